@@ -1,0 +1,1 @@
+"""Speculative decoding served by two gRPC services."""

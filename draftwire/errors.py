@@ -1,0 +1,36 @@
+"""Errors that reach users."""
+
+from __future__ import annotations
+
+
+class DraftwireError(Exception):
+    """Base of the errors that users can act on; the message says what was given, what is allowed and what to do."""
+
+
+class InvalidArgumentError(DraftwireError, ValueError):
+    """A value that breaks the contract. gRPC status INVALID_ARGUMENT."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field} = {shown}: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class CheckpointError(DraftwireError):
+    """A checkpoint that is missing, damaged, or not of a kind that is served."""
+
+
+class MismatchError(DraftwireError):
+    """A drafter and a verifier, or a head and a target, that do not fit. gRPC status FAILED_PRECONDITION."""
+
+
+class QueueFullError(DraftwireError):
+    """No room for another request now. gRPC status RESOURCE_EXHAUSTED."""
+
+
+class ServerError(DraftwireError):
+    """A server that cannot start: its address is in use or malformed, or its device is missing."""

@@ -1,0 +1,90 @@
+"""Bootstrap that both services share: address, health, reflection, orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draftwire.errors import InvalidArgumentError, ServerError
+
+logger = logging.getLogger(__name__)
+
+# One step of a large batch carries its features in one message.
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+STOP_GRACE_S = 5.0
+
+
+def parse_address(address: str, field: str) -> tuple[str, int]:
+    """(host, port) of `HOST:PORT`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names `field` when the address is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidArgumentError(field, address, "must be HOST:PORT with a port in [0, 65535]")
+    return host, int(port)
+
+
+async def serve(
+    listen: str,
+    service_name: str,
+    register: Callable[[grpc.aio.Server], None],
+    on_stop: Callable[[], Awaitable[None]],
+) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running calls end for a few seconds.
+
+    Parameters
+    ----------
+    listen
+        HOST:PORT; port 0 takes a free one. The line `listening on HOST:PORT` on standard output names it.
+    service_name
+        Full name of the service, for health and reflection.
+    register
+        Adds the service to the server.
+    on_stop
+        Called once the server takes no further calls.
+
+    Raises
+    ------
+    ServerError
+        When the address cannot be bound.
+    """
+    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+    register(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    host, _ = parse_address(listen, "listen")
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ServerError(
+            f"listen = {listen!r}: cannot be bound: the port is in use or the host is not of this machine"
+        ) from error
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    for name in ("", service_name):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    print(f"listening on {host}:{port}", flush=True)
+    await stop.wait()
+    logger.info("stopping")
+    await health_servicer.enter_graceful_shutdown()
+    await server.stop(STOP_GRACE_S)
+    await on_stop()

@@ -1,0 +1,65 @@
+"""Tensors of the wire: raw little-endian bytes with dtype and shape, read without a copy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from draftwire.errors import InvalidArgumentError
+from draftwire.v1 import draft_pb2 as pb
+
+# torch.frombuffer warns that a message's bytes are read-only; nothing writes to decoded tensors.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+
+DTYPES = {
+    pb.DTYPE_FLOAT32: torch.float32,
+    pb.DTYPE_BFLOAT16: torch.bfloat16,
+    pb.DTYPE_FLOAT16: torch.float16,
+    pb.DTYPE_INT32: torch.int32,
+    pb.DTYPE_INT64: torch.int64,
+}
+WIRE_DTYPES = {dtype: number for number, dtype in DTYPES.items()}
+
+
+def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
+    """The wire form of a tensor of any device, copied once into the message."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return pb.Tensor(dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape, data=data)
+
+
+def decode_tensor(
+    message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> torch.Tensor:
+    """A CPU tensor over the message's own bytes; it must not be written to.
+
+    Parameters
+    ----------
+    message
+        From the wire, not trusted.
+    name
+        Field name for errors.
+    dtype
+        Required type.
+    shape
+        Required size of each dimension; None takes any.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When type, shape or number of bytes are not what is required.
+    """
+    if DTYPES.get(message.dtype) != dtype:
+        raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
+    given = tuple(message.shape)
+    if len(given) != len(shape) or any(want not in (None, size) for want, size in zip(shape, given, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
+    size = math.prod(given) * dtype.itemsize
+    if len(message.data) != size:
+        raise InvalidArgumentError(f"{name}.data", f"{len(message.data)} bytes", f"must be {size} bytes")
+    if size == 0:
+        return torch.empty(given, dtype=dtype)
+    return torch.frombuffer(memoryview(message.data), dtype=dtype).reshape(given)
