@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -116,12 +117,10 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
                 )
         return
     if bool(rates) == has_length:
-        given = {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
-        if has_length:
-            given["synthetic_acceptance_length"] = config.synthetic_acceptance_length  # type: ignore[assignment]
+        length = config.synthetic_acceptance_length if has_length else None
         raise InvalidArgumentError(
             f"{prefix}rejection_sample_method",
-            given,
+            {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": length},
             "synthetic needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length",
         )
     if has_length and config.synthetic_acceptance_length > k + 1:
@@ -134,7 +133,7 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
         raise InvalidArgumentError(
             f"{prefix}synthetic_acceptance_rates", rates, f"needs num_speculative_tokens = {k} values, got {len(rates)}"
         )
-    if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
+    if any(later > earlier for earlier, later in pairwise(rates)):
         raise InvalidArgumentError(f"{prefix}synthetic_acceptance_rates", rates, "must not increase")
 
 
@@ -148,7 +147,7 @@ def check_limits(message: Message, prefix: str = "") -> None:
     """
     for field, value in message.ListFields():
         path = prefix + field.name
-        limits = field.GetOptions().Extensions[pb.limits]
+        limits = _limits(field)
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
         entries = list(value.values()) if is_map else list(value) if field.is_repeated else [value]
         if limits.HasField("max_items") and len(entries) > limits.max_items:
@@ -160,6 +159,16 @@ def check_limits(message: Message, prefix: str = "") -> None:
                 check_limits(entry, path + ".")
             else:
                 _check_value(entry, limits, path)
+
+
+def _fields(message: Message) -> list[FieldDescriptor]:
+    # The type stubs name the descriptors of one protobuf implementation beside the public ones.
+    return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))
+
+
+def _limits(field: FieldDescriptor) -> pb.Limits:
+    extensions: Any = field.GetOptions().Extensions
+    return cast(pb.Limits, extensions[pb.limits])
 
 
 def _check_enum(enum: EnumDescriptor, value: int, path: str) -> None:
@@ -197,8 +206,8 @@ def with_defaults(message: M) -> M:
     """A copy in which every unset field with a default in the contract is set to it."""
     filled = type(message)()
     filled.CopyFrom(message)
-    for field in filled.DESCRIPTOR.fields:
-        limits = field.GetOptions().Extensions[pb.limits]
+    for field in _fields(filled):
+        limits = _limits(field)
         if limits.HasField("default") and not filled.HasField(field.name):
             setattr(filled, field.name, _cast(field, limits.default))
     return filled
@@ -326,7 +335,7 @@ def draft_logits_text(logits: pb.DraftLogits) -> str:
 
 def _build(message: M, options: Mapping[str, Any], prefix: str) -> M:
     """Sets fields of `message` by name."""
-    fields = message.DESCRIPTOR.fields_by_name
+    fields = {field.name: field for field in _fields(message)}
     for name, value in options.items():
         if name not in fields:
             raise InvalidArgumentError(prefix + name, value, f"unknown name; known: {', '.join(sorted(fields))}")
@@ -349,7 +358,7 @@ def _build(message: M, options: Mapping[str, Any], prefix: str) -> M:
         except InvalidArgumentError:
             raise
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            limits = field.GetOptions().Extensions[pb.limits]
+            limits = _limits(field)
             has_range = limits.HasField("min") or limits.HasField("max")
             allowed = f"allowed range {range_text(limits)}" if has_range else _type_text(field)
             raise InvalidArgumentError(prefix + name, value, f"{allowed} ({error})") from error
