@@ -228,7 +228,7 @@ def build_sampling_params(**options: Any) -> pb.SamplingParams:
         For an unknown name, a wrong type or a value out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    params = _build(pb.SamplingParams(), given, "sampling_params.")
+    params = build_message(pb.SamplingParams(), given, "sampling_params.")
     resolve_sampling_params(params)
     return params
 
@@ -267,7 +267,7 @@ def speculative_config_from_mapping(options: Mapping[str, Any]) -> pb.Speculativ
         given["draft_sample_method"] = "gumbel"
     if "draft_logits" in given:
         given["draft_logits"] = _draft_logits_mapping(given["draft_logits"], f"{prefix}draft_logits")
-    return resolve_speculative_config(_build(pb.SpeculativeConfig(), given, prefix))
+    return resolve_speculative_config(build_message(pb.SpeculativeConfig(), given, prefix))
 
 
 def _draft_logits_mapping(value: Any, path: str) -> dict[str, Any]:
@@ -333,8 +333,14 @@ def draft_logits_text(logits: pb.DraftLogits) -> str:
     return _enum_word(pb.DraftLogitsForm.DESCRIPTOR, logits.form or NONE)
 
 
-def _build(message: M, options: Mapping[str, Any], prefix: str) -> M:
-    """Sets fields of `message` by name."""
+def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
+    """Sets fields of `message` by name; nested messages are mappings, enum values lower-case words.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field (with `prefix`) for an unknown name or a wrong type.
+    """
     fields = {field.name: field for field in _fields(message)}
     for name, value in options.items():
         if name not in fields:
@@ -346,7 +352,7 @@ def _build(message: M, options: Mapping[str, Any], prefix: str) -> M:
             elif field.message_type is not None and field.message_type.GetOptions().map_entry:
                 getattr(message, name).update({int(key): float(entry) for key, entry in value.items()})
             elif field.message_type is not None:
-                _build(getattr(message, name), value, f"{prefix}{name}.")
+                build_message(getattr(message, name), value, f"{prefix}{name}.")
             elif field.is_repeated:
                 if isinstance(value, str):
                     raise TypeError("expected a list")

@@ -19,6 +19,15 @@ class InvalidArgumentError(DraftwireError, ValueError):
         self.value = value
         self.allowed = allowed
 
+    @classmethod
+    def from_text(cls, text: str) -> InvalidArgumentError:
+        """The error whose text a server sent; `value` is then the text of the value."""
+        field, _, rest = text.partition(" = ")
+        value, _, allowed = rest.partition(": ")
+        error = cls(field if rest else "", value, allowed or text)
+        error.args = (text,)
+        return error
+
 
 class CheckpointError(DraftwireError):
     """A checkpoint that is missing, damaged, or not of a kind that is served."""
@@ -34,3 +43,14 @@ class QueueFullError(DraftwireError):
 
 class ServerError(DraftwireError):
     """A server that cannot start: its address is in use or malformed, or its device is missing."""
+
+
+class RequestError(DraftwireError):
+    """A request that failed on its way or in the server.
+
+    `status` is the name of the gRPC status: "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", ...
+    """
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status

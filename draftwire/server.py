@@ -11,31 +11,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from draftwire.errors import InvalidArgumentError, ServerError
+from draftwire.errors import ServerError
+from draftwire.wire import CHANNEL_OPTIONS, parse_address
 
 logger = logging.getLogger(__name__)
 
-# One step of a large batch carries its features in one message.
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
 STOP_GRACE_S = 5.0
-
-
-def parse_address(address: str, field: str) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` when the address is not of that form.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(field, address, "must be HOST:PORT with a port in [0, 65535]")
-    return host, int(port)
 
 
 async def serve(
