@@ -1,0 +1,110 @@
+"""Logit bias, suppression, penalties and the filters min-p, top-k and top-p on ragged rows."""
+
+import torch
+from torch import Tensor
+
+from draftwire_kernels import validation
+from draftwire_kernels.logits_sampling import LogitsSampling
+from draftwire_kernels.reference import filters, penalties
+from draftwire_kernels.reference.layout import Layout
+
+
+def process_logits(logits: Tensor, sampling: LogitsSampling) -> Tensor:
+    """Turn the target's logits into those of the distribution that is sampled; filtered tokens are -inf.
+
+    In this order: bias, suppression, penalties, min-p, top-k, top-p, each on what the one before it left.
+
+    - Repetition divides a positive logit and multiplies any other, once, for tokens of prompt or output; frequency
+      subtracts per occurrence in the output, presence once if there is one. Output includes the row's draft prefix.
+    - min-p keeps tokens whose probability is at least min_p times the largest.
+    - top-k keeps logits not below the k-th largest: ties with it stay, so more than k tokens may.
+    - top-p keeps the smallest set of the likeliest tokens whose mass reaches top_p, and every token as likely as the
+      least likely of them; always the likeliest.
+
+    Filters look at the request's temperature; the values kept are not scaled by it. Rows at temperature 0 are not
+    filtered. Rows that use no top-k or top-p are not searched.
+
+    Parameters
+    ----------
+    logits : Tensor
+        [R, V] float32, bfloat16 or float16. Never modified.
+    sampling : LogitsSampling
+
+    Returns
+    -------
+    Tensor
+        [R, V] of the same dtype, computed in float32 (pass float32 for biased and penalised logits without rounding);
+        `logits` itself when no request uses anything.
+
+    Raises
+    ------
+    ValueError
+        If a tensor has the wrong shape, dtype or device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from draftwire_kernels import LogitsSampling, process_logits
+    >>> sampling = LogitsSampling(
+    ...     cu_rows=torch.tensor([0, 1], dtype=torch.int32), temperature=torch.ones(1),
+    ...     top_k=torch.tensor([2], dtype=torch.int32),
+    ... )
+    >>> process_logits(torch.tensor([[3.0, 1.0, 2.0]]), sampling)
+    tensor([[3., -inf, 2.]])
+    """
+    logits = validation.check_logits("logits", logits)
+    if not isinstance(sampling, LogitsSampling):
+        raise ValueError(f"sampling: got {type(sampling).__name__}, expected LogitsSampling")
+    _check(logits, sampling)
+    unused = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.penalties, sampling.bias, sampling.suppression)
+    if all(value is None for value in unused):
+        return logits
+
+    layout = Layout.from_cu_rows(sampling.cu_rows, logits.shape[0], sampling.cu_rows.device)
+    out = logits
+    if sampling.bias is not None:
+        out = penalties.add_bias(out, sampling.bias, layout)
+    if sampling.suppression is not None:
+        out = penalties.suppress(out, sampling.suppression)
+    if sampling.penalties is not None:
+        out = penalties.penalise(out, sampling.penalties, sampling.draft_tokens, layout)
+    return filters.apply_filters(out, sampling, layout)
+
+
+def _check(logits: Tensor, sampling: LogitsSampling) -> None:
+    num_rows, vocab = logits.shape
+    num_requests = validation.check_cu_rows(sampling.cu_rows, num_rows, logits.device)
+    num_drafts = num_rows - num_requests
+    anywhere = validation.host_or(logits.device)
+    per_request: dict[str, tuple[Tensor | None, torch.dtype]] = {
+        "temperature": (sampling.temperature, torch.float32),
+        "top_k": (sampling.top_k, torch.int32),
+        "top_p": (sampling.top_p, torch.float32),
+        "min_p": (sampling.min_p, torch.float32),
+    }
+    if (p := sampling.penalties) is not None:
+        per_request |= {
+            "penalties.repetition": (p.repetition, torch.float32),
+            "penalties.presence": (p.presence, torch.float32),
+            "penalties.frequency": (p.frequency, torch.float32),
+            "penalties.slot": (p.slot, torch.int64),
+        }
+        on_device = (logits.device,)
+        validation.check_tensor("sampling.penalties.prompt_mask", p.prompt_mask, ("S", vocab), (torch.bool,), on_device)
+        shape = tuple(p.prompt_mask.shape)
+        validation.check_tensor("sampling.penalties.output_counts", p.output_counts, shape, (torch.int32,), on_device)
+        if num_drafts and sampling.draft_tokens is None:
+            raise ValueError(f"sampling.draft_tokens: got None with penalties, expected a tensor [{num_drafts}]")
+    for name, (value, dtype) in per_request.items():
+        if value is not None:
+            validation.check_tensor(f"sampling.{name}", value, (num_requests,), (dtype,), anywhere)
+    if sampling.draft_tokens is not None:
+        validation.check_tensor("sampling.draft_tokens", sampling.draft_tokens, (num_drafts,), (torch.int64,), anywhere)
+    if (b := sampling.bias) is not None:
+        validation.check_tensor("sampling.bias.request", b.request, ("M",), (torch.int64,), anywhere)
+        size = tuple(b.request.shape)
+        validation.check_tensor("sampling.bias.token", b.token, size, (torch.int64,), anywhere)
+        validation.check_tensor("sampling.bias.value", b.value, size, (torch.float32,), anywhere)
+    if (s := sampling.suppression) is not None:
+        validation.check_tensor("sampling.suppression.row", s.row, ("S",), (torch.int64,), anywhere)
+        validation.check_tensor("sampling.suppression.token", s.token, tuple(s.row.shape), (torch.int64,), anywhere)

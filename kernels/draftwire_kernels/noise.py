@@ -1,0 +1,43 @@
+"""Definition of the noise, shared by every backend.
+
+A random number is a pure function of (stream key, position, draft offset, target token id); it knows nothing of
+batches, slots or the order of calls. All arithmetic is on integers and wraps, so every backend draws the same bits.
+
+1. Row state, 64 bits per (key, position, offset), computed once per row of logits::
+
+       s = mix64(key + GOLDEN64)
+       s = mix64(s + (position + 1) * GOLDEN64)
+       s = mix64(s + (offset + 1) * OFFSET64)
+
+   mix64 is the finaliser of SplitMix64 (Steele, Lea and Flood 2014; Stafford's variant 13 of MurmurHash3's). For one
+   key, successive positions are successive outputs of SplitMix64, a generator that passes BigCrush.
+
+2. Token word, 32 bits per target token id: the bijection triple32 (C. Wellons, "hash prospector": three
+   multiplications, avalanche bias 0.021) of the id XORed with the low word of s; the high word of s is XORed in after
+   its first round, so that two rows whose low words happen to be near do not share noise. Some twelve 32-bit operations
+   an element, against some eighty for ten rounds of Philox.
+
+3. Uniform, float32: the word h as an int32 scaled by 2**-32, plus 1 where negative, clamped to
+   [2**-33, 1 - 2**-24]; spacing near 0 is 2**-32. Float64 continues it: the next 32 bits come from the same hash
+   under the state mix64(s + GOLDEN64).
+
+4. Gumbel noise: g = -log(-log1p(-v)) for the uniform v. The winning tail, large g, is at small v, where v keeps its
+   full resolution and log1p its relative precision; g lies in [-2.82, 22.88] (float32), and is never NaN or infinite.
+
+5. The acceptance uniform of (key, position, offset) is the high word of s through step 3 (float64: both words).
+"""
+
+NOISE_VERSION = 1
+"""Version of the definition above; drafter and verifier compare it, because `coupled` and audits need equal noise."""
+
+GOLDEN64 = 0x9E3779B97F4A7C15
+OFFSET64 = 0xD1B54A32D192ED03
+MIX64_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+MIX64_SHIFTS = (30, 27, 31)
+
+TOKEN_MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
+TOKEN_SHIFTS = (17, 11, 15, 14)
+
+MIN_UNIFORM32 = 2.0**-33
+MAX_UNIFORM32 = 1.0 - 2.0**-24
+MAX_UNIFORM64 = 1.0 - 2.0**-53

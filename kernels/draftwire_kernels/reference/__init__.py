@@ -1,0 +1,1 @@
+"""Torch reference of every kernel: runs on any device, and serves on the CPU."""

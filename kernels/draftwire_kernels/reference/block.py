@@ -1,0 +1,45 @@
+"""Block verification: acceptance is decided for the drafts of a step together.
+
+Source: Sun et al., "Block verification accelerates speculative decoding" (2403.10444), algorithm 2.
+"""
+
+import torch
+from torch import Tensor
+
+from draftwire_kernels.reference.drafts import Draft, Target, residual
+from draftwire_kernels.reference.layout import Layout
+
+
+def block_acceptance(
+    target: Target, draft: Draft, usable: Tensor, uniform: Tensor, temperature: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Which drafts are accepted [B, k_max], and the weight of p in the residual after i of them [B, k_max + 1].
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i < h_i, where h_i is
+    s_i / (s_i + 1 - w_i), s_i the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable
+    draft. The longest passing prefix is accepted. At temperature 0 w is one or zero and acceptance the usual one.
+    """
+    num_usable = layout.pad(usable, False).long().cumprod(1).sum(1)
+    ratio = torch.nan_to_num(layout.pad(draft.p_token / draft.q_token, 0), nan=0.0)
+    weights = [torch.ones_like(ratio[:, 0])]
+    for i in range(layout.max_drafts):
+        weights.append((weights[-1] * ratio[:, i]).clamp_(max=1))
+    weight = torch.stack(weights, 1)
+
+    mass = layout.pad(_residual_mass(target, draft, weight, layout), 0)
+    passed_rule = torch.nan_to_num(mass / (mass + 1 - weight[:, :-1]), nan=0.0)  # [B, k_max], for i = 0 .. k_max - 1
+    count = torch.arange(1, layout.max_drafts + 1, device=weight.device)
+    last = count == num_usable[:, None]
+    threshold = torch.where(last, weight[:, 1:], torch.nn.functional.pad(passed_rule[:, 1:], (0, 1)))
+    passed = (layout.pad(uniform, 1) < threshold) & (count <= num_usable[:, None])
+    accepted = (passed * count).amax(1, keepdim=True) if layout.max_drafts else count.expand_as(passed)
+    greedy = (weight[:, 1:] > 0) & (count <= num_usable[:, None])
+    return torch.where((temperature > 0)[:, None], count <= accepted, greedy), weight
+
+
+def _residual_mass(target: Target, draft: Draft, weight: Tensor, layout: Layout) -> Tensor:
+    """Mass [D] of max(w p - q, 0) in each draft's row, w being the weight of the drafts before it."""
+    assert target.probs is not None
+    p = target.probs[layout.draft_row]
+    q = draft.q_rows(torch.arange(p.shape[0], device=p.device), p.shape[-1])
+    return residual(p, q, weight[layout.draft_request, layout.draft_offset]).sum(-1)

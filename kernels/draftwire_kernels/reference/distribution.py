@@ -1,0 +1,58 @@
+"""Temperature-scaled distributions of logit rows, and draws from them."""
+
+import torch
+from torch import Tensor
+
+from draftwire_kernels.reference.noise import gumbel_noise, row_state
+
+
+def compute_dtype(use_fp64: bool) -> torch.dtype:
+    return torch.float64 if use_fp64 else torch.float32
+
+
+def maybe_any(flags: Tensor) -> bool:
+    """Whether any flag is set; on an accelerator True, because looking would stall it."""
+    return bool(flags.any()) if flags.device.type == "cpu" else True
+
+
+def scale(logits: Tensor, temperature: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scores whose softmax is the distribution, and which rows have one.
+
+    Scores are (logits - row maximum) / temperature, so at most 0 and as precise where it matters for logits of any
+    size; at temperature 0 they are not divided. An infinite logit counts as the largest finite one. A row with NaN
+    or with -inf alone has no distribution.
+    """
+    x = logits.to(dtype)
+    top = x.amax(-1, keepdim=True).clamp_(max=torch.finfo(dtype).max)
+    divisor = torch.where(temperature > 0, temperature, 1.0).to(dtype)
+    scores = (x - top).div_(divisor[:, None]).clamp_(max=0)
+    return scores, top[:, 0] > -torch.inf
+
+
+def add_noise(
+    scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor, offset: Tensor | int, token_ids: Tensor | None
+) -> Tensor:
+    """Scores plus Gumbel noise, in the rows whose temperature is not 0; may reuse the memory of `scores`."""
+    sampled = temperature > 0
+    if not maybe_any(sampled):
+        return scores
+    if token_ids is None:
+        ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    else:
+        ids = token_ids.to(torch.int32)
+    noise = gumbel_noise(row_state(key, position, offset), ids, scores.dtype)
+    return noise.mul_(sampled[:, None]).add_(scores)
+
+
+def gumbel_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    position: Tensor,
+    draft_offset: Tensor | int,
+    token_ids: Tensor | None,
+    use_fp64: bool,
+) -> Tensor:
+    scores, valid = scale(logits, temperature, compute_dtype(use_fp64))
+    tokens = add_noise(scores, temperature, key, position, draft_offset, token_ids).argmax(-1)
+    return torch.where(valid, tokens, -1)

@@ -1,0 +1,58 @@
+"""Logit bias, suppression and penalties. Every function returns new logits, or its input when nothing changes."""
+
+import torch
+from torch import Tensor
+
+from draftwire_kernels.logits_sampling import LogitBias, Penalties, Suppression
+from draftwire_kernels.reference.layout import Layout
+
+
+def add_bias(logits: Tensor, bias: LogitBias, layout: Layout) -> Tensor:
+    if bias.request.shape[0] == 0:
+        return logits
+    request = bias.request.to(layout.first_row.device)
+    sizes = layout.num_drafts[request] + 1
+    entry = torch.repeat_interleave(torch.arange(request.shape[0], device=request.device), sizes)
+    entry_start = (sizes.cumsum(0) - sizes)[entry]
+    row = layout.first_row[request][entry] + torch.arange(entry.shape[0], device=entry.device) - entry_start
+    row, entry = row.to(logits.device), entry.to(logits.device)
+    index = (row, bias.token.to(logits.device)[entry])
+    return logits.index_put(index, bias.value.to(logits)[entry], accumulate=True)
+
+
+def suppress(logits: Tensor, suppression: Suppression) -> Tensor:
+    if suppression.row.shape[0] == 0:
+        return logits
+    index = (suppression.row.to(logits.device), suppression.token.to(logits.device))
+    return logits.index_put(index, logits.new_tensor(-torch.inf))
+
+
+def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, layout: Layout) -> Tensor:
+    rows = layout.rows_of(penalties.slot >= 0)
+    if rows.shape[0] == 0:
+        return logits
+    request = layout.row_request[rows]
+    slot = penalties.slot.to(request.device)[request].to(logits.device)
+    counts = penalties.output_counts[slot]
+    if draft_tokens is not None and layout.max_drafts:
+        _count_prefixes(counts, rows, request, draft_tokens.to(rows.device), layout)
+    used = penalties.prompt_mask[slot] | (counts > 0)
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values.to(request.device)[request].to(logits.device)[:, None]
+
+    rows = rows.to(logits.device)
+    x = logits[rows].float()
+    repetition = of_rows(penalties.repetition)
+    x = torch.where(used, torch.where(x > 0, x / repetition, x * repetition), x)
+    x -= of_rows(penalties.frequency) * counts + of_rows(penalties.presence) * (counts > 0)
+    return logits.index_copy(0, rows, x.to(logits.dtype))
+
+
+def _count_prefixes(counts: Tensor, rows: Tensor, request: Tensor, draft_tokens: Tensor, layout: Layout) -> None:
+    """Add the drafts before each row to its counts, in place."""
+    drafts = layout.pad(draft_tokens, -1)[request].to(counts.device)
+    place = torch.arange(layout.max_drafts, device=rows.device)
+    before = (place < (rows - layout.first_row[request])[:, None]).to(counts.device)
+    inside = before & (drafts >= 0) & (drafts < counts.shape[1])
+    counts.scatter_add_(1, drafts.clamp(0, counts.shape[1] - 1), inside.to(counts.dtype))

@@ -1,0 +1,103 @@
+"""Verification of drafts: how many are accepted, and the token that follows them."""
+
+import torch
+from torch import Tensor
+
+from draftwire_kernels.reference.block import block_acceptance
+from draftwire_kernels.reference.distribution import add_noise, compute_dtype
+from draftwire_kernels.reference.drafts import Draft, Target, draft_rows, residual, target_rows
+from draftwire_kernels.reference.layout import Layout
+from draftwire_kernels.reference.noise import accept_uniform
+from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
+
+
+def rejection_sample(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    cu_rows: Tensor,
+    temperature: Tensor,
+    keys: StreamKeys,
+    position: Tensor,
+    draft_logits: DraftLogits | None,
+    method: str,
+    synthetic_rates: Tensor | None,
+    use_fp64: bool,
+) -> RejectionResult:
+    layout = Layout.from_cu_rows(cu_rows, target_logits.shape[0], target_logits.device)
+    target = target_rows(target_logits, temperature, layout, compute_dtype(use_fp64))
+    if method == "coupled":
+        return _coupled(target, draft_tokens, temperature, keys, position, layout)
+
+    draft = draft_rows(draft_tokens, target, temperature, layout, draft_logits)
+    uniform = accept_uniform(
+        keys.accept[layout.draft_request],
+        position[layout.draft_request] + layout.draft_offset,
+        layout.draft_offset,
+        target.scores.dtype,
+    )
+    usable = ~draft.ended & target.valid[layout.draft_row]
+    weight = None
+    if method == "block" and draft.q is not None:
+        accept, weight = block_acceptance(target, draft, usable, uniform, temperature, layout)
+    elif method == "synthetic":
+        assert synthetic_rates is not None
+        accept = layout.pad(usable & (uniform < synthetic_rates[layout.draft_offset]), False)
+    else:
+        accept = layout.pad(usable & (uniform < draft.p_token / draft.q_token), False)
+
+    accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
+    while method != "synthetic" and bool(empty.any()):
+        # No float mass is left in the residual: p and q agree there, so the draft counts as accepted after all.
+        accept[empty, accepted[empty]] = True
+        accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
+    final = add_noise(scores, temperature, keys.resample, position + accepted, 0, None).argmax(-1)
+    return _emit(draft_tokens, accepted, final, target.valid[layout.first_row + accepted], layout)
+
+
+def _prefix_length(accept: Tensor) -> Tensor:
+    """Number of accepted drafts before the first refused one: [B] from flags [B, k_max]."""
+    return accept.long().cumprod(1).sum(1)
+
+
+def _final_scores(
+    accepted: Tensor, target: Target, draft: Draft, temperature: Tensor, layout: Layout, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [B, V] of the token after the accepted drafts: of the residual after a refusal, else of p.
+
+    Returns the accepted counts, the scores, and where a residual was wanted but has no mass; p stands in for it there.
+    """
+    row = layout.first_row + accepted
+    scores = target.scores[row]
+    if target.probs is None or draft.tokens.shape[0] == 0:
+        return accepted, scores, torch.zeros_like(accepted, dtype=torch.bool)
+    index = layout.draft_index(accepted)
+    refused = (accepted < layout.num_drafts) & ~draft.ended[index] & target.valid[row] & (temperature > 0)
+    if draft.q is None:
+        kept = scores.scatter(1, draft.tokens[index][:, None], -torch.inf)
+    else:
+        q = draft.q_rows(index, scores.shape[-1])
+        row_weight = None if weight is None else weight.gather(1, accepted[:, None])[:, 0]
+        kept = residual(target.probs[row], q, row_weight).log_()
+    empty = refused & ~(kept.amax(-1) > -torch.inf)
+    return accepted, torch.where((refused & ~empty)[:, None], kept, scores), empty
+
+
+def _coupled(
+    target: Target, draft_tokens: Tensor, temperature: Tensor, keys: StreamKeys, position: Tensor, layout: Layout
+) -> RejectionResult:
+    request = layout.row_request
+    row_position = position[request] + torch.arange(request.shape[0], device=request.device) - layout.first_row[request]
+    noisy = add_noise(target.scores, temperature[request], keys.resample[request], row_position, 0, None)
+    tokens = torch.where(target.valid, noisy.argmax(-1), -1)
+    agreed = (tokens[layout.draft_row] == draft_tokens) & (draft_tokens >= 0)
+    accepted = _prefix_length(layout.pad(agreed, False))
+    row = layout.first_row + accepted
+    return _emit(draft_tokens, accepted, tokens[row], target.valid[row], layout)
+
+
+def _emit(draft_tokens: Tensor, accepted: Tensor, final: Tensor, valid: Tensor, layout: Layout) -> RejectionResult:
+    place = torch.arange(layout.max_drafts, device=accepted.device)
+    drafts = torch.where(place < accepted[:, None], layout.pad(draft_tokens, -1), -1)
+    tokens = torch.nn.functional.pad(drafts, (0, 1), value=-1)
+    tokens.scatter_(1, accepted[:, None], torch.where(valid, final, -1)[:, None])
+    return RejectionResult(tokens, (accepted + valid).int())

@@ -1,0 +1,79 @@
+"""Argument checks that look at shapes, dtypes and devices, and at values only where those lie on the host."""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(
+    name: str,
+    value: object,
+    shape: Sequence[int | str],
+    dtypes: Collection[torch.dtype],
+    devices: Collection[torch.device],
+) -> None:
+    """Raise ValueError unless `value` is a tensor of that shape (a str names a free size), dtype and device."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a tensor {_shape_text(shape)}")
+    if value.ndim != len(shape) or any(isinstance(s, int) and s != v for s, v in zip(shape, value.shape, strict=True)):
+        raise ValueError(f"{name}: got shape {list(value.shape)}, expected {_shape_text(shape)}")
+    if value.dtype not in dtypes:
+        raise ValueError(f"{name}: got dtype {value.dtype}, expected {_join(dtypes)}")
+    if value.device not in devices:
+        raise ValueError(f"{name}: got device {value.device}, expected {_join(devices)}")
+
+
+def check_logits(name: str, value: object) -> Tensor:
+    """Raise ValueError unless `value` is a non-empty matrix of logits; return it."""
+    check_tensor(name, value, ("rows", "V"), LOGIT_DTYPES, [value.device] if isinstance(value, Tensor) else [])
+    assert isinstance(value, Tensor)
+    if value.shape[1] == 0:
+        raise ValueError(f"{name}: got shape {list(value.shape)}, expected at least one column")
+    return value
+
+
+def check_cu_rows(cu_rows: object, num_rows: int, device: torch.device) -> int:
+    """Raise ValueError unless `cu_rows` is [B + 1] int32; its values are checked on the CPU. Returns B."""
+    check_tensor("cu_rows", cu_rows, ("B + 1",), (torch.int32,), host_or(device))
+    assert isinstance(cu_rows, Tensor)
+    num_requests = cu_rows.shape[0] - 1
+    if not 1 <= num_requests <= num_rows:
+        raise ValueError(
+            f"cu_rows: got {cu_rows.shape[0]} entries, expected B + 1 for 1 <= B <= {num_rows}, the rows of logits"
+        )
+    if cu_rows.device.type == "cpu":
+        values = cu_rows.tolist()
+        increasing = all(a < b for a, b in pairwise(values))
+        if values[0] != 0 or values[-1] != num_rows or not increasing:
+            raise ValueError(f"cu_rows: got {values}, expected increasing values from 0 to {num_rows} (rows of logits)")
+    return num_requests
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def check_backend(backend: str) -> None:
+    check_choice("backend", backend, ("auto", "reference", "triton"))
+    if backend == "triton":
+        raise ValueError(
+            "backend: got 'triton', expected 'auto' or 'reference': this version has the torch reference alone"
+        )
+
+
+def host_or(device: torch.device) -> tuple[torch.device, ...]:
+    """The devices of an argument that may stay on the host."""
+    return (device, torch.device("cpu"))
+
+
+def _shape_text(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _join(values: Collection[object]) -> str:
+    return " or ".join(dict.fromkeys(map(str, values)))
