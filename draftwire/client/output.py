@@ -1,0 +1,157 @@
+"""What a client receives, as plain immutable data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from draftwire.errors import RequestError
+from draftwire.v1 import generate_pb2 as pb
+
+FinishReason = Literal["stop", "length"]
+_FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities of one output token under the target."""
+
+    logprob: float
+    rank: int
+    """Rank of the output token, 1 is the most likely."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability) of the most likely tokens, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counts of one request. Field for field RequestStatistics of the contract."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    verify_steps: int = 0
+    verify_tokens: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    time_to_first_token_s: float = 0.0
+    total_time_s: float = 0.0
+    queue_time_s: float = 0.0
+    synthetic_acceptance: bool = False
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean number of tokens emitted per verify step, bonus token included; None without verify steps."""
+        return self.verify_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Accepted over drafted at each draft position, first position first (unconditional rates)."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        return tuple(accepted / drafted if drafted else 0.0 for accepted, drafted in pairs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the whole time in the server, queue and prompt included; 0 when no time passed."""
+        return self.output_tokens / self.total_time_s if self.total_time_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of output. The last one of a request has `finish_reason` and `statistics`."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    drafted: tuple[bool, ...] = ()
+    """For each token, whether it is an accepted draft."""
+    token_text_ends: tuple[int, ...] = ()
+    """For each token, characters of `text` that are out once it is taken; empty when the server does not tell."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+    statistics: Statistics | None = None
+    request_id: str = ""
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
+        start = 0
+        for end, drafted in zip(self.token_text_ends, self.drafted, strict=False):
+            if end > start:
+                yield self.text[start:end], drafted
+                start = end
+        if start < len(self.text):
+            yield self.text[start:], False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole output."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop_text: str | None
+    stop_token_id: int | None
+    statistics: Statistics
+    request_id: str
+
+    @classmethod
+    def from_chunks(cls, chunks: Sequence[Chunk]) -> Completion:
+        """Joins the chunks of one request.
+
+        Raises
+        ------
+        RequestError
+            When the last chunk is missing.
+        """
+        last = chunks[-1] if chunks else Chunk()
+        if last.finish_reason is None or last.statistics is None:
+            raise RequestError("INTERNAL", "the server ended the stream without a finish reason and statistics")
+        return cls(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            drafted=tuple(flag for chunk in chunks for flag in chunk.drafted),
+            logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+            finish_reason=last.finish_reason,
+            stop_text=last.stop_text,
+            stop_token_id=last.stop_token_id,
+            statistics=last.statistics,
+            request_id=last.request_id,
+        )
+
+
+def chunk_from_message(message: pb.GenerateResponse, request_id: str) -> Chunk:
+    """The chunk of one message; `request_id` is that of the messages before it, empty at the first."""
+    return Chunk(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        drafted=tuple(message.drafted),
+        token_text_ends=tuple(message.token_text_ends),
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, entry.rank, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+            for entry in message.logprobs
+        ),
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        stop_text=message.stop_text if message.HasField("stop_text") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        statistics=_statistics(message.statistics) if message.HasField("statistics") else None,
+        request_id=message.request_id or request_id,
+    )
+
+
+def _statistics(message: pb.RequestStatistics) -> Statistics:
+    return Statistics(
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=message.output_tokens,
+        verify_steps=message.verify_steps,
+        verify_tokens=message.verify_tokens,
+        drafted=tuple(message.drafted),
+        accepted=tuple(message.accepted),
+        time_to_first_token_s=message.time_to_first_token_s,
+        total_time_s=message.total_time_s,
+        queue_time_s=message.queue_time_s,
+        synthetic_acceptance=message.synthetic_acceptance,
+    )

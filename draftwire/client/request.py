@@ -1,0 +1,128 @@
+"""From a call's arguments to a checked GenerateRequest, and from gRPC's errors to ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import grpc
+
+from draftwire.config import build_message, build_sampling_params, check_limits
+from draftwire.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.wire import CHANNEL_OPTIONS
+
+# A request that was once taken must not run twice.
+CLIENT_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Every field of SamplingParams; None counts as not given. Ranges and defaults stand in the contract."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+
+
+class Options(SamplingOptions, total=False):
+    """Every option of a request besides its prompt."""
+
+    num_speculative_tokens: int | None
+    """Draft tokens per verify step, 0 turns drafting off; default and maximum are the server's."""
+    request_id: str | None
+    """Name of the request in logs; default: made by the server."""
+    timeout: float | None
+    """Seconds after which the request ends with DEADLINE_EXCEEDED; default: none."""
+
+
+def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.GenerateRequest, float | None]:
+    """The request and its timeout, checked as far as a client can.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, its value and what is allowed.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
+    rest = {name: value for name, value in given.items() if name not in sampling}
+    timeout = rest.pop("timeout", None)
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise InvalidArgumentError("timeout", timeout, "must be a number of seconds above 0")
+    unknown = [name for name in rest if name not in Options.__annotations__]
+    if unknown:
+        known = ", ".join(sorted(Options.__annotations__))
+        raise InvalidArgumentError(unknown[0], rest[unknown[0]], f"unknown option; known: {known}")
+    request = build_message(pb.GenerateRequest(), rest, "")
+    request.sampling_params.CopyFrom(build_sampling_params(**sampling))
+    _set_prompt(request, prompt)
+    check_limits(request)
+    return request, timeout
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    allowed = 'must be text, a list of token ids or a list of {"role", "content"} messages, not empty'
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not prompt:
+        raise InvalidArgumentError("prompt", prompt, allowed)
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif all(isinstance(entry, Mapping) for entry in prompt):
+            request.chat.messages.extend(_chat_message(entry) for entry in prompt)  # type: ignore[arg-type]
+        elif not any(isinstance(entry, Mapping | str | bool) for entry in prompt):
+            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        else:
+            raise InvalidArgumentError("prompt", prompt, allowed)
+    except InvalidArgumentError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError("prompt", prompt, f"{allowed} ({error})") from error
+
+
+def _chat_message(entry: Mapping[str, Any]) -> pb.ChatMessage:
+    message = build_message(pb.ChatMessage(), entry, "chat.messages.")
+    if not message.role:
+        raise InvalidArgumentError("chat.messages.role", message.role, "needed: 1 to 64 bytes")
+    return message
+
+
+def to_error(error: grpc.RpcError, address: str, timeout: float | None) -> DraftwireError:
+    """The error that a user meets for a call that gRPC ended."""
+    code: grpc.StatusCode = error.code()
+    details: str = error.details() or "no details"
+    if code == grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgumentError.from_text(details)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QueueFullError(details)
+    if code == grpc.StatusCode.FAILED_PRECONDITION:
+        return MismatchError(details)
+    messages = {
+        grpc.StatusCode.UNAVAILABLE: f"{address} cannot be reached or is shutting down: {details}",
+        grpc.StatusCode.DEADLINE_EXCEEDED: f"not done within the timeout of {timeout} s",
+        grpc.StatusCode.CANCELLED: "cancelled",
+        grpc.StatusCode.UNIMPLEMENTED: f"{address} is not a verifier: it has no {pb.DESCRIPTOR.package}.Generation",
+    }
+    return RequestError(code.name, messages.get(code, f"{code.name}: {details}"))

@@ -1,0 +1,132 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, Self, Unpack
+
+import grpc
+
+from draftwire.client.output import Chunk, Completion, chunk_from_message
+from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationStub
+from draftwire.wire import parse_address
+
+
+class _Call(Protocol):
+    def __next__(self) -> pb.GenerateResponse: ...
+
+    def cancel(self) -> bool: ...
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too."""
+
+    def __init__(self, call: _Call, address: str, timeout: float | None = None) -> None:
+        self._call = call
+        self._address = address
+        self._timeout = timeout
+        self._request_id = ""
+        self._cancelled = False
+
+    def __next__(self) -> Chunk:
+        try:
+            chunk = chunk_from_message(next(self._call), self._request_id)
+        except grpc.RpcError as error:
+            if self._cancelled:
+                raise StopIteration from None
+            raise to_error(error, self._address, self._timeout) from error
+        self._request_id = chunk.request_id
+        return chunk
+
+    def cancel(self) -> None:
+        """Ends the request; harmless once it has ended."""
+        self._cancelled = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class Client:
+    """A connection to one verifier; may be shared by threads.
+
+    Examples
+    --------
+    >>> with Client("localhost:50051") as client:  # doctest: +SKIP
+    ...     for chunk in client.generate("def fibonacci(n):", max_tokens=64, temperature=0):
+    ...         print(chunk.text, end="")
+    """
+
+    def __init__(self, address: str) -> None:
+        """
+        Parameters
+        ----------
+        address
+            HOST:PORT of the verifier. The connection is made by the first call.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the address is not of that form.
+        """
+        parse_address(address, "address")
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CLIENT_CHANNEL_OPTIONS)
+        self._stub = GenerationStub(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Sends a request and returns its stream of chunks.
+
+        Parameters
+        ----------
+        prompt
+            Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
+        options
+            Fields of SamplingParams, `num_speculative_tokens`, `request_id` and `timeout` in seconds; see `Options`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            At once for what a client can see; from the stream for what only the server can.
+        QueueFullError
+            From the stream, when the server takes no further request now.
+        RequestError
+            From the stream, with the gRPC status.
+        """
+        request, timeout = build_request(prompt, options)
+        return Stream(self._stub.Generate(request, timeout=timeout), self.address, timeout)
+
+    def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """As `generate`, but returns the whole output at its end."""
+        with self.generate(prompt, **options) as stream:
+            return Completion.from_chunks(list(stream))
+
+    def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
+        """What the server serves and with which drafters; `timeout` in seconds."""
+        try:
+            return self._stub.GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, timeout) from error
+
+    def close(self) -> None:
+        """Closes the connection; requests that still run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

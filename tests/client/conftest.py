@@ -1,0 +1,80 @@
+"""A Generation service that answers from a script, served in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+
+STATISTICS = pb.RequestStatistics(
+    prompt_tokens=3,
+    output_tokens=4,
+    verify_steps=2,
+    verify_tokens=4,
+    drafted=[2, 2],
+    accepted=[2, 0],
+    time_to_first_token_s=0.25,
+    total_time_s=0.5,
+)
+SCRIPT = [
+    pb.GenerateResponse(
+        token_ids=[5, 6, 7], text="é b ", drafted=[False, True, False], token_text_ends=[1, 3, 4], request_id="r-1"
+    ),
+    pb.GenerateResponse(
+        token_ids=[8],
+        text="end",
+        drafted=[True],
+        token_text_ends=[3],
+        finish_reason=pb.FINISH_REASON_STOP,
+        stop_token_id=8,
+        statistics=STATISTICS,
+    ),
+]
+
+
+@dataclass
+class FakeVerifier(GenerationServicer):
+    """Sends `script`, then aborts with `failure` if there is one, else, if `endless`, waits for the client to leave."""
+
+    script: list[pb.GenerateResponse] = field(default_factory=lambda: list(SCRIPT))
+    failure: tuple[grpc.StatusCode, str] | None = None
+    endless: bool = False
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+    address: str = ""
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        self.requests.append(request)
+        context.add_callback(self.left.set)
+        yield from self.script[:-1] if self.endless else self.script
+        if self.failure is not None:
+            context.abort(*self.failure)
+        if self.endless:
+            self.left.wait(30)
+
+    def GetVerifierInfo(  # noqa: N802
+        self,
+        request: pb.GetVerifierInfoRequest,
+        context: Any,  # noqa: ARG002
+    ) -> pb.GetVerifierInfoResponse:
+        return pb.GetVerifierInfoResponse(version="1.2.3", target="demo", vocab_size=99)
+
+
+@pytest.fixture
+def verifier() -> Iterator[FakeVerifier]:
+    fake = FakeVerifier()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    add_GenerationServicer_to_server(fake, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield fake
+    fake.left.set()
+    server.stop(0).wait()
