@@ -1,0 +1,123 @@
+"""An EAGLE-3 head (2503.01840) in the published checkpoint layout, for training and for exact counting.
+
+Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of a true row is `fc` of
+the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
+computes, for every i at once, what the head drafts after the true rows 0..i: row i + s of that chain sees the true keys
+0..i and the s keys drafted since, so its scores are one causal square of products and s products of single rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.llama import MLP, Attention, LlamaShape, RMSNorm, rotary_tables
+
+Chooser = Callable[[int, Tensor], Tensor]
+
+
+class MidLayer(nn.Module):
+    """The decoder layer; its attention reads the embedding and the feature side by side."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def project(self, embedded: Tensor, g: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.self_attn.project(
+            torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), cos, sin
+        )
+        group = q.shape[1] // k.shape[1]
+        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    def finish(self, g: Tensor, attended: Tensor) -> Tensor:
+        x = g + self.self_attn.merge(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of a chain's rows: causal over keys[0], and over the own row of each later step.
+
+    q, keys[s] and values[s] are [B, heads, T, D]. The softmax is computed by hand over both parts together.
+    """
+    length = q.shape[2]
+    q = q * q.shape[-1] ** -0.5
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    square = (q @ keys[0].mT).float().masked_fill(future, float("-inf"))
+    own = [(q.float() * key.float()).sum(-1, keepdim=True) for key in keys[1:]]
+    peak = square.amax(-1, keepdim=True)
+    for score in own:
+        peak = torch.maximum(peak, score)
+    peak = peak.detach()
+    weights = (square - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    mixed = (weights.to(q.dtype) @ values[0]).float()
+    for score, value in zip(own, values[1:], strict=True):
+        weight = (score - peak).exp()
+        total = total + weight
+        mixed = mixed + weight * value.float()
+    return (mixed / total).to(q.dtype)
+
+
+class Eagle3Head(nn.Module):
+    """The head; parameter names are those of the published checkpoints."""
+
+    def __init__(self, shape: LlamaShape, target_width: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(3 * target_width, shape.hidden_size, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        cos, sin = rotary_tables(shape, shape.max_position_embeddings + 16, "cpu")
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        for weight in self.parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def set_draft_vocabulary(self, ids: Tensor) -> None:
+        """Takes the target ids, ascending, that the head can draft."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def chain(self, states: Tensor, embedding: Tensor, next_input: Chooser, steps: int) -> list[Tensor]:
+        """Logits [B, T, V_draft] of each of `steps` draft steps after every true row.
+
+        states [B, T, 3 * target_width]: the target's states of positions 0..T-1. next_input(s, logits of step s - 1)
+        gives the tokens [B, T] that rows of step s embed: x_{i+1} for s = 0, then x_{i+1+s} in training, and the
+        argmax just drafted when drafts are counted.
+        """
+        length = states.shape[1]
+        g = self.fc(states)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs: list[Tensor] = []
+        logits = torch.empty(0)
+        for step in range(steps):
+            embedded = F.embedding(next_input(step, logits), embedding).to(g.dtype)
+            cos, sin = self.cos[step : step + length], self.sin[step : step + length]
+            q, k, v = self.midlayer.project(embedded, g, cos, sin)
+            keys.append(k)
+            values.append(v)
+            g = self.midlayer.finish(g, attend(q, keys, values))
+            logits = self.lm_head(self.norm(g))
+            outputs.append(logits)
+        return outputs
+
+
+def feature_layers(num_layers: int) -> list[int]:
+    """EAGLE-3's default layers: the states that enter layers 2, n // 2 and n - 3."""
+    return [2, num_layers // 2, num_layers - 3]
