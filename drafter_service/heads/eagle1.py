@@ -1,0 +1,55 @@
+"""EAGLE-1 and EAGLE-2: the state is the target's last one, joined with the embedding before the first layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from drafter_service.heads.config import HeadConfig
+from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm
+from drafter_service.heads.rope import RotaryEmbedding
+from drafter_service.heads.spec import Head
+from drafter_service.heads.tensors import TensorSource
+from draftwire.kv_cache import KVCache, RaggedBatch
+
+
+class Eagle1Head(Head):
+    """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858).
+
+    The first layer has no input norm and there is no final norm: the head predicts the target's normed state, so the
+    target's lm_head reads it as it is.
+    """
+
+    def __init__(
+        self, config: HeadConfig, source: TensorSource, fingerprint: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec, self.fingerprint, self.draft_token_ids = config.spec, fingerprint, None
+        spec, hidden = config.spec, config.spec.hidden_size
+        self._embedding = source.embedding(spec.target_vocab_size, hidden)
+        self._rotary = RotaryEmbedding(config.rope, dtype, device)
+        self._fc = Linear(source, ["fc"], [hidden], 2 * hidden, bias=bool(config.fc_bias))
+        self._layers = [
+            DecoderLayer(source, config.layer, hidden, index, window) for index, window in enumerate(config.windows)
+        ]
+        later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
+        self._later_norms = [RMSNorm(source.take(name, hidden), config.layer.norm_eps) for name in later]
+        self._output = source.output(spec.target_vocab_size, hidden, shared=True)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """See `Head.fuse`; the features are the states."""
+        return features
+
+    def forward(
+        self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `Head.forward`."""
+        rotary = self._rotary(positions)
+        hidden = self._fc(torch.cat((F.embedding(tokens, self._embedding), g), -1))
+        hidden = self._layers[0](hidden, hidden, rotary, cache, batch)
+        for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
+            hidden = layer(norm(hidden), hidden, rotary, cache, batch)
+        return hidden
+
+    def logits(self, g: torch.Tensor) -> torch.Tensor:
+        """See `Head.logits`."""
+        return F.linear(g, self._output)

@@ -1,0 +1,128 @@
+"""Parts of a decoder layer over ragged rows. Projections of one input are merged into one product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from drafter_service.heads.rope import rotate
+from drafter_service.heads.tensors import TensorSource
+from draftwire.kv_cache import KVCache, RaggedBatch, paged_attention
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Shapes and options that the layers of a head have in common."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+
+class RMSNorm:
+    """Root-mean-square norm over the last dimension: float32 inside, scaled in the input's type, as Llama does."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self._weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+
+
+class Linear:
+    """A projection, its parts stacked along the output: x @ cat(weights).T + cat(biases)."""
+
+    def __init__(
+        self, source: TensorSource, names: list[str], out_features: list[int], in_features: int, *, bias: bool
+    ) -> None:
+        parts = list(zip(names, out_features, strict=True))
+        self._weight = torch.cat([source.take(f"{name}.weight", size, in_features) for name, size in parts])
+        self._bias = torch.cat([source.take(f"{name}.bias", size) for name, size in parts]) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class Attention:
+    """Grouped-query attention through the paged cache."""
+
+    def __init__(
+        self, source: TensorSource, prefix: str, config: LayerConfig, in_features: int, index: int, window: int | None
+    ) -> None:
+        self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._head_dim, self._index, self._window = config.head_dim, index, window
+        names = [f"{prefix}.{name}_proj" for name in "qkv"]
+        widths = [heads * config.head_dim for heads in self._sizes]
+        self._qkv = Linear(source, names, widths, in_features, bias=config.qkv_bias)
+        self._out = Linear(source, [f"{prefix}.o_proj"], [config.hidden_size], widths[0], bias=config.output_bias)
+        self._q_norm = self._k_norm = None
+        if config.qk_norm:
+            self._q_norm = RMSNorm(source.take(f"{prefix}.q_norm.weight", config.head_dim), config.norm_eps)
+            self._k_norm = RMSNorm(source.take(f"{prefix}.k_norm.weight", config.head_dim), config.norm_eps)
+
+    def __call__(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], cache: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        q, k, v = self._qkv(x).unflatten(-1, (-1, self._head_dim)).split(self._sizes, 1)
+        if self._q_norm and self._k_norm:
+            q, k = self._q_norm(q), self._k_norm(k)
+        attended = paged_attention(
+            rotate(q, *rotary),
+            rotate(k, *rotary),
+            v,
+            cache.keys[self._index],
+            cache.values[self._index],
+            batch,
+            scale=self._head_dim**-0.5,
+            window=self._window,
+        )
+        return self._out(attended.flatten(1))
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, source: TensorSource, prefix: str, config: LayerConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self._gate_up = Linear(source, names, [inner, inner], hidden, bias=config.mlp_bias)
+        self._down = Linear(source, [f"{prefix}.down_proj"], [hidden], inner, bias=config.mlp_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down(F.silu(gate) * up)
+
+
+class DecoderLayer:
+    """Attention and MLP with their residuals; what attention reads is the caller's choice."""
+
+    def __init__(
+        self, source: TensorSource, config: LayerConfig, in_features: int, index: int, window: int | None
+    ) -> None:
+        prefix = f"layers.{index}"
+        self._attention = Attention(source, f"{prefix}.self_attn", config, in_features, index, window)
+        weight = source.take(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
+        self._mlp_norm = RMSNorm(weight, config.norm_eps)
+        self._mlp = GatedMLP(source, f"{prefix}.mlp", config)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        batch: RaggedBatch,
+    ) -> torch.Tensor:
+        """[T, in_features] normed input of attention and [T, hidden] residual -> [T, hidden]."""
+        hidden = residual + self._attention(x, rotary, cache, batch)
+        return hidden + self._mlp(self._mlp_norm(hidden))

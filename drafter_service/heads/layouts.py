@@ -1,0 +1,50 @@
+"""Tensor names of the published layouts, brought to one set of names.
+
+The names used here are those of the `speculators` EAGLE-3 layout: `layers.<i>.*`, `fc`, `input_norm`, `fc_norm.<i>`,
+`norm`, `embed_tokens`, `lm_head`, `d2t`. Elsewhere:
+
+- EAGLE-3 of SafeAILab writes its one layer as `midlayer.*`; vLLM reads `layers.0.*` as well, and a prefix `model.`.
+- EAGLE-1/2 of SafeAILab writes `layers.<i>.*`.
+- `speculators` writes EAGLE-1's layer as `transformer.*` and its fc as `fusion_fc.*`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from draftwire.errors import CheckpointError
+
+# Not the head's own: frequencies come from the config, t2d restates d2t, and speculators may keep its training targets.
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_norm\.weight|verifier_lm_head\.weight")
+_REPLACED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+)
+
+
+def canonical_name(name: str) -> str | None:
+    """The name used here for a checkpoint's tensor; None for one that is not read."""
+    for pattern, replacement in _REPLACED:
+        name = pattern.sub(replacement, name)
+    return None if _IGNORED.fullmatch(name) else name
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """The checkpoint's own name of each tensor, by the name used here.
+
+    Raises
+    ------
+    CheckpointError
+        When two tensors have the same place.
+    """
+    originals: dict[str, str] = {}
+    for original in names:
+        name = canonical_name(original)
+        if name is None:
+            continue
+        if name in originals:
+            raise CheckpointError(f"tensors {originals[name]} and {original} are the same part of the head, {name}")
+        originals[name] = original
+    return originals

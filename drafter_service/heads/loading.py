@@ -1,0 +1,87 @@
+"""From a head's directory to a head."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drafter_service.heads.config import read_head_config
+from drafter_service.heads.eagle1 import Eagle1Head
+from drafter_service.heads.eagle3 import Eagle3Head
+from drafter_service.heads.layouts import canonical_names
+from drafter_service.heads.spec import Head
+from drafter_service.heads.tensors import CheckpointTensors, RandomTensors
+from draftwire.checkpoints import fingerprint, load_tensors, weight_files
+from draftwire.errors import CheckpointError
+
+_CLASSES = {"eagle": Eagle1Head, "eagle3": Eagle3Head}
+
+
+def load_head(
+    head_dir: Path,
+    target_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dummy: bool = False,
+    seed: int = 0,
+) -> Head:
+    """Loads an EAGLE-3 or EAGLE-1/2 head in its published layout or in that of `speculators`.
+
+    Parameters
+    ----------
+    head_dir
+        Directory with config.json and the weights, safetensors or .bin.
+    target_dir
+        Directory of the target, for its shapes and for the embedding or lm_head that the head shares.
+    dtype, device
+        Of the weights and the states.
+    dummy
+        Random weights of the shapes in both config.json, which are all that is read.
+    seed
+        Of the random weights.
+
+    Raises
+    ------
+    CheckpointError
+        When the head is damaged, incomplete or not of a kind that is supported.
+    MismatchError
+        When the head does not fit the target.
+
+    Examples
+    --------
+    >>> head = load_head(Path("models/demo/head"), Path("models/demo/target"), torch.float32, torch.device("cpu"))
+    >>> head.spec.method
+    'eagle3'
+    """
+    config_bytes = _config_bytes(head_dir)
+    if dummy:
+        config = read_head_config(head_dir, target_dir)
+        identity = fingerprint(b"dummy", config_bytes, str(seed).encode())
+        return _CLASSES[config.spec.method](config, RandomTensors(seed, dtype, device), identity, dtype, device)
+    loaded = load_tensors(head_dir)
+    originals = canonical_names(loaded)
+    config = read_head_config(head_dir, target_dir, originals)
+    if config.fc_bias is None:
+        config = replace(config, fc_bias="fc.bias" in originals)
+    tensors = {name: loaded[original] for name, original in originals.items()}
+    source = CheckpointTensors(head_dir, target_dir, tensors, originals, dtype, device)
+    identity = fingerprint(config_bytes, *(_file_digest(path) for path in weight_files(head_dir)))
+    head = _CLASSES[config.spec.method](config, source, identity, dtype, device)
+    source.finish()
+    return head
+
+
+def _config_bytes(directory: Path) -> bytes:
+    try:
+        return (directory / "config.json").read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{directory}: config.json cannot be read: {error}") from error
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()

@@ -1,0 +1,102 @@
+"""Rotary position embedding of a head, from its raw configuration.
+
+Configurations written by transformers 5 hold everything in `rope_parameters`; older ones hold `rope_theta` and
+`rope_scaling` beside each other, and the kind of scaling under `rope_type` or `type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftwire.errors import CheckpointError
+
+# Kinds whose frequencies do not depend on the length of the sequence, and the keys that each must have.
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary settings in the form that transformers' initialisers take."""
+
+    kind: str
+    head_dim: int
+    max_position_embeddings: int
+    parameters: dict[str, Any]
+
+    def inverse_frequencies(self) -> tuple[torch.Tensor, float]:
+        """[head_dim / 2] float32, and the factor of the cosines and sines."""
+        if self.kind == "default":
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+            return 1.0 / self.parameters["rope_theta"] ** exponents, 1.0
+        config = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.parameters),
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](config, torch.device("cpu"))
+        return frequencies.float(), float(factor)
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str) -> RopeConfig:
+    """Rotary settings of a raw configuration; `where` names it in errors.
+
+    Raises
+    ------
+    CheckpointError
+        When the scaling is not one of default, linear, llama3 and yarn, or lacks a parameter.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise CheckpointError(f"{where}: rope_parameters = {given!r}: must be one set of parameters for all layers")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _REQUIRED:
+        raise CheckpointError(f"{where}: rope_type = {kind!r} is not supported; supported are {', '.join(_REQUIRED)}")
+    for source in (given, config):
+        if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+            factor = source["partial_rotary_factor"]
+            raise CheckpointError(f"{where}: partial_rotary_factor = {factor!r} is not supported; must be 1")
+    missing = [key for key in _REQUIRED[kind] if given.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{where}: rope_type = {kind!r} lacks {missing[0]}")
+    theta = given.get("rope_theta", config.get("rope_theta"))
+    parameters = {key: value for key, value in given.items() if key != "type" and value is not None}
+    parameters["rope_type"] = kind
+    parameters["rope_theta"] = float(10000.0 if theta is None else theta)
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings") or max_position_embeddings
+        parameters.setdefault("original_max_position_embeddings", original)
+    return RopeConfig(kind, head_dim, max_position_embeddings, parameters)
+
+
+class RotaryEmbedding:
+    """Cosines and sines of positions; the frequencies stay float32 whatever the head's type."""
+
+    def __init__(self, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self._factor = config.inverse_frequencies()
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T] int64 -> cosines and sines, [T, 1, head_dim] each."""
+        angles = positions[:, None].float() * self._frequencies
+        angles = torch.cat((angles, angles), -1)[:, None]
+        return (angles.cos() * self._factor).to(self._dtype), (angles.sin() * self._factor).to(self._dtype)
+
+
+def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotates [T, H, D] by halves, as Llama does."""
+    first, second = x.chunk(2, -1)
+    return x * cosines + torch.cat((-second, first), -1) * sines

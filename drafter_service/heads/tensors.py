@@ -1,0 +1,177 @@
+"""Weights of a head by name, with their shapes checked; from a checkpoint, or made at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from draftwire.checkpoints import load_tensors
+from draftwire.errors import CheckpointError, MismatchError
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TARGET_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+_EMBEDDING = "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+
+
+class TensorSource(Protocol):
+    """Gives a head its weights by the names of `layouts.canonical_names`, on its device and in its type."""
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor of that name, which must have that shape."""
+        ...
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
+        """[vocab_size, hidden_size], the head's own, else the target's."""
+        ...
+
+    def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:
+        """lm_head, [vocab_size, hidden_size]: the head's own, else, where it may be `shared`, the target's."""
+        ...
+
+    def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
+        """[draft_size] int64, the target's id of each draft id; None when the vocabularies are the same."""
+        ...
+
+
+class CheckpointTensors:
+    """The tensors of a head's checkpoint, and those of its target that it shares.
+
+    Parameters
+    ----------
+    tensors
+        By canonical name.
+    originals
+        The checkpoint's own name of each, for errors.
+    """
+
+    def __init__(
+        self,
+        head_dir: Path,
+        target_dir: Path,
+        tensors: Mapping[str, torch.Tensor],
+        originals: Mapping[str, str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._head_dir, self._target_dir = head_dir, target_dir
+        self._tensors, self._originals = dict(tensors), originals
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `TensorSource`; a tensor is taken once."""
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(f"{self._head_dir}: the weights lack the tensor {name}, shape {list(shape)}")
+        original = self._originals[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self._head_dir}: tensor {original} has shape {list(tensor.shape)}, but its config.json asks for "
+                f"{list(shape)}"
+            )
+        return self._placed(tensor, f"{self._head_dir}: tensor {original}")
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
+        """See `TensorSource`."""
+        if _EMBEDDING in self._tensors:
+            return self.take(_EMBEDDING, vocab_size, hidden_size)
+        return self._of_target((_EMBEDDING,), vocab_size, hidden_size)
+
+    def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:
+        """See `TensorSource`; a target without lm_head has it tied to its embedding."""
+        if _OUTPUT in self._tensors or not shared:
+            return self.take(_OUTPUT, vocab_size, hidden_size)
+        return self._of_target((_OUTPUT, _EMBEDDING), vocab_size, hidden_size)
+
+    def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
+        """See `TensorSource`; d2t holds the differences target id - draft id."""
+        offsets = self._tensors.pop("d2t", None)
+        where = f"{self._head_dir}: tensor d2t"
+        if offsets is None:
+            if draft_size == target_size:
+                return None
+            raise CheckpointError(f"{where} is missing; draft_vocab_size {draft_size} is not vocab_size {target_size}")
+        if tuple(offsets.shape) != (draft_size,) or offsets.is_floating_point() or offsets.dtype == torch.bool:
+            shape = list(offsets.shape)
+            raise CheckpointError(f"{where} is {offsets.dtype} {shape}, must be integers of shape [{draft_size}]")
+        ids = offsets.to(torch.int64) + torch.arange(draft_size)
+        wrong = torch.nonzero((ids < 0) | (ids >= target_size))
+        if len(wrong):
+            draft_id = int(wrong[0])
+            raise CheckpointError(
+                f"{where} gives draft id {draft_id} the target id {int(ids[draft_id])}, not in 0..{target_size - 1}"
+            )
+        if len(ids.unique()) != draft_size:
+            raise CheckpointError(f"{where} gives two draft ids the same target id")
+        if draft_size == target_size:
+            if offsets.any():
+                raise CheckpointError(f"{where} renames tokens, but draft_vocab_size is vocab_size, {target_size}")
+            return None
+        return ids.to(self._device)
+
+    def finish(self) -> None:
+        """Checks that every tensor has been taken.
+
+        Raises
+        ------
+        CheckpointError
+            When there are tensors that the head, as its config.json describes it, has no place for.
+        """
+        if self._tensors:
+            names = sorted(self._originals[name] for name in self._tensors)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(
+                f"{self._head_dir}: unexpected tensors {', '.join(names[:3])}{more}; the head that config.json "
+                "describes has no place for them"
+            )
+
+    def _of_target(self, names: tuple[str, ...], *shape: int) -> torch.Tensor:
+        candidates = [prefix + name for name in names for prefix in _TARGET_PREFIXES]
+        found = load_tensors(self._target_dir, candidates)
+        name = next((name for name in candidates if name in found), None)
+        if name is None:
+            raise MismatchError(f"neither {self._head_dir} nor its target {self._target_dir} has {names[0]}")
+        tensor = found[name]
+        if tuple(tensor.shape) != shape:
+            raise MismatchError(
+                f"{self._head_dir} has no {names[0]} of its own and needs one of shape {list(shape)}, but {name} of "
+                f"{self._target_dir} has shape {list(tensor.shape)}"
+            )
+        return self._placed(tensor, f"{self._target_dir}: tensor {name}")
+
+    def _placed(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(f"{what} is {tensor.dtype}; quantised weights are not supported")
+        return tensor.to(self._device, self._dtype)
+
+
+class RandomTensors:
+    """Random weights of the right shapes, for measuring speed without a checkpoint."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `TensorSource`; norms are ones, the rest is normal with deviation 0.02."""
+        if len(shape) == 1 and name.endswith("weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return drawn.normal_(std=0.02, generator=self._generator)
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
+        """See `TensorSource`."""
+        return self.take(_EMBEDDING, vocab_size, hidden_size)
+
+    def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:  # noqa: ARG002
+        """See `TensorSource`."""
+        return self.take(_OUTPUT, vocab_size, hidden_size)
+
+    def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
+        """See `TensorSource`; the draft ids spread evenly over the target's."""
+        if draft_size == target_size:
+            return None
+        return torch.arange(draft_size, device=self._device) * target_size // draft_size
