@@ -5,7 +5,7 @@ from torch import Tensor
 
 from draftwire_kernels.reference.block import block_acceptance
 from draftwire_kernels.reference.distribution import add_noise, compute_dtype
-from draftwire_kernels.reference.drafts import Draft, Target, draft_rows, residual, target_rows
+from draftwire_kernels.reference.drafts import Draft, Target, draft_rows, residual, target_rows, without_draft
 from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.reference.noise import accept_uniform
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
@@ -73,7 +73,7 @@ def _final_scores(
     index = layout.draft_index(accepted)
     refused = (accepted < layout.num_drafts) & ~draft.ended[index] & target.valid[row] & (temperature > 0)
     if draft.q is None:
-        kept = scores.scatter(1, draft.tokens[index][:, None], -torch.inf)
+        kept = without_draft(scores, draft.tokens[index])
     else:
         q = draft.q_rows(index, scores.shape[-1])
         row_weight = None if weight is None else weight.gather(1, accepted[:, None])[:, 0]
