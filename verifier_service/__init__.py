@@ -1,0 +1,1 @@
+"""The verifier: the target model, its scheduler, verification and the Generation service."""

@@ -1,0 +1,353 @@
+"""The engine's side of drafting: which sequences draft where, what each drafter has been sent, what it answered."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from draftwire_kernels import gumbel_sample
+
+from draftwire import config as cfg
+from draftwire.errors import InvalidArgumentError
+from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.v1 import config_pb2, draft_pb2
+from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
+from verifier_service.features import FeatureStore
+from verifier_service.request import ReadyDrafts, Request
+
+logger = logging.getLogger(__name__)
+
+# Rows of one sequence, and of all, in one message: long histories are sent in pieces.
+MAX_ROWS_PER_SEQUENCE = 1024
+MAX_ROWS_PER_STEP = 8192
+# Steps and bytes that may be on their way unanswered; past the bytes the drafter counts as lost.
+MAX_UNANSWERED_STEPS = 32
+MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
+LOST_AFTER_S = 10.0
+# A sequence that a drafter could not take is offered again after this long.
+REOPEN_DELAY_S = 0.5
+# Share of answers with logits whose drafts are drawn again, and the mismatches that expel a drafter. One mismatch can
+# be two scores within rounding on different devices.
+REDRAW_SHARE = 1 / 32
+REDRAW_MISMATCHES = 3
+
+
+@dataclass(eq=False)
+class _Session:
+    """A stream and what is on its way over it."""
+
+    stream: Stream
+    step_id: int = 0
+    next_sequence_id: int = 1
+    sequences: dict[int, _Binding] = field(default_factory=dict)
+    closed_ids: list[int] = field(default_factory=list)
+    unanswered: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: (sent at, bytes)
+    is_late: bool = False
+    mismatches: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_late and len(self.unanswered) < MAX_UNANSWERED_STEPS
+
+
+@dataclass(eq=False)
+class _Binding:
+    """A request's place at a drafter."""
+
+    request: Request
+    session: _Session
+    sequence_id: int
+    next_row: int  # first row that has not been sent
+    is_open: bool = False
+    asked_length: int = 0  # committed length for which drafts have been asked
+    asked_drafts: int = 0
+    asked_step: int = 0
+    wait_until: float | None = None  # monotonic time until which the request waits for drafts
+
+
+class Drafting:
+    """Binds requests to drafters, feeds their heads and collects drafts. Used by the engine's thread alone.
+
+    Sequences stick to a drafter; a new one goes to the drafter with the fewest. Nothing waits past the deadline: a
+    drafter that misses it is late until it has answered everything, and in the meantime nobody waits for it.
+    """
+
+    def __init__(self, config: config_pb2.SpeculativeConfig, vocab_size: int, deadline_s: float | None) -> None:
+        """`deadline_s` None waits until an answer comes or the drafter is lost."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._deadline_s = deadline_s
+        self._sessions: dict[Stream, _Session] = {}
+        self._bindings: dict[Request, _Binding] = {}
+        self._reopen_after: dict[Request, float] = {}
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Open streams."""
+        return list(self._sessions)
+
+    def sequences_at(self, address: str) -> int:
+        """Sequences that draft at the drafter of that address."""
+        return sum(len(s.sequences) for s in list(self._sessions.values()) if s.stream.address == address)
+
+    def draft_token_ids(self, device: torch.device) -> dict[str, torch.Tensor | None]:
+        """Target ids of the draft vocabulary's entries, by head."""
+        heads = {stream.head.fingerprint: stream.head.draft_token_ids for stream in self._sessions}
+        return {name: ids if ids is None else ids.to(device) for name, ids in heads.items()}
+
+    def handle(self, event: LinkEvent) -> None:
+        """Takes what happened on a stream."""
+        if isinstance(event, Connected):
+            self._sessions[event.stream] = _Session(event.stream)
+        elif event.stream in self._sessions:
+            session = self._sessions[event.stream]
+            if isinstance(event, Answered):
+                self._take_answer(session, event.drafts)
+            elif isinstance(event, Disconnected):
+                self._drop(session)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a decoding request goes into the next step: it has its drafts or does not wait for any."""
+        binding = self._bindings.get(request)
+        if binding is None or request.drafts is not None or binding.wait_until is None:
+            return True
+        if binding.session.is_late:
+            return True
+        if time.monotonic() < binding.wait_until:
+            return False
+        binding.session.is_late = True
+        logger.warning("drafter %s: missed the draft deadline", binding.session.stream.address)
+        return True
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which a waiting request stops to wait, or a drafter counts as lost."""
+        waits = [b.wait_until for b in self._bindings.values() if b.wait_until is not None and not b.session.is_late]
+        oldest = [min(s.unanswered.values())[0] + LOST_AFTER_S for s in self._sessions.values() if s.unanswered]
+        finite = [time_ for time_ in (*waits, *oldest) if time_ != float("inf")]
+        return min(finite, default=None)
+
+    def release(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._reopen_after.pop(request, None)
+        binding = self._bindings.pop(request, None)
+        if binding is not None:
+            del binding.session.sequences[binding.sequence_id]
+            if binding.is_open:
+                binding.session.closed_ids.append(binding.sequence_id)
+
+    def flush(self, requests: Iterable[Request], stores: dict[tuple[int, ...], FeatureStore]) -> None:
+        """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            if session.unanswered and now > min(session.unanswered.values())[0] + LOST_AFTER_S:
+                session.stream.fail(f"no answer in {LOST_AFTER_S:g} s")
+                self._drop(session)
+        for request in requests:
+            if request not in self._bindings and request.num_speculative_tokens > 0:
+                self._bind(request, stores, now)
+        for session in self._sessions.values():
+            if session.has_room:
+                self._send(session, stores[session.stream.head.layers], now)
+            else:
+                self._hold(session, now)
+
+    def _bind(self, request: Request, stores: dict[tuple[int, ...], FeatureStore], now: float) -> None:
+        if request.num_feature_rows == 0 or now < self._reopen_after.get(request, 0):
+            return
+        open_sessions = [
+            session
+            for session in self._sessions.values()
+            if not session.is_late and len(session.sequences) < session.stream.head.max_sequences
+        ]
+        if not open_sessions:
+            return
+        session = min(open_sessions, key=lambda s: len(s.sequences))
+        first = stores[session.stream.head.layers].first_row(request)
+        binding = _Binding(request, session, session.next_sequence_id, first)
+        session.next_sequence_id += 1
+        session.sequences[binding.sequence_id] = binding
+        self._bindings[request] = binding
+
+    def _wait(self, binding: _Binding, now: float) -> None:
+        if binding.wait_until is None:
+            binding.wait_until = float("inf") if self._deadline_s is None else now + self._deadline_s
+
+    def _hold(self, session: _Session, now: float) -> None:
+        """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
+        for binding in session.sequences.values():
+            request = binding.request
+            if request.is_decoding and request.num_drafts_wanted > 0 and binding.asked_length != len(request.tokens):
+                self._wait(binding, now)
+
+    def _send(self, session: _Session, store: FeatureStore, now: float) -> None:
+        step = draft_pb2.DraftStep(closed_ids=session.closed_ids)
+        session.closed_ids = []
+        spans = []
+        tokens: list[int] = []
+        for binding in session.sequences.values():
+            request = binding.request
+            rows = min(request.num_feature_rows - binding.next_row, MAX_ROWS_PER_SEQUENCE)
+            rows = min(rows, MAX_ROWS_PER_STEP - len(tokens))
+            if rows <= 0:
+                continue
+            if not binding.is_open:
+                self._open(step, binding)
+            first, last = binding.next_row, binding.next_row + rows
+            binding.next_row = last
+            spans.append((request.blocks, first, last))
+            tokens += request.tokens[first + 1 : last + 1]
+            step.sequence_ids.append(binding.sequence_id)
+            step.first_rows.append(first)
+            step.num_rows.append(rows)
+            step.num_drafts.append(self._ask(binding, now))
+        if not spans and not step.closed_ids:
+            return
+        if spans:
+            step.tokens.CopyFrom(encode_tensor(torch.tensor(tokens, dtype=torch.int32)))
+            step.features.CopyFrom(encode_tensor(store.read(spans, session.stream.head.dtype)))
+        session.step_id += 1
+        step.step_id = session.step_id
+        session.unanswered[step.step_id] = (now, len(step.features.data))
+        session.stream.send(step)
+        if sum(size for _, size in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
+            session.stream.fail(f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
+
+    def _open(self, step: draft_pb2.DraftStep, binding: _Binding) -> None:
+        keys = binding.request.keys
+        is_coupled = self._config.rejection_sample_method == cfg.COUPLED
+        step.opened.ids.append(binding.sequence_id)
+        step.opened.temperatures.append(binding.request.params.temperature)
+        step.opened.proposal_keys.append(keys.resample if is_coupled else keys.proposal)
+        step.opened.first_rows.append(binding.next_row)
+        binding.is_open = True
+
+    def _ask(self, binding: _Binding, now: float) -> int:
+        """Number of drafts to ask for with the rows just taken."""
+        request = binding.request
+        wanted = min(request.num_drafts_wanted, binding.session.stream.head.max_drafts)
+        if not request.is_decoding or wanted == 0 or binding.next_row < len(request.tokens) - 1:
+            return 0
+        binding.asked_length, binding.asked_drafts = len(request.tokens), wanted
+        binding.asked_step = binding.session.step_id + 1
+        binding.wait_until = None
+        self._wait(binding, now)
+        return wanted
+
+    def _take_answer(self, session: _Session, drafts: draft_pb2.Drafts) -> None:
+        if drafts.step_id not in session.unanswered:
+            session.stream.fail(f"answered step {drafts.step_id}, which was not waiting for an answer", expel=True)
+            self._drop(session)
+            return
+        for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
+            del session.unanswered[step_id]
+        session.is_late = session.is_late and bool(session.unanswered)
+        try:
+            self._store_drafts(session, drafts)
+        except InvalidArgumentError as error:
+            session.stream.fail(f"malformed answer: {error}", expel=True)
+            self._drop(session)
+        for binding in session.sequences.values():
+            if binding.asked_step <= drafts.step_id:
+                binding.wait_until = None
+
+    def _store_drafts(self, session: _Session, drafts: draft_pb2.Drafts) -> None:
+        count = len(drafts.sequence_ids)
+        for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
+            given = len(getattr(drafts, name))
+            if given != count:
+                raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
+        total = sum(drafts.num_drafts)
+        tokens, logits, logits_token_ids = self._decode(session, drafts, total)
+        start = 0
+        for i, sequence_id in enumerate(drafts.sequence_ids):
+            end = start + drafts.num_drafts[i]
+            binding = session.sequences.get(sequence_id)
+            if binding is not None and drafts.statuses[i] != draft_pb2.SEQUENCE_STATUS_OK:
+                self._unbind(binding)
+            elif binding is not None and binding.asked_length == drafts.committed_lengths[i]:
+                if end - start > binding.asked_drafts:
+                    raise InvalidArgumentError("drafts.num_drafts", end - start, f"{binding.asked_drafts} were asked")
+                ready = ReadyDrafts(
+                    committed_length=drafts.committed_lengths[i],
+                    last_token=drafts.last_tokens[i],
+                    tokens=tokens[start:end],
+                    logits=None if logits is None else logits[start:end],
+                    logits_token_ids=None if logits_token_ids is None else logits_token_ids[start:end],
+                    head=session.stream.head.fingerprint,
+                )
+                self._give(binding, ready)
+            start = end
+
+    def _decode(
+        self, session: _Session, drafts: draft_pb2.Drafts, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tokens int32 [D] and, as configured, logits float32 [D, n] and their ids int32 [D, n]."""
+        if total == 0:
+            return torch.empty(0, dtype=torch.int32), None, None
+        tokens = decode_tensor(drafts.tokens, "drafts.tokens", torch.int32, (total,))
+        self._check_ids(tokens, "drafts.tokens")
+        form = self._config.draft_logits.form
+        if form == cfg.NONE:
+            return tokens, None, None
+        width = self._config.draft_logits.n if form == cfg.TOP_N else session.stream.head.draft_vocab_size
+        logits = decode_tensor(drafts.logits, "drafts.logits", torch.float32, (total, width))
+        if form == cfg.DENSE:
+            return tokens, logits, None
+        ids = decode_tensor(drafts.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
+        self._check_ids(ids, "drafts.logits_token_ids")
+        return tokens, logits, ids
+
+    def _check_ids(self, ids: torch.Tensor, name: str) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            raise InvalidArgumentError(name, low if low < 0 else high, f"token ids must be in [0, {self._vocab_size})")
+
+    def _give(self, binding: _Binding, ready: ReadyDrafts) -> None:
+        request = binding.request
+        binding.wait_until = None
+        if (ready.committed_length, ready.last_token) != (len(request.tokens), request.tokens[-1]):
+            return
+        if ready.logits is not None and random.random() < REDRAW_SHARE and not self._redraws(binding, ready):
+            binding.session.mismatches += 1
+            if binding.session.mismatches >= REDRAW_MISMATCHES:
+                raise InvalidArgumentError("drafts.tokens", ready.tokens.tolist(), "are not what its logits sample")
+        request.drafts = ready
+
+    def _redraws(self, binding: _Binding, ready: ReadyDrafts) -> bool:
+        """Whether the drafts are what the logits sent with them sample under the request's proposal noise."""
+        assert ready.logits is not None
+        request, head = binding.request, binding.session.stream.head
+        count = len(ready.tokens)
+        temperature = torch.full((1,), request.params.temperature)
+        key = torch.tensor([request.keys.proposal])
+        for j in range(count):
+            ids = head.draft_token_ids if ready.logits_token_ids is None else ready.logits_token_ids[j].to(torch.int64)
+            drawn = gumbel_sample(
+                ready.logits[j : j + 1],
+                temperature,
+                key,
+                torch.tensor([ready.committed_length + j]),
+                draft_offset=j,
+                token_ids=ids,
+                use_fp64=self._config.use_fp64_gumbel,
+            )
+            token = drawn if ids is None else ids[drawn]
+            if int(token) != int(ready.tokens[j]):
+                return False
+        return True
+
+    def _unbind(self, binding: _Binding) -> None:
+        """The drafter has no state of the sequence: it is opened anew after a while."""
+        binding.session.sequences.pop(binding.sequence_id, None)
+        self._bindings.pop(binding.request, None)
+        self._reopen_after[binding.request] = time.monotonic() + REOPEN_DELAY_S
+
+    def _drop(self, session: _Session) -> None:
+        self._sessions.pop(session.stream, None)
+        for binding in list(session.sequences.values()):
+            self._bindings.pop(binding.request, None)
+        session.sequences.clear()

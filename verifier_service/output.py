@@ -1,0 +1,83 @@
+"""From emitted tokens to the pieces of output that a client gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draftwire.v1 import config_pb2
+from draftwire.v1 import generate_pb2 as pb
+from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
+
+
+@dataclass
+class Piece:
+    """What one step adds to the output."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    text_ends: list[int] = field(default_factory=list)  # [len(token_ids)] characters of text out after each token
+    finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+
+
+class OutputBuilder:
+    """Cuts emitted tokens at the first reason to end, and turns them into text."""
+
+    def __init__(
+        self, params: config_pb2.SamplingParams, eos_token_ids: frozenset[int], codec: TextCodec | None
+    ) -> None:
+        self._detokenizer = Detokenizer(codec) if codec is not None else None
+        self._stops = StopFinder(params.stop)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._max_tokens = params.max_tokens
+        self._min_tokens = params.min_tokens
+        self._count = 0
+
+    def push(self, token_ids: list[int], room: int) -> Piece:
+        """Takes a step's tokens; `room` is how many more tokens the context holds."""
+        piece = Piece()
+        for token_id in token_ids:
+            self._count += 1
+            piece.token_ids.append(token_id)
+            ends = self._ends(token_id, piece, room)
+            is_stop = piece.finish_reason == pb.FINISH_REASON_STOP
+            text = "" if self._detokenizer is None or is_stop else self._detokenizer.push(token_id)
+            self._add_text(text, piece)
+            if ends and piece.stop_text is None:
+                self._flush(piece)
+            piece.text_ends.append(len(piece.text))
+            if piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                break
+        return piece
+
+    def _ends(self, token_id: int, piece: Piece, room: int) -> bool:
+        if self._count > self._min_tokens:
+            if token_id in self._stop_token_ids:
+                piece.stop_token_id = token_id
+            if token_id in self._stop_token_ids or token_id in self._eos_token_ids:
+                piece.finish_reason = pb.FINISH_REASON_STOP
+                return True
+        if self._count >= self._max_tokens or len(piece.token_ids) >= room:
+            piece.finish_reason = pb.FINISH_REASON_LENGTH
+            return True
+        return False
+
+    def _add_text(self, text: str, piece: Piece) -> None:
+        if self._count <= self._min_tokens:
+            piece.text += text
+            return
+        free, stop = self._stops.push(text)
+        piece.text += free
+        if stop is not None:
+            piece.stop_text = stop
+            piece.stop_token_id = None
+            piece.finish_reason = pb.FINISH_REASON_STOP
+
+    def _flush(self, piece: Piece) -> None:
+        """Gives out what is held back, unless a stop text is completed by it."""
+        if self._detokenizer is not None:
+            self._add_text(self._detokenizer.flush(), piece)
+        if piece.stop_text is None:
+            piece.text += self._stops.flush()

@@ -1,0 +1,110 @@
+"""One request: its tokens, its place in the cache and its counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from draftwire.v1 import config_pb2, generate_pb2
+from verifier_service.output import OutputBuilder
+
+
+@dataclass(frozen=True)
+class NoiseKeys:
+    """Keys of a request's noise streams, signed 64-bit."""
+
+    proposal: int
+    accept: int
+    resample: int
+
+
+@dataclass(frozen=True)
+class ReadyDrafts:
+    """Draft tokens that have arrived and what they continue."""
+
+    committed_length: int
+    last_token: int
+    tokens: torch.Tensor  # [k] int32, CPU
+    logits: torch.Tensor | None  # [k, n] float32, CPU
+    logits_token_ids: torch.Tensor | None  # [k, n] int32, CPU, for top_n
+    head: str  # fingerprint of the head, which the columns of dense logits belong to
+
+
+@dataclass(eq=False)
+class Request:
+    """State of a request from arrival to its last token.
+
+    The committed tokens are x_0 .. x_n; the cache holds keys and values of the first `num_computed` of them. While
+    decoding, num_computed = n: the last token has not run through the target.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: config_pb2.SamplingParams
+    num_speculative_tokens: int
+    keys: NoiseKeys
+    output: OutputBuilder
+    max_length: int  # tokens of prompt and output at which it ends
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    drafts: ReadyDrafts | None = None
+    verify_steps: int = 0
+    verify_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.drafted = [0] * self.num_speculative_tokens
+        self.accepted = [0] * self.num_speculative_tokens
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the whole prompt has run and a token has been drawn."""
+        return self.num_output > 0
+
+    @property
+    def num_drafts_wanted(self) -> int:
+        """Drafts of use to the next verify step: it emits one token more, within the request's length."""
+        return max(0, min(self.num_speculative_tokens, self.max_length - len(self.tokens) - 1))
+
+    @property
+    def num_feature_rows(self) -> int:
+        """True rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
+        return min(self.num_computed, len(self.tokens) - 1)
+
+    def count_step(self, num_drafts: int, num_emitted: int) -> None:
+        """Counts a verify step."""
+        self.verify_steps += 1
+        self.verify_tokens += num_emitted
+        for position in range(num_drafts):
+            self.drafted[position] += 1
+        for position in range(num_emitted - 1):
+            self.accepted[position] += 1
+
+    def statistics(self, synthetic: bool) -> generate_pb2.RequestStatistics:
+        """Counts and times so far."""
+        now = time.monotonic()
+        return generate_pb2.RequestStatistics(
+            prompt_tokens=len(self.prompt),
+            output_tokens=self.num_output,
+            verify_steps=self.verify_steps,
+            verify_tokens=self.verify_tokens,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            time_to_first_token_s=(self.first_token or now) - self.arrived,
+            total_time_s=now - self.arrived,
+            queue_time_s=(self.started or now) - self.arrived,
+            synthetic_acceptance=synthetic,
+        )

@@ -1,0 +1,198 @@
+"""The Generation service: requests in, streams of output out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc
+from draftwire_kernels import derive_stream_keys
+
+from draftwire.config import check_limits, resolve_sampling_params, with_defaults
+from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError
+from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
+from draftwire.version import VERSION
+from verifier_service.drafter_link import DrafterLink
+from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.output import OutputBuilder
+from verifier_service.request import NoiseKeys, Request
+from verifier_service.target import Target
+from verifier_service.tokenizer import TextCodec
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
+_END = generate_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class GenerationServicer(generate_pb2_grpc.GenerationServicer):
+    """Validates requests, hands them to the engine and streams what it gives back."""
+
+    def __init__(
+        self,
+        target: Target,
+        codec: TextCodec | None,
+        config: config_pb2.SpeculativeConfig,
+        limits: EngineLimits,
+        drafters: list[str],
+    ) -> None:
+        self._target = target
+        self._codec = codec
+        self._config = config
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[Request, asyncio.Queue[Item]] = {}
+        self._engine = Engine(target, config, limits, self._deliver)
+        self._links = [
+            DrafterLink(address, target, config, limits.max_num_seqs, self._engine.post) for address in drafters
+        ]
+        self._link_tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Starts the engine and the connections to the drafters."""
+        self._engine.start()
+        self._link_tasks = [asyncio.create_task(link.run()) for link in self._links]
+
+    async def stop(self) -> None:
+        """Ends both; requests that are left get an error."""
+        self._is_stopping = True
+        for task in self._link_tasks:
+            task.cancel()
+        await asyncio.gather(*self._link_tasks, return_exceptions=True)
+        await asyncio.to_thread(self._engine.stop)
+
+    def _deliver(self, items: list[tuple[Request, Item]]) -> None:
+        self._loop.call_soon_threadsafe(self._spread, items)
+
+    def _spread(self, items: list[tuple[Request, Item]]) -> None:
+        for request, item in items:
+            if request in self._queues:
+                self._queues[request].put_nowait(item)
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        """See proto/draftwire/v1/generate.proto."""
+        if self._is_stopping:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+        try:
+            work = await asyncio.to_thread(self._prepare, request)
+        except InvalidArgumentError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        items: asyncio.Queue[Item] = asyncio.Queue()
+        self._queues[work] = items
+        self._engine.submit(work)
+        has_ended = False
+        name = work.request_id
+        try:
+            while not has_ended:
+                item = await items.get()
+                if isinstance(item, DraftwireError):
+                    has_ended = True
+                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                    if not isinstance(item, QueueFullError):
+                        code = grpc.StatusCode.UNAVAILABLE if self._is_stopping else grpc.StatusCode.INTERNAL
+                    await context.abort(code, str(item))
+                    return
+                has_ended = item.finish_reason != _END
+                item.request_id, name = name, ""
+                yield item
+        finally:
+            del self._queues[work]
+            if not has_ended:
+                self._engine.cancel(work)
+
+    def _prepare(self, request: generate_pb2.GenerateRequest) -> Request:
+        """The validated request.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names the field, its value and what is allowed.
+        """
+        check_limits(request)
+        params = resolve_sampling_params(request.sampling_params, self._target.vocab_size)
+        prompt = self._prompt(request)
+        longest = self._target.max_model_len
+        if len(prompt) >= longest:
+            raise InvalidArgumentError(
+                "prompt", f"{len(prompt)} tokens", f"allowed range [1, {longest - 1}] tokens: the context has {longest}"
+            )
+        if params.stop and self._codec is None:
+            raise InvalidArgumentError("sampling_params.stop", list(params.stop), "this server has no tokenizer")
+        seed = params.seed if params.HasField("seed") else secrets.randbits(63)
+        return Request(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt=prompt,
+            params=params,
+            num_speculative_tokens=self._num_speculative_tokens(request),
+            keys=NoiseKeys(*(int(key) for key in derive_stream_keys([seed]))),
+            output=OutputBuilder(params, self._target.eos_token_ids, self._codec),
+            max_length=min(len(prompt) + params.max_tokens, longest),
+        )
+
+    def _num_speculative_tokens(self, request: generate_pb2.GenerateRequest) -> int:
+        most = self._config.num_speculative_tokens
+        if not request.HasField("num_speculative_tokens"):
+            return most
+        if request.num_speculative_tokens > most:
+            raise InvalidArgumentError(
+                "num_speculative_tokens", request.num_speculative_tokens, f"allowed range [0, {most}] on this server"
+            )
+        return request.num_speculative_tokens
+
+    def _prompt(self, request: generate_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidArgumentError("prompt", None, "exactly one of text, token_ids and chat is required")
+        if kind == "token_ids":
+            return self._token_ids(list(request.token_ids.ids))
+        if self._codec is None:
+            raise InvalidArgumentError("prompt", kind, "this server has no tokenizer; send token_ids")
+        if kind == "chat":
+            if not request.chat.messages:
+                raise InvalidArgumentError("chat.messages", [], "at least one message is required")
+            return self._codec.encode_chat(request.chat.messages)
+        prompt = self._codec.encode(request.text)
+        if not request.text or not prompt:
+            raise InvalidArgumentError("text", request.text, "must not be empty")
+        return prompt
+
+    def _token_ids(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise InvalidArgumentError("token_ids.ids", [], "at least one token id is required")
+        largest = max(ids)
+        if largest >= self._target.vocab_size:
+            raise InvalidArgumentError("token_ids.ids", largest, f"token ids must be in [0, {self._target.vocab_size})")
+        return ids
+
+    async def GetVerifierInfo(  # noqa: N802
+        self,
+        request: generate_pb2.GetVerifierInfoRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext,  # noqa: ARG002
+    ) -> generate_pb2.GetVerifierInfoResponse:
+        """See proto/draftwire/v1/generate.proto."""
+        target, scheduler = self._target, self._engine.scheduler
+        for link in self._links:
+            link.status.sequences = self._engine.drafting.sequences_at(link.status.address)
+        return generate_pb2.GetVerifierInfoResponse(
+            version=VERSION,
+            target=target.name,
+            target_fingerprint=target.fingerprint,
+            vocab_size=target.vocab_size,
+            max_model_len=target.max_model_len,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_queue=self._limits.max_queue,
+            speculative_config=with_defaults(self._config),
+            drafters=[link.status for link in self._links],
+            requests_running=len(scheduler.running),
+            requests_waiting=len(scheduler.waiting),
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            has_tokenizer=self._codec is not None,
+        )

@@ -1,0 +1,247 @@
+"""The target model: loading through transformers, refusal of what cannot be served, the forward pass over a batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from draftwire.checkpoints import fingerprint, read_config, weight_files
+from draftwire.errors import CheckpointError
+from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from verifier_service import attention_hook
+
+logger = logging.getLogger(__name__)
+
+# Their frequencies depend on the longest sequence of the batch, so that a sequence would change with its company.
+_REFUSED_ROPE_TYPES = {"dynamic", "longrope"}
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Target:
+    """A decoder-only model of transformers over a paged cache.
+
+    Attributes
+    ----------
+    vocab_size, hidden_size, num_layers, max_model_len
+        Sizes of the model; max_model_len in positions.
+    layer_shapes
+        (kv_heads, key head size, value head size) of each layer.
+    eos_token_ids
+        Tokens that end an output.
+    """
+
+    def __init__(self, model: Any, name: str, eos_token_ids: frozenset[int], max_model_len: int | None = None) -> None:
+        """Takes a model in evaluation mode whose attention is ours; `load_target` makes one.
+
+        Raises
+        ------
+        CheckpointError
+            When the model keeps state other than attention keys and values, or max_model_len is too large.
+        """
+        config = model.config
+        self.name = name
+        self.fingerprint = fingerprint(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+        if max_model_len is not None and max_model_len > longest:
+            raise CheckpointError(f"max_model_len = {max_model_len}: {name} has {longest} positions")
+        self.max_model_len: int = max_model_len or longest
+        self.eos_token_ids = eos_token_ids
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._model = model
+        self._captured: dict[int, torch.Tensor] = {}
+        layers = _find_layers(model, self.num_layers)
+        self._register_captures(layers)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layer_shapes = [_layer_shape(layer, heads, head_size) for layer in layers]
+        self._probe()
+
+    def _register_captures(self, layers: Sequence[torch.nn.Module]) -> None:
+        def entering(layer: int) -> Any:
+            def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                self._captured[layer] = args[0]
+
+            return hook
+
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(entering(number))
+
+        def after_norm(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
+            self._captured[self.num_layers] = output
+
+        self._model.base_model.norm.register_forward_hook(after_norm)
+
+    def _probe(self) -> None:
+        """Runs two rows, so that a model which cannot be served is refused at start and not at the first request."""
+        cache = KVCache(self.layer_shapes, 2, self.dtype, self.device)
+        batch = RaggedBatch([SequenceRows([1], 0, 2)], self.device)
+        rows = torch.zeros(2, dtype=torch.int64, device=self.device)
+        try:
+            seen = self._forward(rows, rows, cache, batch, rows[:1])[1]
+        except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
+        if sorted(seen) != list(range(self.num_layers)):
+            raise CheckpointError(
+                f"{self.name}: only models whose every layer is attention are served; "
+                f"layers {sorted(set(seen))} of {self.num_layers} are"
+            )
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs a step's rows and fills the cache.
+
+        Parameters
+        ----------
+        token_ids, positions
+            [T] int64, sequence after sequence.
+        cache, batch
+            Where the rows' keys and values go and what they attend to.
+        rows
+            [R] int64, the rows whose logits are wanted.
+
+        Returns
+        -------
+        torch.Tensor
+            Logits [R, vocab_size] of the model's dtype.
+        """
+        return self._forward(token_ids, positions, cache, batch, rows)[0]
+
+    @torch.inference_mode()
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int]]:
+        with attention_hook.attending(cache, batch) as seen:
+            output = self._model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        return output.logits[0], seen
+
+    def features(self, layers: Sequence[int]) -> torch.Tensor:
+        """States of the last forward pass: [T, len(layers) * hidden_size], the states entering `layers` side by side.
+
+        `num_layers` stands for the state after the final norm.
+        """
+        return torch.cat([self._captured[layer][0] for layer in layers], dim=-1)
+
+
+def _find_layers(model: Any, count: int) -> Sequence[torch.nn.Module]:
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or len(layers) != count or not hasattr(model.base_model, "norm"):
+        raise CheckpointError(f"{type(model).__name__}: its layers are not laid out as `layers` and `norm`; not served")
+    return layers
+
+
+def _layer_shape(layer: Any, heads: int, head_size: int) -> tuple[int, int, int]:
+    attention = getattr(layer, "self_attn", None)
+    own = getattr(attention, "head_dim", None) or head_size
+    projection = getattr(attention, "k_proj", None)
+    own_heads = projection.weight.shape[0] // own if projection is not None else heads
+    return own_heads, own, own
+
+
+def load_target(
+    directory: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    dummy: bool = False,
+) -> Target:
+    """Loads the target from a model directory.
+
+    Parameters
+    ----------
+    directory
+        With config.json and, unless `dummy`, weights.
+    name
+        As the operator gave it; for messages and information.
+    max_model_len
+        Most positions served; None for the model's own.
+    dummy
+        Random weights from config.json alone, to measure a size without its weights.
+
+    Raises
+    ------
+    CheckpointError
+        When the checkpoint is missing, damaged or of a kind that is not served.
+    """
+    read_config(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory}: transformers cannot read its config.json: {error}") from error
+    _refuse(config, name)
+    if dummy:
+        model = _random_model(config, dtype, device)
+    else:
+        weight_files(directory)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention_hook.NAME,
+                output_loading_info=True,
+            )
+            model, report = loaded
+        except Exception as error:  # safetensors, torch and transformers raise many kinds for a damaged file
+            raise CheckpointError(f"{directory}: cannot be loaded: {error}") from error
+        missing = sorted(set(report["missing_keys"]) | {str(key) for key in report["mismatched_keys"]})
+        if missing:
+            raise CheckpointError(f"{directory}: tensors are missing or of another shape: {', '.join(missing[:5])}")
+        model = model.to(device)
+    return Target(model.eval(), name, _eos_token_ids(directory, config), max_model_len)
+
+
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model with small random weights, made on the device."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
+    finally:
+        torch.set_default_dtype(previous)
+    return model
+
+
+def _refuse(config: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name}: encoder-decoder models are not served")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {part.get("rope_type", part.get("type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    refused = kinds & _REFUSED_ROPE_TYPES
+    if refused:
+        raise CheckpointError(
+            f"{name}: rotary type {refused.pop()!r} is not served: it makes a sequence depend on the rest of its batch"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if others:
+        raise CheckpointError(f"{name}: layers of type {', '.join(sorted(others))} are not served")
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if isinstance(model_class, (list, tuple)):
+        model_class = model_class[0]
+    if model_class is None:
+        raise CheckpointError(f"{name}: transformers has no causal language model of type {config.model_type!r}")
+    if getattr(model_class, "_is_stateful", False):
+        raise CheckpointError(f"{name}: models with recurrent state are not served")
+
+
+def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
+    """End-of-sequence ids of generation_config.json, else of config.json."""
+    given = config.eos_token_id
+    if (directory / "generation_config.json").is_file():
+        given = GenerationConfig.from_pretrained(directory).eos_token_id or given
+    return frozenset([given] if isinstance(given, int) else given or [])

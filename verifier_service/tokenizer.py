@@ -1,0 +1,113 @@
+"""Text to tokens and back, through the target's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from draftwire.errors import CheckpointError, InvalidArgumentError
+from draftwire.v1 import generate_pb2 as pb
+
+
+class TextCodec:
+    """The tokenizer of a model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Loads it.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none or it cannot be read.
+        """
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+            self.backend = self._tokenizer.backend_tokenizer
+            self.backend.no_truncation()
+            self.backend.no_padding()
+        except Exception as error:  # tokenizers raises bare Exception for a damaged file
+            raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, special tokens as the tokenizer adds them."""
+        ids: list[int] = self.backend.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[pb.ChatMessage]) -> list[int]:
+        """Token ids of a conversation under the chat template, with the opening of the assistant's answer.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When there is no chat template or it refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError(
+                "chat", f"{len(messages)} messages", "the target's tokenizer has no chat template; send text"
+            )
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise errors of their own making
+            allowed = f"the chat template refuses it: {error}"
+            raise InvalidArgumentError("chat.messages", conversation, allowed) from error
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class Detokenizer:
+    """Output text of one request, token by token; characters whose UTF-8 is not complete are held back."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._backend = codec.backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0
+
+    def push(self, token_id: int) -> str:
+        """New text once `token_id` follows; may be empty."""
+        self._ids.append(token_id)
+        text = self._stream.step(self._backend, token_id) or ""
+        self._length += len(text)
+        return text
+
+    def flush(self) -> str:
+        """What is still held back, with replacement characters for bytes that are no UTF-8."""
+        rest: str = self._backend.decode(self._ids, skip_special_tokens=True)[self._length :]
+        self._length += len(rest)
+        return rest
+
+
+class StopFinder:
+    """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = list(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is free to go, the stop text found or None); nothing after a stop text is given out."""
+        if not self._stops:
+            return text, None
+        self._held += text
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            free, self._held = self._held[:at], ""
+            return free, stop
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        free, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return free, None
+
+    def flush(self) -> str:
+        """What is held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
