@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from draftwire.errors import RequestError
@@ -75,13 +76,7 @@ class Chunk:
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
-        start = 0
-        for end, drafted in zip(self.token_text_ends, self.drafted, strict=False):
-            if end > start:
-                yield self.text[start:end], drafted
-                start = end
-        if start < len(self.text):
-            yield self.text[start:], False
+        return _pieces(self.text, self.token_text_ends, self.drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +86,18 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]
+    token_text_ends: tuple[int, ...]
+    """For each token, characters of `text` that are out once it is taken; empty when the server does not tell."""
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stop_text: str | None
     stop_token_id: int | None
     statistics: Statistics
     request_id: str
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
+        return _pieces(self.text, self.token_text_ends, self.drafted)
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[Chunk]) -> Completion:
@@ -110,10 +111,14 @@ class Completion:
         last = chunks[-1] if chunks else Chunk()
         if last.finish_reason is None or last.statistics is None:
             raise RequestError("INTERNAL", "the server ended the stream without a finish reason and statistics")
+        starts = accumulate((len(chunk.text) for chunk in chunks), initial=0)
         return cls(
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
             drafted=tuple(flag for chunk in chunks for flag in chunk.drafted),
+            token_text_ends=tuple(
+                start + end for start, chunk in zip(starts, chunks, strict=False) for end in chunk.token_text_ends
+            ),
             logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
             finish_reason=last.finish_reason,
             stop_text=last.stop_text,
@@ -121,6 +126,16 @@ class Completion:
             statistics=last.statistics,
             request_id=last.request_id,
         )
+
+
+def _pieces(text: str, ends: Sequence[int], flags: Sequence[bool]) -> Iterator[tuple[str, bool]]:
+    start = 0
+    for end, drafted in zip(ends, flags, strict=False):
+        if end > start:
+            yield text[start:end], drafted
+            start = end
+    if start < len(text):
+        yield text[start:], False
 
 
 def chunk_from_message(message: pb.GenerateResponse, request_id: str) -> Chunk:

@@ -42,9 +42,13 @@ SCRIPT = [
 
 @dataclass
 class FakeVerifier(GenerationServicer):
-    """Sends `script`, then aborts with `failure` if there is one, else, if `endless`, waits for the client to leave."""
+    """Sends `script`, then aborts with `failure` if there is one, else, if `endless`, waits for the client to leave.
+
+    A request with drafting off gets `script_without_drafts`, if there is one.
+    """
 
     script: list[pb.GenerateResponse] = field(default_factory=lambda: list(SCRIPT))
+    script_without_drafts: list[pb.GenerateResponse] | None = None
     failure: tuple[grpc.StatusCode, str] | None = None
     endless: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
@@ -54,7 +58,9 @@ class FakeVerifier(GenerationServicer):
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
         context.add_callback(self.left.set)
-        yield from self.script[:-1] if self.endless else self.script
+        without = request.HasField("num_speculative_tokens") and request.num_speculative_tokens == 0
+        script = self.script_without_drafts if without and self.script_without_drafts else self.script
+        yield from script[:-1] if self.endless else script
         if self.failure is not None:
             context.abort(*self.failure)
         if self.endless:
@@ -62,7 +68,7 @@ class FakeVerifier(GenerationServicer):
 
     def GetVerifierInfo(  # noqa: N802
         self,
-        request: pb.GetVerifierInfoRequest,
+        request: pb.GetVerifierInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> pb.GetVerifierInfoResponse:
         return pb.GetVerifierInfoResponse(version="1.2.3", target="demo", vocab_size=99)

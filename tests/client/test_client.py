@@ -62,6 +62,7 @@ def test_complete_joins_the_chunks(verifier):
         text="é b end",
         token_ids=(5, 6, 7, 8),
         drafted=(False, True, False, True),
+        token_text_ends=(1, 3, 4, 7),
         logprobs=(),
         finish_reason="stop",
         stop_text=None,

@@ -1,0 +1,72 @@
+"""How text and statistics look in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+
+from draftwire.client import Chunk, Completion, Statistics
+
+DRAFTED_COLOUR = "green"
+
+# What a model writes must not steer the terminal: C0 but for tab and newline, DEL, C1.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def has_colour() -> bool:
+    """Whether standard output is a terminal with colours and the user wants them."""
+    console = Console()
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def write_chunk(chunk: Chunk, show_drafts: bool, terminal: bool) -> None:
+    """Writes new text to standard output at once; text of accepted drafts is coloured with `show_drafts`."""
+    if not terminal:
+        click.echo(chunk.text, nl=False)
+        return
+    for text, drafted in chunk.pieces() if show_drafts else [(chunk.text, False)]:
+        click.echo(click.style(visible(text), fg=DRAFTED_COLOUR) if drafted else visible(text), nl=False)
+
+
+def visible(text: str) -> str:
+    """Text without the control characters that a terminal obeys."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def statistics_text(statistics: Statistics) -> str:
+    """`64 tokens, 120.5 tokens/s, first token 35 ms, acceptance length 2.91 (per position 0.80 0.62 0.31 0.18)`."""
+    parts = [
+        f"{statistics.output_tokens} tokens",
+        f"{statistics.tokens_per_second:.1f} tokens/s",
+        f"first token {statistics.time_to_first_token_s * 1000:.0f} ms",
+    ]
+    if statistics.acceptance_length is not None and any(statistics.drafted):
+        parts.append(f"acceptance length {statistics.acceptance_length:.2f} (per position {rates_text(statistics)})")
+    else:
+        parts.append("no drafts")
+    if statistics.synthetic_acceptance:
+        parts.append("SYNTHETIC acceptance: the text does not follow the target")
+    return ", ".join(parts)
+
+
+def rates_text(statistics: Statistics) -> str:
+    """Acceptance rate of each draft position: `0.80 0.62 0.31 0.18`."""
+    return " ".join(f"{rate:.2f}" for rate in statistics.acceptance_rates)
+
+
+def completion_mapping(completion: Completion) -> dict[str, Any]:
+    """What `--json` prints."""
+    statistics = completion.statistics
+    return {
+        **asdict(completion),
+        "statistics": {
+            **asdict(statistics),
+            "acceptance_length": statistics.acceptance_length,
+            "acceptance_rates": statistics.acceptance_rates,
+            "tokens_per_second": statistics.tokens_per_second,
+        },
+    }

@@ -1,0 +1,215 @@
+"""Services as child processes, for the demo and the system tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftwire.errors import ServerError
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.02
+# With this set, `python -m draftwire` ends when its standard input does: the kernel closes that pipe however the parent
+# ends, on every system.
+PARENT_PIPE = "DRAFTWIRE_PARENT_PIPE"
+
+_LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
+
+
+class ServiceProcess:
+    """A running service. As a context manager it is stopped at the end.
+
+    Its output goes to a log file; `address` is what it listens on.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], log_path: Path | None = None, timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        """Starts `draftwire ARGUMENTS` and waits until it is healthy.
+
+        Parameters
+        ----------
+        arguments
+            Of the command line, from the name of the command on.
+        log_path
+            File that its output is appended to; by default a temporary one, removed by `stop`.
+        timeout_s
+            Seconds within which it must be healthy.
+
+        Raises
+        ------
+        ServerError
+            With the end of its log, when it ends or is not healthy in time.
+        """
+        self.name = arguments[0]
+        self._own_log = log_path is None
+        self._kept_log: str | None = None
+        if log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix=f"draftwire-{self.name}-", suffix=".log")
+            os.close(descriptor)
+            log_path = Path(name)
+        self.log_path = log_path
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "draftwire", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, PARENT_PIPE: "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone, which then stops its children
+            )
+        try:
+            deadline = time.monotonic() + timeout_s
+            self.address = self._wait_for_address(deadline)
+            self._wait_for_health(deadline)
+        except BaseException:
+            self.kill()
+            self._remove_log()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def log_text(self) -> str:
+        """What it has printed so far."""
+        if self._kept_log is not None:
+            return self._kept_log
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, as SIGSTOP and SIGCONT for a service that hangs for a while."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would."""
+        self._process.kill()
+        self._wait(None)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Asks it to end, kills it after `timeout_s` seconds, and returns its exit status."""
+        self._process.terminate()
+        try:
+            status = self._wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._wait(None)
+        self._remove_log()
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _remove_log(self) -> None:
+        if self._own_log and self._kept_log is None:
+            self._kept_log = self.log_text()
+            self.log_path.unlink()
+
+    def _wait(self, timeout_s: float | None) -> int:
+        status = self._process.wait(timeout_s)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return status
+
+    def _wait_for_address(self, deadline: float) -> str:
+        while True:
+            ended = not self.running
+            match = _LISTENING.search(self.log_text())
+            if match:
+                return match.group(1)
+            self._check_start(ended, deadline)
+            time.sleep(POLL_S)
+
+    def _wait_for_health(self, deadline: float) -> None:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                ended = not self.running
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                self._check_start(ended, deadline)
+                time.sleep(POLL_S)
+
+    def _check_start(self, ended: bool, deadline: float) -> None:
+        if not ended and time.monotonic() < deadline:
+            return
+        what = f"ended with status {self.returncode}" if ended else "was not ready in time"
+        raise ServerError(f"the {self.name} {what}; the end of its log:\n{self.log_text()[-4000:].strip()}")
+
+
+def start_drafter(
+    head: str | Path,
+    target: str | Path,
+    *extra: str,
+    log_path: Path | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> ServiceProcess:
+    """A drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
+    arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
+    return ServiceProcess(arguments, log_path, timeout_s)
+
+
+def start_verifier(
+    target: str | Path,
+    drafters: Sequence[str],
+    *extra: str,
+    log_path: Path | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> ServiceProcess:
+    """A verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
+    pool = ["--drafters", ",".join(drafters)] if drafters else []
+    arguments = ["verifier", "--target", str(target), *pool, "--listen", "127.0.0.1:0", *extra]
+    return ServiceProcess(arguments, log_path, timeout_s)
+
+
+def watch_parent() -> None:
+    """In a child of `ServiceProcess`: ends this process when the parent has ended."""
+    if os.environ.pop(PARENT_PIPE, None) is None:
+        return
+
+    def wait() -> None:
+        # Not sys.stdin: its lock, held in a thread, breaks the interpreter's end.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_TIMEOUT_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
