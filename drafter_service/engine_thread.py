@@ -1,0 +1,102 @@
+"""Runs a draft engine in its own thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from drafter_service.answer import Answer, Load
+from drafter_service.engine import DraftEngine
+from drafter_service.session import Session, SessionTerms
+from drafter_service.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailureError(Exception):
+    """The engine could not go on with a session for a reason of its own."""
+
+
+class EngineThread:
+    """Takes commands from any thread and gives them to the engine between two of its batches, in order."""
+
+    def __init__(self, engine: DraftEngine, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called, on the engine's thread, when the engine has failed for good."""
+        self.engine = engine
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the batch that it computes."""
+        self._commands.put(None)
+        self._thread.join()
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is."""
+        return self.engine.load
+
+    def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
+        """Opens a session; `deliver` is called on the engine's thread."""
+        opened: Future[Session] = Future()
+        self._commands.put(partial(self._open_session, terms, deliver, opened))
+        return opened
+
+    def close_session(self, session: Session) -> None:
+        """Drops a session and all that it holds."""
+        self._commands.put(partial(self.engine.close_session, session))
+
+    def submit(self, session: Session, step: Step) -> None:
+        """Queues a step."""
+        self._commands.put(partial(self.engine.submit, session, step))
+
+    def _open_session(
+        self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
+    ) -> None:
+        if not opened.set_running_or_notify_cancel():
+            return
+        try:
+            opened.set_result(self.engine.open_session(terms, deliver))
+        except (torch.OutOfMemoryError, RuntimeError) as error:  # the CPU's allocator raises RuntimeError
+            opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
+
+    def _run(self) -> None:
+        if self.engine.device.type == "cuda":
+            torch.cuda.set_device(self.engine.device)
+        try:
+            while self._run_commands():
+                self._iterate()
+        except Exception as error:
+            logger.exception("the draft engine failed")
+            self.engine.fail(EngineFailureError(f"the draft engine failed: {error}"))
+            self._on_failure()
+
+    def _run_commands(self) -> bool:
+        """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
+        is_idle = not self.engine.has_work
+        while is_idle or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+            is_idle = False
+        return True
+
+    def _iterate(self) -> None:
+        try:
+            self.engine.iterate()
+        except torch.OutOfMemoryError as error:
+            logger.exception("out of memory; all sessions end")
+            self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
+            torch.cuda.empty_cache()

@@ -1,0 +1,93 @@
+"""The drafter's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import torch
+from rich.console import Console
+
+from drafter_service.choices import choose_device, choose_dtype, choose_limits
+from drafter_service.engine import DraftEngine
+from drafter_service.engine_thread import EngineThread
+from drafter_service.heads import load_head
+from drafter_service.limits import EngineLimits
+from drafter_service.options import DrafterOptions
+from drafter_service.service import SERVICE_NAME, DraftingService
+from draftwire.checkpoints import resolve_directory
+from draftwire.errors import ServerError
+from draftwire.server import serve
+from draftwire.v1 import draft_pb2_grpc
+from draftwire.wire import parse_address
+
+logger = logging.getLogger(__name__)
+
+
+def run(options: DrafterOptions) -> None:
+    """Loads the head and serves drafts until SIGTERM or SIGINT.
+
+    Raises
+    ------
+    DraftwireError
+        Says what is wrong with an option, a checkpoint or the address.
+    """
+    parse_address(options.listen, "listen")
+    # Limits that are out of range on their own are told before anything is loaded.
+    EngineLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_speculative_tokens=options.max_num_speculative_tokens,
+        max_batch_rows=options.max_batch_rows,
+        max_sessions=options.max_sessions,
+    )
+    device = choose_device(options.device)
+    engine, dtype = _load_engine(options, device)
+    asyncio.run(_serve(options, engine, dtype))
+
+
+def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEngine, torch.dtype]:
+    console = Console(stderr=True)
+    with console.status("finding the checkpoints") as status:
+        head_dir = resolve_directory(options.head)
+        target_dir = resolve_directory(options.target)
+        dtype = choose_dtype(options.dtype, device, target_dir)
+        status.update(f"loading the head {options.head}")
+        head = load_head(head_dir, target_dir, dtype, device, dummy=options.load_format == "dummy")
+        limits = choose_limits(options, head.spec, dtype, device, target_dir)
+        status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")
+        engine = DraftEngine(head, limits, dtype, device)
+    logger.info("%s head %s on %s in %s; %s", head.spec.method, options.head, device, dtype, limits)
+    return engine, dtype
+
+
+def head_name(name: str) -> str:
+    """How a head is called: the name of its directory, or its hub id."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
+
+
+async def _serve(options: DrafterOptions, engine: DraftEngine, dtype: torch.dtype) -> None:
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop_process() -> None:
+        loop.call_soon_threadsafe(failed.set)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = EngineThread(engine, stop_process)
+    service = DraftingService(thread, head_name(options.head), dtype)
+
+    def register(server: grpc.aio.Server) -> None:
+        draft_pb2_grpc.add_DraftingServicer_to_server(service, server)
+
+    async def stop_engine() -> None:
+        await asyncio.to_thread(thread.stop)
+
+    thread.start()
+    await serve(options.listen, SERVICE_NAME, register, stop_engine)
+    if failed.is_set():
+        raise ServerError("the draft engine failed; the log says why")

@@ -1,0 +1,29 @@
+"""Options of the drafter's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftwire.v1 import config_pb2
+
+_K_FIELD: Any = config_pb2.SpeculativeConfig.DESCRIPTOR.fields_by_name["num_speculative_tokens"]
+MAX_SPECULATIVE_TOKENS = int(_K_FIELD.GetOptions().Extensions[config_pb2.limits].max)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What `draftwire drafter` was told; None takes what fits head, target and device."""
+
+    head: str
+    target: str
+    listen: str = "127.0.0.1:50052"
+    device: str | None = None
+    dtype: str = "auto"
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    kv_cache_tokens: int | None = None
+    max_num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
+    max_sessions: int = 64
+    max_batch_rows: int = 2048
+    load_format: str = "auto"

@@ -1,0 +1,137 @@
+"""The Drafting service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import torch
+from draftwire_kernels import NOISE_VERSION
+
+from drafter_service.engine_thread import EngineFailureError, EngineThread
+from drafter_service.handshake import settle_terms
+from drafter_service.session import Session
+from drafter_service.step_decoder import StepDecoder
+from drafter_service.stream import Context, DraftStream
+from draftwire.config import DENSE, NONE, TOP_N
+from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError
+from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import draft_pb2_grpc
+from draftwire.version import PROTOCOL_VERSION, VERSION
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Drafting"].full_name
+HELLO_TIMEOUT_S = 10.0
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    EngineFailureError: grpc.StatusCode.INTERNAL,
+}
+
+
+def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -> pb.GetDrafterInfoResponse:
+    """What a drafter tells of its head and limits, but for its load."""
+    head, limits = engine.engine.head, engine.engine.limits
+    spec = head.spec
+    return pb.GetDrafterInfoResponse(
+        version=VERSION,
+        method=spec.method,
+        head=head_name,
+        head_fingerprint=head.fingerprint,
+        target_vocab_size=spec.target_vocab_size,
+        target_hidden_size=spec.target_hidden_size,
+        target_num_layers=spec.target_num_layers,
+        features=pb.FeatureSpec(layers=spec.feature_layers, width=spec.feature_width, dtype=WIRE_DTYPES[dtype]),
+        draft_vocab_size=spec.draft_vocab_size,
+        max_num_speculative_tokens=limits.max_num_speculative_tokens,
+        max_sequences=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        draft_logits_forms=[NONE, DENSE, TOP_N],
+        device=str(engine.engine.device),
+        dtype=str(dtype).removeprefix("torch."),
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+    )
+
+
+class DraftingService(draft_pb2_grpc.DraftingServicer):
+    """Serves the streams of all verifiers with one engine."""
+
+    def __init__(self, engine: EngineThread, head_name: str, dtype: torch.dtype) -> None:
+        self._engine = engine
+        self._info = describe_drafter(engine, head_name, dtype)
+        self._max_sessions = engine.engine.limits.max_sessions
+        self._num_sessions = 0
+        token_ids = engine.engine.head.draft_token_ids
+        self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
+
+    async def GetDrafterInfo(  # noqa: N802
+        self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
+    ) -> pb.GetDrafterInfoResponse:
+        """The head, what it needs from a target and the drafter's limits."""
+        return self._current_info()
+
+    # It reads and writes through the context, in two tasks, and so is no iterator.
+    async def Draft(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: Any, context: Context  # noqa: ARG002
+    ) -> None:
+        """One verifier's stream."""
+        try:
+            await self._serve(context)
+        except tuple(STATUS_CODES) as error:
+            logger.warning("stream of %s ended: %s", context.peer(), error)
+            await context.abort(STATUS_CODES[type(error)], str(error))
+
+    async def _serve(self, context: Context) -> None:
+        try:
+            request = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        if request is grpc.aio.EOF:
+            raise InvalidArgumentError("message", None, "the first message must be the hello")
+        terms = settle_terms(request, self._info)
+        if self._num_sessions >= self._max_sessions:
+            raise QueueFullError(f"{self._num_sessions} sessions are open, the most that this drafter takes")
+        stream = DraftStream(context, self._decoder(terms.num_speculative_tokens), self._engine)
+        self._num_sessions += 1
+        opening = self._engine.open_session(terms, stream.deliver)
+        try:
+            session = await asyncio.wrap_future(opening)
+            logger.info("session of %s at %s opened", terms.verifier, context.peer())
+            await context.write(self._hello())
+            await stream.run(session)
+        finally:
+            self._num_sessions -= 1
+            opening.add_done_callback(self._close)
+            logger.info("session of %s at %s closed", terms.verifier, context.peer())
+
+    def _close(self, opening: Future[Session]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._engine.close_session(opening.result())
+
+    def _decoder(self, max_drafts: int) -> StepDecoder:
+        features = self._info.features
+        return StepDecoder(self._info.target_vocab_size, features.width, DTYPES[features.dtype], max_drafts)
+
+    def _hello(self) -> pb.DraftResponse:
+        hello = pb.DrafterHello(
+            protocol_version=PROTOCOL_VERSION,
+            noise_version=NOISE_VERSION,
+            info=self._current_info(),
+            draft_token_ids=self._draft_token_ids,
+            carrier=pb.CARRIER_BYTES,
+        )
+        return pb.DraftResponse(hello=hello)
+
+    def _current_info(self) -> pb.GetDrafterInfoResponse:
+        info = pb.GetDrafterInfoResponse()
+        info.CopyFrom(self._info)
+        info.load.CopyFrom(self._engine.load.encode())
+        return info

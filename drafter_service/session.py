@@ -1,0 +1,33 @@
+"""State of one verifier's stream in the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drafter_service.answer import Answer
+from drafter_service.sampling_mode import SamplingMode
+from drafter_service.sequence import Sequence
+from drafter_service.step_work import StepWork
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """What the handshake settled."""
+
+    verifier: str  # name for the logs
+    mode: SamplingMode
+    num_speculative_tokens: int  # most drafts of a sequence in a step
+    max_sequences: int  # most sequences open at once
+
+
+@dataclass(eq=False)
+class Session:
+    """Sequences and waiting steps of one stream; touched by the engine's thread alone."""
+
+    terms: SessionTerms
+    deliver: Callable[[Answer | Exception], None]  # called on the engine's thread
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    works: deque[StepWork] = field(default_factory=deque)
+    waiting_rows: int = 0

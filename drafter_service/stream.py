@@ -1,0 +1,87 @@
+"""One stream of a verifier after its hello: steps in, drafts out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from drafter_service.answer import Answer
+from drafter_service.engine_thread import EngineThread
+from drafter_service.session import Session
+from drafter_service.step_decoder import StepDecoder
+from draftwire.errors import QueueFullError
+from draftwire.v1 import draft_pb2 as pb
+
+MAX_UNANSWERED_STEPS = 64
+MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
+
+Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
+
+
+class DraftStream:
+    """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered."""
+
+    def __init__(self, context: Context, decoder: StepDecoder, engine: EngineThread) -> None:
+        self._context = context
+        self._decoder = decoder
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._answers: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()  # None: the last step is read
+        self._all_read = False
+        self._unanswered: dict[int, int] = {}  # step id -> bytes of its message
+        self._unanswered_bytes = 0
+
+    def deliver(self, answer: Answer | Exception) -> None:
+        """Takes an answer, or the error that ended the session, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
+
+    async def run(self, session: Session) -> None:
+        """Serves until the verifier has sent its last step and has its answer.
+
+        Raises
+        ------
+        InvalidArgumentError
+            For a malformed message.
+        QueueFullError
+            When the verifier sends faster than it is answered.
+        EngineFailureError
+            When the engine gave up the session.
+        """
+        writer = asyncio.create_task(self._write_answers())
+        reader = asyncio.create_task(self._read_steps(session))
+        try:
+            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _read_steps(self, session: Session) -> None:
+        while (request := await self._context.read()) is not grpc.aio.EOF:
+            size = request.ByteSize()
+            self._check_room(size)
+            step = self._decoder.decode(request)
+            self._unanswered[step.step_id] = size
+            self._unanswered_bytes += size
+            self._engine.submit(session, step)
+        self._all_read = True
+        self._answers.put_nowait(None)
+
+    def _check_room(self, size: int) -> None:
+        if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
+            raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
+        if self._unanswered and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
+            raise QueueFullError(f"steps of {MAX_UNANSWERED_BYTES} bytes are unanswered, and no more are taken")
+
+    async def _write_answers(self) -> None:
+        while not self._all_read or self._unanswered:
+            answer = await self._answers.get()
+            if answer is None:
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            await self._context.write(answer.encode())
+            self._unanswered_bytes -= self._unanswered.pop(answer.step_id)

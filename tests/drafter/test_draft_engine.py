@@ -1,0 +1,280 @@
+"""The draft engine: rows, roll-back, batches, capacity. Notation as in proto/draftwire/v1/draft.proto."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import NO_CAPACITY, OK, UNKNOWN, Rows, Text, connect, draft_alone, make_engine, opened, run
+from tiny_head import TinyHead
+
+from drafter_service.sampling_mode import SamplingMode
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+
+
+def chain_without_engine(head: TinyHead, text: Text, num_rows: int, k: int) -> list[int]:
+    """Greedy drafts, every row computed anew for each of them, straight from the contract's notation."""
+    tokens, states = text.tokens[1 : num_rows + 1].long(), head.fuse(text.features[:num_rows])
+    drafts: list[int] = []
+    for _ in range(k):
+        cache = KVCache(head.spec.layer_shapes, 9, torch.float32, torch.device("cpu"))
+        batch = RaggedBatch([SequenceRows(range(1, 9), 0, len(tokens))], torch.device("cpu"))
+        g = head.forward(tokens, states, torch.arange(len(tokens)), cache, batch)
+        column = head.logits(g[-1:]).argmax(-1)
+        token = column if head.draft_token_ids is None else head.draft_token_ids[column]
+        drafts.append(int(token))
+        tokens, states = torch.cat([tokens, token]), torch.cat([states, g[-1:]])
+    return drafts
+
+
+@pytest.mark.parametrize("reduced_vocabulary", [True, False])
+def test_drafts_are_those_of_the_contract(reduced_vocabulary: bool) -> None:
+    head, text = TinyHead(reduced_vocabulary), Text(1)
+    reply = draft_alone(head, text, num_rows=11, k=4)
+    assert reply.tokens == chain_without_engine(head, text, 11, 4)
+
+
+def test_an_answer_names_what_it_continues(head: TinyHead) -> None:
+    text = Text(1)
+    reply = draft_alone(head, text, num_rows=11, k=2)
+    assert (reply.status, reply.committed_length, reply.last_token) == (OK, 12, int(text.tokens[11]))
+
+
+def test_a_step_without_drafts_is_acknowledged(head: TinyHead) -> None:
+    stream = connect(make_engine(head))
+    assert stream.step([Rows(1, Text(1), 0, 5)], [opened(1)]) == {}
+    assert stream.answers[0].step_id == 1
+    assert stream.answers[0].load.sequences == 1
+    assert stream.step() == {}
+
+
+def test_rows_in_many_steps_are_as_good_as_in_one(head: TinyHead) -> None:
+    text, stream = Text(2), connect(make_engine(head))
+    stream.step([Rows(1, text, 0, 7)], [opened(1)])
+    stream.step([Rows(1, text, 7, 1, drafts=3)])
+    reply = stream.step([Rows(1, text, 8, 30, drafts=4)])[1]
+    assert reply == draft_alone(head, text, 38, 4)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 4])
+def test_speculative_rows_are_rolled_back(head: TinyHead, num_accepted: int) -> None:
+    """Rows of refused drafts leave no trace: the next drafts are those of a fresh sequence."""
+    text, stream = Text(3), connect(make_engine(head))
+    stream.step([Rows(1, text, 0, 14, drafts=4)], [opened(1)])
+    reply = stream.step([Rows(1, text, 14, num_accepted + 1, drafts=4)])[1]
+    assert reply == draft_alone(head, text, 14 + num_accepted + 1, 4)
+
+
+def test_a_sequence_may_begin_past_position_0(head: TinyHead) -> None:
+    """Positions stay absolute; what lies before the first row is not attended to."""
+    text = Text(4)
+    from_20 = draft_alone(head, text, 30, 4, new=opened(1, first_row=20))
+    assert from_20.committed_length == 31
+    other_past = Text(5)
+    other_past.tokens[21:], other_past.features[20:] = text.tokens[21:], text.features[20:]
+    assert draft_alone(head, other_past, 30, 4, new=opened(1, first_row=20)) == from_20
+    shifted = Text(6)
+    shifted.tokens[1:11], shifted.features[:10] = text.tokens[21:31], text.features[20:30]
+    assert draft_alone(head, shifted, 10, 4).tokens != from_20.tokens
+
+
+class TestBatch:
+    def test_drafts_do_not_depend_on_the_crowd(self, head: TinyHead) -> None:
+        lengths = [1, 3, 16, 17, 40, 63, 64, 5]
+        texts = [Text(10 + i) for i in range(len(lengths))]
+        stream = connect(make_engine(head))
+        rows = [Rows(i, text, 0, length, drafts=4) for i, (text, length) in enumerate(zip(texts, lengths, strict=True))]
+        crowd = stream.step(rows, [opened(i) for i in range(len(lengths))])
+        for i, length in enumerate(lengths):
+            assert crowd[i] == draft_alone(head, texts[i], length, 4)
+
+    def test_each_sequence_has_its_own_number_of_drafts(self, head: TinyHead) -> None:
+        wanted = [2, 0, 4, 1, 3, 4]
+        stream = connect(make_engine(head))
+        texts = [Text(i) for i in range(len(wanted))]
+        rows = [Rows(i, texts[i], 0, 6 + i, drafts=k) for i, k in enumerate(wanted)]
+        answered = stream.step(rows, [opened(i) for i in range(len(wanted))])
+        assert {i: len(reply.tokens) for i, reply in answered.items()} == {0: 2, 2: 4, 3: 1, 4: 3, 5: 4}
+        for i, reply in answered.items():
+            assert reply.tokens == draft_alone(head, texts[i], 6 + i, 4).tokens[: wanted[i]]
+
+    def test_sessions_share_a_forward_and_not_their_ids(self, head: TinyHead) -> None:
+        engine = make_engine(head)
+        streams = [connect(engine) for _ in range(3)]
+        texts = [Text(30 + i) for i in range(3)]
+        for stream, text in zip(streams, texts, strict=True):
+            stream.send([Rows(1, text, 0, 9, drafts=3)], [opened(1)])
+        head.rows_of_forwards.clear()
+        run(engine)
+        assert head.rows_of_forwards == [27, 3, 3]
+        for stream, text in zip(streams, texts, strict=True):
+            assert stream.answers[0].sequence_ids == [1]
+            assert np.concatenate(stream.answers[0].tokens).tolist() == draft_alone(head, text, 9, 3).tokens
+
+    def test_a_long_step_is_computed_in_pieces_without_a_difference(self, head: TinyHead) -> None:
+        texts = [Text(40 + i) for i in range(3)]
+        rows = [Rows(i, texts[i], 0, 50 + i, drafts=3) for i in range(3)]
+        engine = make_engine(head, max_batch_rows=16, max_sessions=4)
+        stream = connect(engine)
+        head.rows_of_forwards.clear()
+        answered = stream.step(rows, [opened(i) for i in range(3)])
+        assert max(head.rows_of_forwards) == 16
+        assert answered == {i: draft_alone(head, texts[i], 50 + i, 3) for i in range(3)}
+
+    def test_logits_of_a_step_in_pieces_stay_in_order(self, head: TinyHead) -> None:
+        mode = SamplingMode(gumbel=True, dense=True)
+        texts = [Text(40 + i) for i in range(3)]
+        stream = connect(make_engine(head, max_batch_rows=16, max_sessions=4), mode)
+        answered = stream.step([Rows(i, texts[i], 0, 20 + i, 3) for i in range(3)], [opened(i) for i in range(3)])
+        for i in range(3):
+            alone = draft_alone(head, texts[i], 20 + i, 3, mode)
+            assert answered[i].tokens == alone.tokens
+            torch.testing.assert_close(answered[i].logits, alone.logits)
+
+    def test_a_prefill_does_not_delay_another_sessions_drafts(self, head: TinyHead) -> None:
+        engine = make_engine(head, max_batch_rows=16, max_sessions=4)
+        long, short = connect(engine), connect(engine)
+        long.send([Rows(i, Text(i), 0, 80) for i in range(4)], [opened(i) for i in range(4)])
+        engine.iterate()
+        short.send([Rows(1, Text(9), 0, 3, drafts=4)], [opened(1)])
+        engine.iterate()
+        assert [answer.step_id for answer in short.answers] == [1]
+        assert long.answers == []
+
+    def test_short_steps_do_not_starve_a_prefill(self, head: TinyHead) -> None:
+        engine = make_engine(head, max_batch_rows=8, max_sessions=4)
+        long = connect(engine)
+        busy = [connect(engine) for _ in range(3)]
+        texts = [Text(50 + i) for i in range(3)]
+        for stream in busy:
+            stream.step(new=[opened(1)])
+        long.send([Rows(1, Text(5), 0, 20)], [opened(1)])
+        for first in range(0, 60, 6):
+            for stream, text in zip(busy, texts, strict=True):
+                stream.send([Rows(1, text, first, 6)])
+            engine.iterate()
+        assert [answer.step_id for answer in long.answers] == [1]
+
+    def test_steps_of_one_session_are_batched_when_they_name_different_sequences(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        texts = [Text(60), Text(61)]
+        stream.send([Rows(1, texts[0], 0, 4, drafts=2)], [opened(1)])
+        stream.send([Rows(2, texts[1], 0, 5, drafts=2)], [opened(2)])
+        stream.send([Rows(1, texts[0], 4, 1, drafts=2)], closed=[2])
+        head.rows_of_forwards.clear()
+        run(stream.engine)
+        assert head.rows_of_forwards == [9, 2, 1, 1]
+        assert [answer.step_id for answer in stream.answers] == [1, 2, 3]
+        assert np.concatenate(stream.answers[2].tokens).tolist() == draft_alone(head, texts[0], 5, 2).tokens
+
+
+class TestStaleness:
+    def test_rows_of_a_sequence_never_opened_are_unknown(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        assert stream.step([Rows(9, Text(1), 0, 3, drafts=1)])[9].status == UNKNOWN
+
+    @pytest.mark.parametrize("first_row", [9, 12], ids=["rewind past true rows", "gap"])
+    def test_rows_that_do_not_follow_the_true_ones_are_unknown(self, head: TinyHead, first_row: int) -> None:
+        text, stream = Text(1), connect(make_engine(head))
+        stream.step([Rows(1, text, 0, 10)], [opened(1)])
+        assert stream.step([Rows(1, text, first_row, 2)])[1].status == UNKNOWN
+
+    def test_an_unknown_sequence_is_dropped_and_opened_again_under_a_new_id(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head))
+        stream.step([Rows(1, text, 0, 10)], [opened(1)])
+        reply = stream.step([Rows(1, text, 11, 1, drafts=4)])[1]
+        assert (reply.status, reply.tokens) == (UNKNOWN, [])
+        assert stream.answers[-1].load.kv_cache_usage == 0
+        assert stream.step([Rows(1, text, 10, 1)])[1].status == UNKNOWN
+        assert stream.step([Rows(2, text, 0, 12, drafts=4)], [opened(2)])[2] == draft_alone(head, text, 12, 4)
+
+    def test_the_others_of_the_step_do_not_notice(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head))
+        stream.step([Rows(i, text, 0, 10) for i in range(3)], [opened(i) for i in range(3)])
+        answered = stream.step([Rows(0, text, 10, 2, 2), Rows(1, text, 13, 3, 2), Rows(2, text, 10, 2, 2)])
+        assert answered[1].status == UNKNOWN
+        assert answered[0] == answered[2] == draft_alone(head, text, 12, 2)
+
+    def test_the_first_row_of_a_sequence_is_the_one_announced(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        assert stream.step([Rows(1, Text(1), 0, 3)], [opened(1, first_row=5)])[1].status == UNKNOWN
+
+    def test_closing_comes_before_opening_and_rows(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head, max_num_seqs=1))
+        stream.step([Rows(1, Text(1), 0, 3)], [opened(1)])
+        answered = stream.step([Rows(2, Text(2), 0, 3, drafts=1)], [opened(2)], closed=[1])
+        assert answered[2].status == OK
+
+
+class TestCapacity:
+    def test_more_sequences_than_the_drafter_takes(self, head: TinyHead) -> None:
+        engine = make_engine(head, max_num_seqs=2)
+        streams = [connect(engine) for _ in range(2)]
+        for stream in streams:
+            assert stream.step([Rows(1, Text(1), 0, 3, drafts=1)], [opened(1)])[1].status == OK
+        refused = streams[0].step([Rows(2, Text(1), 0, 3)], [opened(2), opened(3)])
+        assert {i: reply.status for i, reply in refused.items()} == {2: NO_CAPACITY, 3: NO_CAPACITY}
+
+    def test_more_sequences_than_the_session_announced(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head), max_sequences=1)
+        assert stream.step(new=[opened(1), opened(2)])[2].status == NO_CAPACITY
+
+    def test_rows_past_the_longest_sequence(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head, max_model_len=20))
+        stream.step([Rows(1, Text(1), 0, 20)], [opened(1)])
+        assert stream.step([Rows(1, Text(1), 20, 1)])[1].status == NO_CAPACITY
+        assert stream.step([Rows(1, Text(1), 21, 1)])[1].status == UNKNOWN
+
+    def test_a_full_cache_drops_the_sequence_that_needs_more_and_frees_its_blocks(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head, kv_cache_tokens=4 * BLOCK_SIZE))
+        stream.step([Rows(1, Text(1), 0, 32), Rows(2, Text(2), 0, 32)], [opened(1), opened(2)])
+        assert stream.answers[-1].load.kv_cache_usage == 1
+        answered = stream.step([Rows(1, Text(1), 32, 1, 1), Rows(2, Text(2), 32, 1, 1)])
+        assert answered[1].status == NO_CAPACITY
+        assert answered[2] == draft_alone(head, Text(2), 33, 1)
+
+    def test_drafting_stops_at_the_longest_sequence(self, head: TinyHead) -> None:
+        for num_rows, num_drafts in [(17, 4), (18, 3), (20, 1)]:
+            stream = connect(make_engine(head, max_model_len=20))
+            reply = stream.step([Rows(1, Text(1), 0, num_rows, drafts=4)], [opened(1)])[1]
+            assert reply.tokens == draft_alone(head, Text(1), num_rows, 4).tokens[:num_drafts]
+
+    def test_drafting_stops_where_no_block_is_free(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head, kv_cache_tokens=2 * BLOCK_SIZE))
+        reply = stream.step([Rows(1, Text(1), 0, 30, drafts=4)], [opened(1)])[1]
+        assert (reply.status, reply.tokens) == (OK, draft_alone(head, Text(1), 30, 4).tokens[:3])
+
+    def test_closing_sequences_frees_their_blocks(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        stream.step([Rows(i, Text(i), 0, 20, drafts=4) for i in range(3)], [opened(i) for i in range(3)])
+        stream.step(closed=[0, 1, 2, 77])
+        load = stream.answers[-1].load
+        assert (load.sequences, load.kv_cache_usage) == (0, 0)
+
+    def test_closing_a_session_frees_its_sequences_even_in_mid_step(self, head: TinyHead) -> None:
+        engine = make_engine(head, max_batch_rows=8, max_sessions=4)
+        stream, other = connect(engine), connect(engine)
+        stream.send([Rows(1, Text(1), 0, 20, drafts=4)], [opened(1)])
+        engine.iterate()
+        engine.close_session(stream.session)
+        assert not engine.has_work
+        assert (engine.load.sessions, engine.load.sequences, engine.load.kv_cache_usage) == (1, 0, 0)
+        assert stream.answers == []
+        assert other.step([Rows(1, Text(1), 0, 20, drafts=4)], [opened(1)])[1] == draft_alone(head, Text(1), 20, 4)
+
+
+@pytest.mark.parametrize("mode", [SamplingMode(), SamplingMode(gumbel=True), SamplingMode(gumbel=True, top_n=3)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_features_that_are_not_finite_harm_their_own_sequence_alone(
+    head: TinyHead, mode: SamplingMode, value: float
+) -> None:
+    sick, text = Text(1), Text(2)
+    sick.features[5] = value
+    stream = connect(make_engine(head), mode)
+    rows = [Rows(1, sick, 0, 8, drafts=4), Rows(2, text, 0, 8, drafts=4)]
+    answered = stream.step(rows, [opened(1), opened(2)])
+    assert (answered[1].status, answered[1].tokens) == (OK, [])
+    assert answered[2].tokens == draft_alone(head, text, 8, 4, mode).tokens
+    # Nor do the blocks that it leaves behind.
+    reply = stream.step([Rows(3, text, 0, 8, drafts=4)], [opened(3)], closed=[1])[3]
+    assert reply.tokens == draft_alone(head, text, 8, 4, mode).tokens

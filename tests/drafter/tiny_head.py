@@ -1,0 +1,61 @@
+"""A head of a few hundred random weights that depends on everything a real one depends on."""
+
+from __future__ import annotations
+
+import torch
+
+from drafter_service.heads.spec import Head, HeadSpec
+from draftwire.kv_cache import KVCache, RaggedBatch, paged_attention
+
+HIDDEN = 16
+WIDTH = 24
+TARGET_VOCAB = 40
+DRAFT_VOCAB = 24
+MAX_POSITIONS = 96
+
+
+class TinyHead(Head):
+    """One attention layer: a state depends on the token, the feature, the position and every earlier row."""
+
+    def __init__(self, reduced_vocabulary: bool = True) -> None:
+        draw = torch.Generator().manual_seed(3)
+        draft_vocab = DRAFT_VOCAB if reduced_vocabulary else TARGET_VOCAB
+        self.spec = HeadSpec(
+            method="eagle3",
+            hidden_size=HIDDEN,
+            target_vocab_size=TARGET_VOCAB,
+            target_hidden_size=8,
+            target_num_layers=9,
+            feature_layers=(2, 4, 6),
+            feature_width=WIDTH,
+            draft_vocab_size=draft_vocab,
+            layer_shapes=((1, 8, 8),),
+            max_position_embeddings=MAX_POSITIONS,
+        )
+        self.fingerprint = "0123456789abcdef"
+        self.draft_token_ids = (
+            torch.randperm(TARGET_VOCAB, generator=draw)[:DRAFT_VOCAB].sort().values if reduced_vocabulary else None
+        )
+        self.embedding = torch.randn(TARGET_VOCAB, HIDDEN, generator=draw)
+        self.fc = torch.randn(WIDTH, HIDDEN, generator=draw) * 0.2
+        self.qkv = torch.randn(2 * HIDDEN, 32, generator=draw) * 0.3
+        self.out = torch.randn(16, HIDDEN, generator=draw)
+        self.lm_head = torch.randn(HIDDEN, draft_vocab, generator=draw)
+        self.rows_of_forwards: list[int] = []
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        return features @ self.fc
+
+    def forward(
+        self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        self.rows_of_forwards.append(len(tokens))
+        phase = torch.sin(positions[:, None] * torch.arange(1, HIDDEN + 1) * 0.37)
+        query, key, value = (torch.cat([self.embedding[tokens] + phase, g], -1) @ self.qkv).split([16, 8, 8], -1)
+        attended = paged_attention(
+            query.unflatten(-1, (2, 8)), key[:, None], value[:, None], cache.keys[0], cache.values[0], batch, scale=0.5
+        )
+        return torch.tanh(g + attended.flatten(1) @ self.out)
+
+    def logits(self, g: torch.Tensor) -> torch.Tensor:
+        return g @ self.lm_head
