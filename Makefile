@@ -1,0 +1,57 @@
+# Everything below sets itself up in .venv on first use; nothing else on the machine is changed.
+
+PYTHON ?= python3
+# Further arguments of pip, as an index of CPU-only torch wheels.
+PIP_ARGS ?=
+# Further arguments of pytest, as `-k client -x`.
+PYTEST_ARGS ?=
+# Further arguments of `draftwire demo`, as `--max-tokens 200`.
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKED := draftwire drafter_service verifier_service kernels/draftwire_kernels training proto
+
+# CPU only: without it the tests would use a GPU that happens to be there. Two test processes, one thread each.
+export CUDA_VISIBLE_DEVICES :=
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test lint protos clean
+
+help:
+	@echo 'make demo     start both services and compare drafting on and off'
+	@echo 'make test     lint, then all tests'
+	@echo 'make lint     ruff and mypy'
+	@echo 'make protos   generate the stubs from proto/'
+	@echo 'make clean    remove the virtual environment and all caches'
+	@echo
+	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS. The tests and the demo run on the CPU;'
+	@echo 'where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
+	@echo '  make test PIP_ARGS="--extra-index-url URL"'
+
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo 'make: $(PYTHON) not found; set PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/draftwire demo $(DEMO_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CHECKED)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+protos: $(STAMP)
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
