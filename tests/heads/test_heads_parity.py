@@ -1,0 +1,134 @@
+"""Heads give the states and logits that EAGLE's and speculators' own code gave: reference.npz, by make_reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, write_case
+
+from drafter_service.heads import Head, load_head
+from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+
+CPU = torch.device("cpu")
+BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
+TOLERANCE = {"rtol": 2e-6, "atol": 2e-5}
+
+
+@cache
+def loaded(name: str) -> Head:
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
+
+
+@cache
+def numbers() -> dict[str, torch.Tensor]:
+    with np.load(Path(__file__).with_name("reference.npz")) as file:
+        return {name: torch.from_numpy(file[name]) for name in file}
+
+
+class Rig:
+    """A head, its cache, its inputs and what the peer made of them."""
+
+    def __init__(self, name: str) -> None:
+        self.head = loaded(name)
+        self.tokens, features = inputs(CASES[name])
+        self.g = self.head.fuse(features)
+        self.cache = KVCache(self.head.spec.layer_shapes, 8, torch.float32, CPU)
+        self.hidden, self.logits = numbers()[f"{name}.hidden"], numbers()[f"{name}.logits"]
+        self.depth = len(self.hidden) - 1  # draft steps of the reference
+
+    def run(self, pieces: list[tuple[int, int, int]], g: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows start .. start + count - 1 of each (sequence, start, count), their true states unless g is given."""
+        batch = RaggedBatch([SequenceRows(BLOCKS[which], start, count) for which, start, count in pieces], CPU)
+        rows = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
+        return self.head.forward(self.tokens[rows], self.g[rows] if g is None else g, rows, self.cache, batch)
+
+    def check(self, out: torch.Tensor, step: int, rows: slice | list[int]) -> None:
+        """Compares states, and the logits of them, with the reference's rows of a step."""
+        torch.testing.assert_close(out, self.hidden[step, rows], **TOLERANCE)
+        torch.testing.assert_close(self.head.logits(out), self.logits[step, rows], **TOLERANCE)
+
+
+@pytest.fixture(params=CASES)
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(request.param)
+
+
+def test_all_rows_in_one_batch(rig: Rig) -> None:
+    rig.check(rig.run([(0, 0, NUM_ROWS)]), 0, slice(None))
+
+
+def test_row_by_row_through_the_cache(rig: Rig) -> None:
+    for row in range(NUM_ROWS):
+        rig.check(rig.run([(0, row, 1)]), 0, [row])
+
+
+def test_chain_of_drafts_behind_the_last_row(rig: Rig) -> None:
+    out = rig.run([(0, 0, NUM_ROWS)])[-1:]
+    for step in range(1, rig.depth + 1):
+        out = rig.run([(0, NUM_ROWS - 1 + step, 1)], out)
+        rig.check(out, step, [NUM_ROWS - 1])
+
+
+def test_true_rows_after_roll_backs(rig: Rig) -> None:
+    """A chain behind every row: its speculative rows are overwritten by the true ones that come next."""
+    for row in range(NUM_ROWS):
+        out = rig.run([(0, row, 1)])
+        rig.check(out, 0, [row])
+        for step in range(1, NUM_DRAFTS + 1):
+            out = rig.run([(0, row + step, 1)], out)
+            if step <= rig.depth:
+                rig.check(out, step, [row])
+
+
+def test_several_rows_at_once_after_a_roll_back(rig: Rig) -> None:
+    """What follows a verify step: a chain of three, then two true rows over it and further rows behind them."""
+    out = rig.run([(0, 0, 10)])[-1:]
+    for step in range(1, NUM_DRAFTS + 1):
+        out = rig.run([(0, 9 + step, 1)], out)
+    rig.check(rig.run([(0, 10, 2)]), 0, slice(10, 12))
+    rig.check(rig.run([(0, 12, NUM_ROWS - 12)]), 0, slice(12, NUM_ROWS))
+
+
+def test_ragged_batches_of_several_sequences(rig: Rig) -> None:
+    counts = (17, 1, 5)
+    rig.check(rig.run([(i, 0, n) for i, n in enumerate(counts)]), 0, [row for n in counts for row in range(n)])
+    rig.check(rig.run([(0, 17, 1), (2, 5, 13), (1, 1, 2)]), 0, [17, *range(5, 18), 1, 2])
+    ends, out = [17, 2, 17], rig.run([(0, 17, 1), (1, 2, 1), (2, 17, 1)])
+    for step in range(1, rig.depth + 1):
+        out = rig.run([(i, end + step, 1) for i, end in enumerate(ends)], out)
+        rig.check(out, step, ends)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        lambda rig: setattr(rig, "g", rig.g.roll(1, 0)),
+        lambda rig: setattr(rig, "tokens", rig.tokens.roll(1)),
+        lambda rig: setattr(rig.head, "_rotary", lambda _positions: loaded("eagle1")._rotary(_positions // 2)),
+    ],
+    ids=["states off by a row", "tokens off by a row", "positions halved"],
+)
+def test_the_comparison_notices(mutate: Callable[[Rig], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("eagle3")
+    monkeypatch.setattr(rig.head, "_rotary", rig.head._rotary)  # put back afterwards
+    mutate(rig)
+    with pytest.raises(AssertionError, match="not close"):
+        rig.check(rig.run([(0, 0, NUM_ROWS)]), 0, slice(None))
+
+
+@pytest.mark.parametrize(("published", "other"), [("eagle3", "speculators_eagle3"), ("eagle1", "speculators_eagle1")])
+def test_both_layouts_of_the_same_weights_are_the_same_head(published: str, other: str) -> None:
+    first, second = Rig(published), Rig(other)
+    one, two = first.run([(0, 0, NUM_ROWS)]), second.run([(0, 0, NUM_ROWS)])
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    torch.testing.assert_close(first.head.logits(one), second.head.logits(two), rtol=0, atol=0)
+    assert replace(first.head.spec) == second.head.spec
