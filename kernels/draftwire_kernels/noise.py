@@ -17,12 +17,13 @@ batches, slots or the order of calls. All arithmetic is on integers and wraps, s
    its first round, so that two rows whose low words happen to be near do not share noise. Some twelve 32-bit operations
    an element, against some eighty for ten rounds of Philox.
 
-3. Uniform, float32: the word h as an int32 scaled by 2**-32, plus 1 where negative, clamped to
-   [2**-33, 1 - 2**-24]; spacing near 0 is 2**-32. Float64 continues it: the next 32 bits come from the same hash
-   under the state mix64(s + GOLDEN64).
+3. Uniform, float32: the word as an int32 converted to float, times 2**-32, plus 2**-33, plus 1 where that is negative,
+   at most 1 - 2**-24: the middle of one of 2**32 equal cells, exact near 0. Float64 continues it: the place within the
+   cell is the word that the same hash gives under the state mix64(s + GOLDEN64).
 
 4. Gumbel noise: g = -log(-log1p(-v)) for the uniform v. The winning tail, large g, is at small v, where v keeps its
-   full resolution and log1p its relative precision; g lies in [-2.82, 22.88] (float32), and is never NaN or infinite.
+   full resolution and log1p its relative precision; g lies in [-2.82, 22.88] in float32 and [-3.61, 45.06] in
+   float64, and is never NaN or infinite.
 
 5. The acceptance uniform of (key, position, offset) is the high word of s through step 3 (float64: both words).
 """
@@ -38,6 +39,5 @@ MIX64_SHIFTS = (30, 27, 31)
 TOKEN_MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 TOKEN_SHIFTS = (17, 11, 15, 14)
 
-MIN_UNIFORM32 = 2.0**-33
 MAX_UNIFORM32 = 1.0 - 2.0**-24
 MAX_UNIFORM64 = 1.0 - 2.0**-53

@@ -6,10 +6,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from sampling_oracle import Array, Options, distribution
-from scipy import stats
-from torch import Tensor
-
 from draftwire_kernels import (
     DraftLogits,
     LogitsSampling,
@@ -20,6 +16,9 @@ from draftwire_kernels import (
     process_logits,
     rejection_sample,
 )
+from sampling_oracle import Array, Options, distribution
+from scipy import stats
+from torch import Tensor
 
 VOCAB = 4
 LENGTH = 5
@@ -171,7 +170,7 @@ def exact_law(options: Options) -> Array:
 
 
 def chi_square_ratio(continuations: np.ndarray, options: Options) -> float:
-    """Chi-square of whole continuations and of each position, over its quantile at 1 - 1e-6; above 1 refutes the law."""
+    """Chi-square of continuations and of each position, over its quantile at 1 - 1e-6; above 1 refutes the law."""
     law = exact_law(options).reshape((VOCAB,) * LENGTH)
     index = tuple(continuations.T)
     counts = np.zeros(law.shape)

@@ -1,4 +1,4 @@
-"""The formulas of draftwire_kernels in float64 numpy, one request at a time, written to be read rather than to be fast."""
+"""The formulas of draftwire_kernels in float64 numpy, one request at a time, for reading rather than for speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

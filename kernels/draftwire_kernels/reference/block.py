@@ -5,6 +5,7 @@ Source: Sun et al., "Block verification accelerates speculative decoding" (2403.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwire_kernels.reference.drafts import Draft, Target, residual
 from draftwire_kernels.reference.layout import Layout
@@ -21,18 +22,18 @@ def block_acceptance(
     """
     num_usable = layout.pad(usable, False).long().cumprod(1).sum(1)
     ratio = torch.nan_to_num(layout.pad(draft.p_token / draft.q_token, 0), nan=0.0)
-    weights = [torch.ones_like(ratio[:, 0])]
+    weights = [ratio.new_ones(layout.num_requests)]
     for i in range(layout.max_drafts):
         weights.append((weights[-1] * ratio[:, i]).clamp_(max=1))
     weight = torch.stack(weights, 1)
 
     mass = layout.pad(_residual_mass(target, draft, weight, layout), 0)
-    passed_rule = torch.nan_to_num(mass / (mass + 1 - weight[:, :-1]), nan=0.0)  # [B, k_max], for i = 0 .. k_max - 1
+    share = torch.nan_to_num(mass / (mass + 1 - weight[:, :-1]), nan=0.0)  # h_i for i = 0 .. k_max - 1
     count = torch.arange(1, layout.max_drafts + 1, device=weight.device)
     last = count == num_usable[:, None]
-    threshold = torch.where(last, weight[:, 1:], torch.nn.functional.pad(passed_rule[:, 1:], (0, 1)))
+    threshold = torch.where(last, weight[:, 1:], pad(share, (0, 1))[:, 1:])
     passed = (layout.pad(uniform, 1) < threshold) & (count <= num_usable[:, None])
-    accepted = (passed * count).amax(1, keepdim=True) if layout.max_drafts else count.expand_as(passed)
+    accepted = pad(passed * count, (1, 0)).amax(1, keepdim=True)
     greedy = (weight[:, 1:] > 0) & (count <= num_usable[:, None])
     return torch.where((temperature > 0)[:, None], count <= accepted, greedy), weight
 

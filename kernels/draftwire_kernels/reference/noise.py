@@ -7,7 +7,6 @@ from draftwire_kernels.noise import (
     GOLDEN64,
     MAX_UNIFORM32,
     MAX_UNIFORM64,
-    MIN_UNIFORM32,
     MIX64_MULTIPLIERS,
     MIX64_SHIFTS,
     OFFSET64,
@@ -59,21 +58,17 @@ def token_words(state: Tensor, token_ids: Tensor) -> Tensor:
     return x
 
 
-def _scaled(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """int32 words, read as unsigned, times 2**-32."""
-    x = words.to(dtype).mul_(2.0**-32)
-    return x.add_(x < 0)
-
-
 def uniform32(words: Tensor) -> Tensor:
     """float32 uniforms in (0, 1) from int32 words."""
-    return _scaled(words, torch.float32).clamp_(MIN_UNIFORM32, MAX_UNIFORM32)
+    x = words.float().mul_(2.0**-32).add_(2.0**-33)
+    return x.add_(x < 0).clamp_(max=MAX_UNIFORM32)
 
 
 def uniform64(words: Tensor, low_words: Tensor) -> Tensor:
-    """float64 uniforms in (0, 1) from two int32 words each; the first is the one of `uniform32`."""
-    low = _scaled(low_words, torch.float64).add_(2.0**-33).mul_(2.0**-32)
-    return _scaled(words, torch.float64).add_(low).clamp_(max=MAX_UNIFORM64)
+    """float64 uniforms in (0, 1) from two int32 words each: the first names the cell of `uniform32`."""
+    within = low_words.double().mul_(2.0**-32).add_(2.0**-33)
+    x = within.add_(within < 0).add_(words).mul_(2.0**-32)
+    return x.add_(words < 0).clamp_(max=MAX_UNIFORM64)
 
 
 def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:

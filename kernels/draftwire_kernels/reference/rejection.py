@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwire_kernels.reference.block import block_acceptance
 from draftwire_kernels.reference.distribution import add_noise, compute_dtype
@@ -98,6 +99,6 @@ def _coupled(
 def _emit(draft_tokens: Tensor, accepted: Tensor, final: Tensor, valid: Tensor, layout: Layout) -> RejectionResult:
     place = torch.arange(layout.max_drafts, device=accepted.device)
     drafts = torch.where(place < accepted[:, None], layout.pad(draft_tokens, -1), -1)
-    tokens = torch.nn.functional.pad(drafts, (0, 1), value=-1)
+    tokens = pad(drafts, (0, 1), value=-1)
     tokens.scatter_(1, accepted[:, None], torch.where(valid, final, -1)[:, None])
     return RejectionResult(tokens, (accepted + valid).int())

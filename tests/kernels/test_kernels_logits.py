@@ -1,0 +1,249 @@
+"""process_logits: bias, suppression, penalties and filters of ragged rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import sampling_oracle as oracle
+import torch
+from draftwire_kernels import LogitBias, LogitsSampling, Penalties, Suppression, process_logits
+from sampling_oracle import Options
+from torch import Tensor
+
+INF = float("inf")
+
+
+def one_row_each(count: int, **fields: object) -> LogitsSampling:
+    values = {"cu_rows": torch.arange(count + 1, dtype=torch.int32), "temperature": torch.ones(count)}
+    return LogitsSampling(**(values | fields))  # type: ignore[arg-type]
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def kept(logits: Tensor) -> list[list[int]]:
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+
+
+ROW = torch.tensor([[1.0, 4.0, 3.0, 2.0, -1.0]])
+
+
+class TestFilters:
+    def test_top_k_keeps_the_k_largest(self) -> None:
+        assert kept(process_logits(ROW, one_row_each(1, top_k=int32(2)))) == [[1, 2]]
+
+    def test_top_k_keeps_ties_with_the_kth(self) -> None:
+        tied = torch.tensor([[3.0, 1.0, 3.0, 5.0, 3.0]])
+        assert kept(process_logits(tied, one_row_each(1, top_k=int32(2)))) == [[0, 2, 3, 4]]
+
+    def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(self) -> None:
+        p = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
+        for top_p, expected in ((0.45, [1]), (0.55, [1, 2]), (0.74, [1, 2]), (0.76, [1, 2, 3]), (0.95, [0, 1, 2, 3])):
+            assert kept(process_logits(p.log(), one_row_each(1, top_p=torch.tensor([top_p])))) == [expected]
+
+    def test_top_p_keeps_ties_with_the_last(self) -> None:
+        p = torch.tensor([[0.2, 0.4, 0.2, 0.2]])
+        assert kept(process_logits(p.log(), one_row_each(1, top_p=torch.tensor([0.5])))) == [[0, 1, 2, 3]]
+
+    def test_a_tiny_top_p_keeps_the_likeliest(self) -> None:
+        assert kept(process_logits(ROW, one_row_each(1, top_p=torch.tensor([1e-9])))) == [[1]]
+
+    def test_min_p_is_relative_to_the_likeliest(self) -> None:
+        p = torch.tensor([[0.05, 0.5, 0.26, 0.19]])
+        assert kept(process_logits(p.log(), one_row_each(1, min_p=torch.tensor([0.5])))) == [[1, 2]]
+
+    def test_filters_look_at_the_temperature_and_leave_values_unscaled(self) -> None:
+        p = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
+        hot = process_logits(p.log(), one_row_each(1, top_p=torch.tensor([0.6]), temperature=torch.tensor([9.0])))
+        cold = process_logits(p.log(), one_row_each(1, top_p=torch.tensor([0.6]), temperature=torch.tensor([0.1])))
+        assert kept(hot) == [[1, 2, 3]]
+        assert kept(cold) == [[1]]
+        assert hot[0, 1] == p.log()[0, 1]
+
+    def test_temperature_zero_is_not_filtered(self) -> None:
+        sampling = one_row_each(1, temperature=torch.zeros(1), top_k=int32(1), top_p=torch.tensor([0.1]))
+        assert process_logits(ROW, sampling) is ROW
+
+    @pytest.mark.parametrize("top_k", [0, 5, 99])
+    def test_neutral_parameters_return_the_same_tensor(self, top_k: int) -> None:
+        sampling = one_row_each(1, top_k=int32(top_k), top_p=torch.ones(1), min_p=torch.zeros(1))
+        assert process_logits(ROW, sampling) is ROW
+        assert process_logits(ROW, one_row_each(1)) is ROW
+
+    def test_each_filter_sees_what_the_one_before_left(self) -> None:
+        """top-p 0.75 of all would keep three tokens; of the two that top-k left, it keeps both; of one, one."""
+        p = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(2, -1)
+        sampling = one_row_each(2, top_k=int32(2, 1), top_p=torch.tensor([0.75, 0.75]))
+        assert kept(process_logits(p, sampling)) == [[1, 2], [1]]
+        min_p = one_row_each(2, min_p=torch.tensor([0.6, 0.6]), top_p=torch.tensor([0.5, 0.6]))
+        assert kept(process_logits(p, min_p)) == [[1], [1, 2]]
+
+    def test_only_the_rows_of_requests_that_filter_change(self) -> None:
+        logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+        before = logits.clone()
+        sampling = LogitsSampling(int32(0, 3, 4, 7), torch.ones(3), top_k=int32(0, 3, 0))
+        out = process_logits(logits, sampling)
+        assert torch.equal(logits, before)
+        assert out is not logits
+        unfiltered = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(out[unfiltered], logits[unfiltered])
+        assert out[3].isfinite().sum() == 3
+
+    def test_infinite_and_very_large_logits(self) -> None:
+        logits = torch.tensor([[INF, 0.0, 1.0, -INF], [3e38, -3e38, 0.0, 1.0]])
+        sampling = one_row_each(2, top_k=int32(2, 2), top_p=torch.tensor([0.9, 0.9]), min_p=torch.tensor([0.1, 0.1]))
+        out = process_logits(logits, sampling)
+        assert (out > -INF).tolist() == [[True, False, False, False]] * 1 + [[True, False, False, False]]
+
+    def test_a_nan_row_stays_without_a_distribution_and_spares_the_others(self) -> None:
+        logits = torch.cat([ROW, torch.full((1, 5), float("nan")), ROW])
+        sampling = one_row_each(3, top_k=int32(2, 2, 2), top_p=torch.full((3,), 0.9))
+        out = process_logits(logits, sampling)
+        assert kept(out) == [[1, 2], [], [1, 2]]
+
+    @pytest.mark.parametrize("vocab", [200, 3000])
+    @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+    def test_top_p_of_wide_and_narrow_rows_is_that_of_the_oracle(self, vocab: int, spread: float) -> None:
+        logits = torch.randn(12, vocab, generator=torch.Generator().manual_seed(3)) * spread
+        top_p = torch.linspace(0.05, 0.95, 12)
+        out = process_logits(logits, one_row_each(12, top_p=top_p))
+        for i in range(12):
+            expected = oracle.processed(logits[i].double().numpy(), Options(top_p=float(top_p[i])), [], [])
+            assert np.array_equal(out[i].isfinite().numpy(), np.isfinite(expected))
+
+
+class TestBiasAndSuppression:
+    def test_bias_reaches_every_row_of_its_request_and_entries_add_up(self) -> None:
+        bias = LogitBias(torch.tensor([1, 1, 0]), torch.tensor([2, 2, 0]), torch.tensor([1.5, 1.0, -INF]))
+        out = process_logits(torch.zeros(4, 3), LogitsSampling(int32(0, 1, 4), torch.zeros(2), bias=bias))
+        assert out.tolist() == [[-INF, 0, 0], [0, 0, 2.5], [0, 0, 2.5], [0, 0, 2.5]]
+
+    def test_suppression_is_of_single_rows_and_stronger_than_bias(self) -> None:
+        bias = LogitBias(torch.tensor([0]), torch.tensor([1]), torch.tensor([100.0]))
+        suppression = Suppression(torch.tensor([0]), torch.tensor([1]))
+        sampling = LogitsSampling(int32(0, 2), torch.zeros(1), bias=bias, suppression=suppression)
+        logits = torch.zeros(2, 3)
+        assert process_logits(logits, sampling).tolist() == [[0, -INF, 0], [0, 100, 0]]
+        assert logits.eq(0).all()
+
+    def test_nothing_listed_returns_the_same_tensor(self) -> None:
+        none = torch.zeros(0, dtype=torch.int64)
+        sampling = one_row_each(1, bias=LogitBias(none, none, torch.zeros(0)), suppression=Suppression(none, none))
+        assert process_logits(ROW, sampling) is ROW
+
+    def test_filters_see_bias_and_suppression(self) -> None:
+        bias = LogitBias(torch.tensor([0]), torch.tensor([4]), torch.tensor([9.0]))
+        suppression = Suppression(torch.tensor([0]), torch.tensor([1]))
+        sampling = one_row_each(1, bias=bias, suppression=suppression, top_k=int32(2))
+        assert kept(process_logits(ROW, sampling)) == [[2, 4]]
+
+
+class TestPenalties:
+    """Two requests of two drafts each; the second has no penalties."""
+
+    PENALTIES = Penalties(
+        repetition=torch.tensor([2.0, 5.0]),
+        presence=torch.tensor([0.5, 9.0]),
+        frequency=torch.tensor([0.25, 9.0]),
+        slot=torch.tensor([1, -1]),
+        prompt_mask=torch.tensor([[True] * 5, [True, False, False, False, False]]),
+        output_counts=torch.tensor([[9] * 5, [0, 2, 0, 0, 0]], dtype=torch.int32),
+    )
+    SAMPLING = LogitsSampling(
+        int32(0, 3, 6), torch.zeros(2), draft_tokens=torch.tensor([2, 2, 0, 1]), penalties=PENALTIES
+    )
+
+    def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output(self) -> None:
+        penalties = replace(self.PENALTIES, presence=torch.zeros(2), frequency=torch.zeros(2))
+        logits = torch.tensor([[4.0, -4.0, 3.0, 2.0, -1.0]]).repeat(6, 1)
+        out = process_logits(logits, replace(self.SAMPLING, penalties=penalties))
+        assert out[0].tolist() == [2.0, -8.0, 3.0, 2.0, -1.0]
+        assert out[1].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after the draft 2
+        assert out[2].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after two drafts 2: once
+        assert torch.equal(out[3:], logits[3:])
+
+    def test_presence_and_frequency_count_output_and_draft_prefix_but_not_the_prompt(self) -> None:
+        penalties = replace(self.PENALTIES, repetition=torch.ones(2))
+        out = process_logits(torch.zeros(6, 5), replace(self.SAMPLING, penalties=penalties))
+        assert out[0].tolist() == [0, -1.0, 0, 0, 0]
+        assert out[1].tolist() == [0, -1.0, -0.75, 0, 0]
+        assert out[2].tolist() == [0, -1.0, -1.0, 0, 0]
+        assert out[3:].eq(0).all()
+
+    def test_the_tables_are_not_modified(self) -> None:
+        before = self.PENALTIES.output_counts.clone()
+        process_logits(torch.zeros(6, 5), self.SAMPLING)
+        assert torch.equal(self.PENALTIES.output_counts, before)
+
+    def test_drafts_outside_the_vocabulary_count_nowhere(self) -> None:
+        sampling = replace(self.SAMPLING, draft_tokens=torch.tensor([-1, 77, 0, 1]))
+        out = process_logits(torch.ones(6, 5), sampling)
+        assert torch.equal(out[0], out[2])
+
+    def test_no_request_with_penalties_returns_the_same_tensor(self) -> None:
+        logits = torch.zeros(6, 5)
+        off = replace(self.PENALTIES, slot=torch.tensor([-1, -1]))
+        assert process_logits(logits, replace(self.SAMPLING, penalties=off)) is logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_random_options_agree_with_the_oracle(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(4)
+    vocab, requests = 23, 40
+    rng = np.random.default_rng(0)
+    k = torch.randint(0, 4, (requests,), generator=g)
+    cu_rows = torch.cat([torch.zeros(1), (k + 1).cumsum(0)]).int()
+    logits = (torch.randn(int(cu_rows[-1]), vocab, generator=g) * 2).to(dtype)
+    drafts = torch.randint(0, vocab, (int(k.sum()),), generator=g)
+    options = [
+        Options(
+            temperature=float(np.float32(rng.choice([0, 0.5, 1, 1.5]))),
+            top_k=int(rng.choice([0, 3, 10])),
+            top_p=float(np.float32(rng.choice([1, 0.6, 0.9]))),
+            min_p=float(np.float32(rng.choice([0, 0.05]))),
+            repetition=float(np.float32(rng.choice([1, 1.25]))),
+            presence=float(rng.choice([0, 0.5])),
+            frequency=float(rng.choice([0, 0.25])),
+        )
+        for _ in range(requests)
+    ]
+    prompts = [rng.integers(0, vocab, 4).tolist() for _ in range(requests)]
+    outputs = [rng.integers(0, vocab, 5).tolist() for _ in range(requests)]
+
+    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor([getattr(o, name) for o in options], dtype=dtype)
+
+    mask = torch.zeros(requests, vocab, dtype=torch.bool)
+    counts = torch.zeros(requests, vocab, dtype=torch.int32)
+    for b in range(requests):
+        mask[b, prompts[b]] = True
+        for t in outputs[b]:
+            counts[b, t] += 1
+    sampling = LogitsSampling(
+        cu_rows=cu_rows,
+        temperature=column("temperature"),
+        draft_tokens=drafts,
+        top_k=column("top_k", torch.int32),
+        top_p=column("top_p"),
+        min_p=column("min_p"),
+        penalties=Penalties(
+            column("repetition"), column("presence"), column("frequency"), torch.arange(requests), mask, counts
+        ),
+    )
+    out = process_logits(logits, sampling)
+    assert out.dtype == dtype
+    first_draft = 0
+    for b in range(requests):
+        for j in range(int(k[b]) + 1):
+            row = int(cu_rows[b]) + j
+            output = outputs[b] + drafts[first_draft : first_draft + j].tolist()
+            only_penalties = replace(options[b], top_k=0, top_p=1.0, min_p=0.0)
+            penalised = oracle.processed(logits[row].double().numpy(), only_penalties, prompts[b], output)
+            rounded = torch.tensor(penalised).to(dtype).double().numpy()
+            filters = replace(options[b], repetition=1.0, presence=0.0, frequency=0.0)
+            expected = oracle.processed(rounded, filters, [], [])
+            np.testing.assert_allclose(
+                out[row].double().numpy(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2
+            )
+        first_draft += int(k[b])
