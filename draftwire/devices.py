@@ -1,4 +1,4 @@
-"""Devices and number types given on the command line."""
+"""Devices and compute types given on the command line."""
 
 from __future__ import annotations
 
@@ -7,50 +7,53 @@ from pathlib import Path
 import torch
 
 from draftwire.checkpoints import read_config
-from draftwire.errors import InvalidArgumentError
+from draftwire.errors import InvalidArgumentError, ServerError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of `cpu`, `cuda`, `cuda:N` or `auto` (the first GPU if there is one).
+def choose_device(name: str | None) -> torch.device:
+    """The device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some. Makes it the current one.
 
     Raises
     ------
     InvalidArgumentError
-        For another name or a GPU that is not there.
+        When it is not a name of a device.
+    ServerError
+        When this machine has no such device.
     """
-    count = torch.cuda.device_count()
-    if name == "auto":
-        name = "cuda" if count else "cpu"
+    if name is None:
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
     kind, _, index = name.partition(":")
-    if kind != "cuda" or (name != "cuda" and not index.isdigit()):
-        raise InvalidArgumentError("device", name, "allowed: cpu, cuda, cuda:N, auto")
-    number = int(index or 0)
-    if number >= count:
-        raise InvalidArgumentError("device", name, f"this machine has {count} CUDA devices")
-    device = torch.device("cuda", number)
+    if not (kind == "cuda" and (name == "cuda" or (index.isascii() and index.isdigit()))):
+        raise InvalidArgumentError("device", name, "allowed: cpu, cuda, cuda:INDEX")
+    count = torch.cuda.device_count()
+    if int(index or 0) >= count:
+        raise ServerError(f"device = {name!r}: this machine has {count} CUDA devices")
+    device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device
 
 
-def resolve_dtype(name: str, directory: Path, device: torch.device) -> torch.dtype:
-    """The type of `float32`, `bfloat16`, `float16` or `auto`: float32 on a CPU, else as the checkpoint was saved.
+def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dtype:
+    """The compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
 
     Raises
     ------
     InvalidArgumentError
-        For another name.
+        When it is not a type that models compute in.
     """
-    if name == "auto":
-        config = read_config(directory)
-        saved = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        name = "float32" if device.type == "cpu" else str(saved)
-    if name not in DTYPES:
-        raise InvalidArgumentError("dtype", name, f"allowed: {', '.join(DTYPES)}, auto")
-    return DTYPES[name]
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        raise InvalidArgumentError("dtype", name, f"allowed: auto, {', '.join(DTYPES)}")
+    if device.type == "cpu":
+        return torch.float32
+    config = read_config(target_dir)
+    saved = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return torch.float16 if saved == "float16" else torch.bfloat16
 
 
 def free_memory(device: torch.device) -> int:
