@@ -28,6 +28,11 @@ _REFUSED = {
     "layernorms": False,  # speculators EAGLE: norms around the fusion
 }
 _LAYER_MODEL_TYPES = ("llama", "qwen3")
+_SPECULATORS_KINDS: dict[str, Method] = {
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "EagleSpeculator": "eagle",
+}
 _QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, when its configuration names none
 
 
@@ -79,6 +84,14 @@ class _Reader:
             raise CheckpointError(f"{self.where}: {key} = {value!r}: must be a positive integer")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise CheckpointError(f"{self.where}: {key} = {value!r}: must be a positive number")
+        return float(value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
         if value is None:
@@ -111,22 +124,22 @@ def read_head_config(head_dir: Path, target_dir: Path, tensor_names: Collection[
     raw = read_config(head_dir)
     where = str(head_dir / "config.json")
     head = _Reader(raw, where)
-    layer_values: Mapping[str, Any] = raw
-    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
-        layer_values = _speculators_layer_values(raw, where)
+    speculators_kind = _speculators_kind(raw, where)
+    layer_values = raw if speculators_kind is None else _speculators_layer_values(raw, speculators_kind, where)
     layer = _Reader(layer_values, where)
     for key, allowed in _REFUSED.items():
         head.refuse(key, allowed)
         layer.refuse(key, allowed)
     layer.refuse("hidden_act", "silu")
     target = _Reader(_text_config(read_config(target_dir)), str(target_dir / "config.json"))
-    method = _method(head, tensor_names)
-    layer_config = _layer_config(layer, speculators=layer_values is not raw)
+    method = speculators_kind or _published_method(head, tensor_names)
+    layer_config = _layer_config(layer, speculators=speculators_kind is not None)
     rope = read_rope(layer.values, layer_config.head_dim, layer.integer("max_position_embeddings", 2048), where)
     windows = _windows(layer)
     spec = _spec(method, head, layer, layer_config, rope, len(windows), target)
     if method == "eagle":
-        return HeadConfig(spec, layer_config, rope, windows, fc_bias=_eagle1_fc_bias(head))
+        fc_bias = _published_fc_bias(head) if speculators_kind is None else head.flag("fusion_bias")
+        return HeadConfig(spec, layer_config, rope, windows, fc_bias=fc_bias)
     flags = {name: head.flag(name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise CheckpointError(f"{where}: norm_before_fc and fc_norm exclude each other, both are true")
@@ -139,10 +152,18 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def _speculators_layer_values(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _speculators_kind(raw: Mapping[str, Any], where: str) -> Method | None:
+    """What a head in the layout of speculators is; None for the published layouts."""
     kind = raw.get("speculators_model_type")
-    if kind not in ("eagle", "eagle3"):
+    if kind is None and "transformer_layer_config" in raw:
+        architectures = raw.get("architectures") or ()
+        kind = next((_SPECULATORS_KINDS[name] for name in architectures if name in _SPECULATORS_KINDS), "unknown")
+    if kind not in (None, "eagle", "eagle3"):
         raise CheckpointError(f"{where}: speculators_model_type = {kind!r} is not supported; must be eagle or eagle3")
+    return kind
+
+
+def _speculators_layer_values(raw: Mapping[str, Any], kind: Method, where: str) -> Mapping[str, Any]:
     values = raw.get("transformer_layer_config")
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{where}: transformer_layer_config must be an object, not {values!r}")
@@ -152,19 +173,18 @@ def _speculators_layer_values(raw: Mapping[str, Any], where: str) -> Mapping[str
         raise CheckpointError(
             f"{where}: transformer_layer_config.model_type = {model_type!r} is not supported; supported are {allowed}"
         )
-    return {**values, "model_type": model_type}
+    # EagleSpeculator has one layer, whatever the configuration, often the target's own, says
+    one_layer = {"num_hidden_layers": 1, "layer_types": None} if kind == "eagle" else {}
+    return {**values, "model_type": model_type, **one_layer}
 
 
-def _method(head: _Reader, tensor_names: Collection[str]) -> Method:
-    """EAGLE-3 or EAGLE-1/2; SafeAILab's configurations do not say, so the tensors do."""
-    declared = head.values.get("speculators_model_type")
-    if declared is not None:
-        return "eagle3" if declared == "eagle3" else "eagle"
-    if tensor_names:
-        return "eagle3" if any(name.endswith("hidden_norm.weight") for name in tensor_names) else "eagle"
+def _published_method(head: _Reader, tensor_names: Collection[str]) -> Method:
+    """EAGLE-3 or EAGLE-1/2; SafeAILab's configurations do not say, but only EAGLE-3 has these keys and tensors."""
     architectures = " ".join(map(str, head.values.get("architectures") or ())).lower()
-    marks = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-    return "eagle3" if "eagle3" in architectures or any(key in head.values for key in marks) else "eagle"
+    keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+    tensors = ("d2t", "layers.0.hidden_norm.weight")
+    marked = any(key in head.values for key in keys) or any(name in tensor_names for name in tensors)
+    return "eagle3" if marked or "eagle3" in architectures else "eagle"
 
 
 def _layer_config(layer: _Reader, *, speculators: bool) -> LayerConfig:
@@ -179,9 +199,6 @@ def _layer_config(layer: _Reader, *, speculators: bool) -> LayerConfig:
         )
     if head_dim % 2:
         raise CheckpointError(f"{layer.where}: head_dim = {head_dim}: must be even")
-    epsilon = layer.values.get("rms_norm_eps", 1e-6)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or epsilon < 0:
-        raise CheckpointError(f"{layer.where}: rms_norm_eps = {epsilon!r}: must be a number of at least 0")
     attention_bias = layer.flag("attention_bias")
     return LayerConfig(
         hidden_size=hidden_size,
@@ -189,7 +206,7 @@ def _layer_config(layer: _Reader, *, speculators: bool) -> LayerConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(epsilon),
+        norm_eps=layer.number("rms_norm_eps", 1e-6),
         qkv_bias=attention_bias or layer.flag("qkv_bias"),
         output_bias=attention_bias,
         mlp_bias=layer.flag("mlp_bias"),
@@ -201,7 +218,8 @@ def _windows(layer: _Reader) -> tuple[int | None, ...]:
     """Sliding windows of the layers; `layer_types` says which layers have one."""
     num_layers = layer.integer("num_hidden_layers", 1)
     kinds = layer.values.get("layer_types") or ["full_attention"] * num_layers
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise CheckpointError(
             f"{layer.where}: layer_types = {kinds!r}: must be full_attention or sliding_attention for each of "
             f"{num_layers} layers"
@@ -209,10 +227,7 @@ def _windows(layer: _Reader) -> tuple[int | None, ...]:
     return tuple(layer.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _eagle1_fc_bias(head: _Reader) -> bool | None:
-    """`bias` in SafeAILab's layout, where silence means that the checkpoint decides, else `fusion_bias`."""
-    if "speculators_model_type" in head.values:
-        return head.flag("fusion_bias")
+def _published_fc_bias(head: _Reader) -> bool | None:
     return None if head.values.get("bias") is None else head.flag("bias")
 
 

@@ -23,6 +23,7 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings:
         if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             factor = source["partial_rotary_factor"]
             raise CheckpointError(f"{where}: partial_rotary_factor = {factor!r} is not supported; must be 1")
-    missing = [key for key in _REQUIRED[kind] if given.get(key) is None]
-    if missing:
-        raise CheckpointError(f"{where}: rope_type = {kind!r} lacks {missing[0]}")
     theta = given.get("rope_theta", config.get("rope_theta"))
     parameters = {key: value for key, value in given.items() if key != "type" and value is not None}
-    parameters["rope_type"] = kind
-    parameters["rope_theta"] = float(10000.0 if theta is None else theta)
+    parameters |= {"rope_type": kind, "rope_theta": _DEFAULT_THETA if theta is None else theta}
+    for key in ("rope_theta", *_REQUIRED[kind]):
+        value = parameters.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise CheckpointError(f"{where}: rope_type = {kind!r} with {key} = {value!r}: must be a positive number")
+        parameters[key] = float(value)
     if kind in ("llama3", "yarn"):
         original = config.get("original_max_position_embeddings") or max_position_embeddings
         parameters.setdefault("original_max_position_embeddings", original)

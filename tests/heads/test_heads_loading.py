@@ -161,6 +161,20 @@ def test_fc_bias_follows_the_checkpoint_when_the_config_is_silent(make: Callable
         assert torch.equal(states(pair.load(), case), expected)
 
 
+@pytest.mark.parametrize("case", ["speculators_eagle3", "speculators_eagle1"])
+def test_kind_of_a_speculators_head_from_its_architecture(make: Callable[..., Pair], case: str) -> None:
+    pair = make(case)
+    expected = pair.load().spec
+    pair.change_config(speculators_model_type=...)
+    assert pair.load().spec == expected
+
+
+def test_speculators_eagle1_has_one_layer_under_the_configuration_of_its_target(make: Callable[..., Pair]) -> None:
+    pair = make("speculators_eagle1")
+    pair.change_layer(num_hidden_layers=8)
+    assert len(pair.load().spec.layer_shapes) == 1
+
+
 def test_fingerprint_changes_with_weights_and_config(make: Callable[..., Pair]) -> None:
     pair = make()
     before = pair.load().fingerprint
@@ -218,7 +232,11 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic' is not supported; supported are"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "'llama3' with low_freq_factor = None: must be a positive number",
+        ),
+        ({"rope_theta": "1e6"}, "rope_theta = '1e6': must be a positive number"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must be one set of parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"layer_types": ["chunked_attention"]}, "layer_types = .*: must be full_attention or sliding_attention"),
@@ -236,6 +254,7 @@ def test_refused_options(make: Callable[..., Pair], config: Config, message: str
     ("case", "config", "layer", "message"),
     [
         ("speculators_eagle3", {"speculators_model_type": "dflash"}, {}, "speculators_model_type = 'dflash'"),
+        ("speculators_eagle3", {"speculators_model_type": ..., "architectures": ["X"]}, {}, "must be eagle or eagle3"),
         ("speculators_eagle3", {}, {"model_type": "gpt_oss"}, "transformer_layer_config.model_type = 'gpt_oss'"),
         ("speculators_eagle3", {}, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("speculators_eagle1", {"layernorms": True}, {}, "layernorms = True is not supported"),
@@ -295,6 +314,7 @@ def test_a_target_whose_embedding_has_another_shape(make: Callable[..., Pair]) -
         "d2t",
         "midlayer.self_attn.k_proj.weight",
         "midlayer.mlp.up_proj.weight",
+        "midlayer.hidden_norm.weight",
     ],
 )
 def test_missing_tensors(make: Callable[..., Pair], name: str) -> None:
