@@ -51,6 +51,11 @@ class DraftEngine:
         return Load(len(self._sessions), self._num_sequences, self._pool.usage)
 
     @property
+    def logits_bytes(self) -> int:
+        """Memory of the draft logits' buffers, bytes."""
+        return self._buffers.num_bytes
+
+    @property
     def has_work(self) -> bool:
         """Whether a step waits."""
         return any(session.works for session in self._sessions)

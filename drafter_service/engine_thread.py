@@ -30,6 +30,7 @@ class EngineThread:
         """`on_failure` is called, on the engine's thread, when the engine has failed for good."""
         self.engine = engine
         self._on_failure = on_failure
+        self._failure: EngineFailureError | None = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -66,6 +67,9 @@ class EngineThread:
     ) -> None:
         if not opened.set_running_or_notify_cancel():
             return
+        if self._failure is not None:
+            opened.set_exception(self._failure)
+            return
         try:
             opened.set_result(self.engine.open_session(terms, deliver))
         except (torch.OutOfMemoryError, RuntimeError) as error:  # the CPU's allocator raises RuntimeError
@@ -79,8 +83,11 @@ class EngineThread:
                 self._iterate()
         except Exception as error:
             logger.exception("the draft engine failed")
-            self.engine.fail(EngineFailureError(f"the draft engine failed: {error}"))
+            self._failure = EngineFailureError(f"the draft engine failed: {error}")
+            self.engine.fail(self._failure)
             self._on_failure()
+            while (command := self._commands.get()) is not None:
+                command()
 
     def _run_commands(self) -> bool:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""

@@ -42,6 +42,11 @@ class LogitsBuffers:
             kept[width] = buffer
         return kept
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated, bytes."""
+        return sum(buffer.nbytes for buffer in (*self._logits.values(), *self._token_ids.values()))
+
     def logits(self, mode: SamplingMode) -> torch.Tensor:
         """float32 [max_num_seqs, k, width]."""
         return self._logits[mode.logits_width(self._draft_vocab_size)]

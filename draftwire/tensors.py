@@ -33,7 +33,7 @@ def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
 def decode_tensor(
     message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> torch.Tensor:
-    """A CPU tensor over the message's own bytes; it must not be written to.
+    """A CPU tensor over one copy of the message's bytes; it must not be written to.
 
     Parameters
     ----------
@@ -58,8 +58,9 @@ def decode_tensor(
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
     size = math.prod(given) * dtype.itemsize
-    if len(message.data) != size:
-        raise InvalidArgumentError(f"{name}.data", f"{len(message.data)} bytes", f"must be {size} bytes")
+    data = message.data  # protobuf copies the bytes at each access
+    if len(data) != size:
+        raise InvalidArgumentError(f"{name}.data", f"{len(data)} bytes", f"must be {size} bytes")
     if size == 0:
         return torch.empty(given, dtype=dtype)
-    return torch.frombuffer(memoryview(message.data), dtype=dtype).reshape(given)
+    return torch.frombuffer(memoryview(data), dtype=dtype).reshape(given)

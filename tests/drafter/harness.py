@@ -58,8 +58,8 @@ class Reply:
     committed_length: int
     last_token: int
     tokens: list[int]
-    logits: torch.Tensor | None = None
-    logits_token_ids: torch.Tensor | None = None
+    logits: Any = None  # float32 [num_drafts, n]
+    logits_token_ids: Any = None  # int32 [num_drafts, n]
 
 
 def opened(sequence_id: int, temperature: float = 1.0, key: int = 7, first_row: int = 0) -> OpenedSequence:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from drafter_service.heads.spec import Head, HeadSpec
@@ -33,7 +35,7 @@ class TinyHead(Head):
             max_position_embeddings=MAX_POSITIONS,
         )
         self.fingerprint = "0123456789abcdef"
-        self.draft_token_ids = (
+        self.draft_token_ids: Any = (
             torch.randperm(TARGET_VOCAB, generator=draw)[:DRAFT_VOCAB].sort().values if reduced_vocabulary else None
         )
         self.embedding = torch.randn(TARGET_VOCAB, HIDDEN, generator=draw)

@@ -1,0 +1,172 @@
+"""A drafter served in this process, and the streams of verifiers to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import torch
+from draftwire_kernels import NOISE_VERSION
+from harness import Rows
+from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
+
+from drafter_service.engine import DraftEngine
+from drafter_service.engine_thread import EngineThread
+from drafter_service.limits import EngineLimits
+from drafter_service.service import DraftingService
+from draftwire.tensors import encode_tensor
+from draftwire.v1 import config_pb2
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_server
+from draftwire.version import PROTOCOL_VERSION
+from draftwire.wire import CHANNEL_OPTIONS
+
+TIMEOUT_S = 20
+LIMITS = EngineLimits(
+    max_num_seqs=8,
+    max_model_len=96,
+    kv_cache_tokens=2048,
+    max_num_speculative_tokens=6,
+    max_batch_rows=256,
+    max_sessions=3,
+)
+
+
+def hello(config: dict[str, Any] | None = None, **changes: Any) -> pb.VerifierHello:
+    """A hello that fits the tiny head, but for `changes`: paths such as target__vocab_size and their values."""
+    message = pb.VerifierHello(
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+        verifier="test",
+        target=pb.TargetSpec(name="target", vocab_size=TARGET_VOCAB, hidden_size=8, num_layers=9, max_model_len=96),
+        features=pb.FeatureSpec(layers=[2, 4, 6], width=WIDTH, dtype=pb.DTYPE_FLOAT32),
+        speculative_config=config_pb2.SpeculativeConfig(**(config or {})),
+        max_sequences=8,
+        carriers=[pb.CARRIER_BYTES],
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        owner: Any = message
+        for parent in parents:
+            owner = getattr(owner, parent)
+        if isinstance(value, list):
+            del getattr(owner, name)[:]
+            getattr(owner, name).extend(value)
+        else:
+            setattr(owner, name, value)
+    return message
+
+
+def step_message(step_id: int, rows: list[Rows] | None = None, new: list[int] | None = None) -> pb.DraftStep:
+    """A well-formed step; `new` sequences have temperature 1, key 7 and begin at row 0."""
+    rows, new = rows or [], new or []
+    step = pb.DraftStep(
+        step_id=step_id,
+        sequence_ids=[part.sequence_id for part in rows],
+        first_rows=[part.first for part in rows],
+        num_rows=[part.count for part in rows],
+        num_drafts=[part.drafts for part in rows],
+    )
+    if new:
+        step.opened.CopyFrom(
+            pb.OpenSequences(
+                ids=new, temperatures=[1.0] * len(new), proposal_keys=[7] * len(new), first_rows=[0] * len(new)
+            )
+        )
+    if rows:
+        pieces = [part.text.rows(part.first, part.count) for part in rows]
+        step.tokens.CopyFrom(encode_tensor(torch.cat([piece[0] for piece in pieces])))
+        step.features.CopyFrom(encode_tensor(torch.cat([piece[1] for piece in pieces])))
+    return step
+
+
+class VerifierStream:
+    """One stream, written and read by hand."""
+
+    def __init__(self, stub: DraftingStub) -> None:
+        self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
+        self.call: Any = stub.Draft(iter(self._requests.get, None), timeout=TIMEOUT_S)
+
+    def send(self, message: pb.VerifierHello | pb.DraftStep) -> None:
+        if isinstance(message, pb.VerifierHello):
+            self._requests.put(pb.DraftRequest(hello=message))
+        else:
+            self._requests.put(pb.DraftRequest(step=message))
+
+    def read(self) -> pb.DraftResponse:
+        response: pb.DraftResponse = next(self.call)
+        return response
+
+    def ask(self, message: pb.VerifierHello | pb.DraftStep) -> pb.DraftResponse:
+        self.send(message)
+        return self.read()
+
+    def end(self) -> None:
+        """Sends nothing more."""
+        self._requests.put(None)
+
+    def error(self) -> tuple[grpc.StatusCode, str]:
+        """Status and text that ended the stream."""
+        try:
+            while True:
+                self.read()
+        except grpc.RpcError as error:
+            return error.code(), error.details() or ""
+        except StopIteration:
+            return grpc.StatusCode.OK, ""
+
+
+class ServedDrafter:
+    """Address and inside of a served drafter."""
+
+    def __init__(self, engine: EngineThread, port: int) -> None:
+        self.engine = engine
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
+        self.stub = DraftingStub(self.channel)
+
+    def stream(self) -> VerifierStream:
+        return VerifierStream(self.stub)
+
+    def connect(self, config: dict[str, Any] | None = None) -> VerifierStream:
+        """A stream with the hello done."""
+        stream = self.stream()
+        stream.ask(hello(config))
+        return stream
+
+    def refusal(self, message: pb.VerifierHello | pb.DraftStep) -> tuple[grpc.StatusCode, str]:
+        """What a stream with this first message ends with."""
+        stream = self.stream()
+        stream.send(message)
+        return stream.error()
+
+
+@contextlib.contextmanager
+def serve_drafter(head: TinyHead, limits: EngineLimits = LIMITS) -> Iterator[ServedDrafter]:
+    """Serves `head` on a free port until the end of the context."""
+    engine = EngineThread(DraftEngine(head, limits, torch.float32, torch.device("cpu")), lambda: None)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        add_DraftingServicer_to_server(DraftingService(engine, "tiny/head", torch.float32), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    engine.start()
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    served = ServedDrafter(engine, port)
+    yield served
+    served.channel.close()
+    asyncio.run_coroutine_threadsafe(server.stop(None), loop).result()
+    engine.stop()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

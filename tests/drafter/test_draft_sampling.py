@@ -1,0 +1,159 @@
+"""How drafts are drawn, and that the logits sent are the ones that they were drawn from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftwire_kernels import gumbel_sample
+from harness import Reply, Rows, Text, connect, draft_alone, make_engine, opened
+from tiny_head import TinyHead
+
+from drafter_service.sampling_mode import SamplingMode
+
+KEY = 1234567890123
+TEMPERATURE = 0.7
+NUM_ROWS, K = 11, 4
+GREEDY = SamplingMode()
+MODES = [
+    GREEDY,
+    SamplingMode(gumbel=True),
+    SamplingMode(gumbel=True, use_fp64=True),
+    SamplingMode(gumbel=True, coupled=True),
+    SamplingMode(gumbel=True, dense=True),
+    SamplingMode(gumbel=True, top_n=5),
+    SamplingMode(gumbel=True, top_n=9),
+]
+
+
+def draft(head: TinyHead, mode: SamplingMode, temperature: float = TEMPERATURE, key: int = KEY) -> Reply:
+    return draft_alone(head, Text(1), NUM_ROWS, K, mode, opened(1, temperature, key))
+
+
+def redraw(reply: Reply, head: TinyHead, temperature: float = TEMPERATURE, coupled: bool = False) -> list[int]:
+    """The tokens that follow from the logits in an answer and what the verifier knows: key and positions."""
+    logits = reply.logits
+    vocabulary = head.draft_token_ids if head.draft_token_ids is not None else torch.arange(head.spec.draft_vocab_size)
+    if reply.logits_token_ids is not None:
+        columns = torch.searchsorted(vocabulary, reply.logits_token_ids.long())
+        logits = torch.full((len(logits), len(vocabulary)), -torch.inf).scatter_(1, columns, logits)
+    count = len(logits)
+    drawn = gumbel_sample(
+        logits,
+        torch.full((count,), temperature),
+        torch.full((count,), KEY),
+        reply.committed_length + torch.arange(count),
+        draft_offset=0 if coupled else torch.arange(count, dtype=torch.int32),
+        token_ids=vocabulary,
+    )
+    return vocabulary[drawn].tolist()
+
+
+@pytest.mark.parametrize("reduced_vocabulary", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 20.0])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.sends_logits], ids=str)
+def test_drafts_are_drawn_from_the_logits_sent(
+    reduced_vocabulary: bool, temperature: float, mode: SamplingMode
+) -> None:
+    """Keyed by the absolute position of the drafted token, its place in the step and its target id."""
+    head = TinyHead(reduced_vocabulary)
+    reply = draft(head, mode, temperature)
+    assert len(reply.tokens) == K
+    assert redraw(reply, head, temperature) == reply.tokens
+
+
+def test_top_n_sends_the_n_largest_logits_and_draws_from_no_other(head: TinyHead) -> None:
+    dense = draft(head, SamplingMode(gumbel=True, dense=True), temperature=20.0)
+    top = draft(head, SamplingMode(gumbel=True, top_n=2), temperature=20.0)
+    largest, columns = dense.logits[0].topk(2)
+    assert torch.equal(top.logits[0], largest)
+    assert top.logits_token_ids[0].tolist() == head.draft_token_ids[columns].tolist()
+    assert all(token in ids for token, ids in zip(top.tokens, top.logits_token_ids.tolist(), strict=True))
+
+
+def test_top_n_of_the_whole_vocabulary_is_dense(head: TinyHead) -> None:
+    everything = SamplingMode(gumbel=True, top_n=head.spec.draft_vocab_size)
+    assert draft(head, everything).tokens == draft(head, SamplingMode(gumbel=True, dense=True)).tokens
+
+
+def test_logits_on_the_wire_do_not_change_the_drafts(head: TinyHead) -> None:
+    assert draft(head, SamplingMode(gumbel=True)).tokens == draft(head, SamplingMode(gumbel=True, dense=True)).tokens
+
+
+def test_logits_are_not_scaled_by_the_temperature(head: TinyHead) -> None:
+    mode = SamplingMode(gumbel=True, dense=True)
+    assert torch.equal(draft(head, mode, 0.5).logits[0], draft(head, mode, 2.0).logits[0])
+
+
+def test_coupled_drafts_know_no_offset(head: TinyHead) -> None:
+    """The verifier draws at the same position with the same noise, whatever step it is in."""
+    reply = draft(head, SamplingMode(gumbel=True, coupled=True, dense=True), temperature=20.0)
+    assert redraw(reply, head, temperature=20.0, coupled=True) == reply.tokens
+    assert redraw(reply, head, temperature=20.0, coupled=False) != reply.tokens
+
+
+def test_greedy_drafts_ignore_the_temperature(head: TinyHead) -> None:
+    assert draft(head, GREEDY, temperature=0).tokens == draft(head, GREEDY, temperature=5).tokens
+
+
+def test_gumbel_drafts_at_temperature_0_are_greedy(head: TinyHead) -> None:
+    for mode in MODES[1:]:
+        assert draft(head, mode, temperature=0).tokens == draft(head, GREEDY).tokens
+
+
+def test_gumbel_drafts_follow_their_key(head: TinyHead) -> None:
+    mode = SamplingMode(gumbel=True)
+    drawn = [draft(head, mode, temperature=5, key=key).tokens for key in (-1, 0, 1, 2**62)]
+    assert len({tuple(tokens) for tokens in drawn}) == 4
+
+
+def test_first_drafts_follow_the_heads_distribution(head: TinyHead) -> None:
+    """Chi-square over many keys, one sequence each."""
+    mode, num_samples = SamplingMode(gumbel=True, dense=True), 4000
+    engine = make_engine(head, max_num_seqs=num_samples, kv_cache_tokens=num_samples * 16, max_batch_rows=num_samples)
+    stream = connect(engine, mode, k=1, max_sequences=num_samples)
+    news = [opened(i, TEMPERATURE, key=i * 7919 + 5) for i in range(num_samples)]
+    answered = stream.step([Rows(i, Text(1), 0, 1, 1) for i in range(num_samples)], news)
+    expected = (answered[0].logits[0].double() / TEMPERATURE).softmax(-1) * num_samples
+    tokens = torch.tensor([reply.tokens[0] for reply in answered.values()])
+    counts = tokens[:, None].eq(head.draft_token_ids).sum(0)
+    common = expected >= 5
+    rare = torch.stack([counts[~common].sum(), expected[~common].sum()])
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() + (rare[0] - rare[1]) ** 2 / rare[1]
+    assert statistic < 60  # 23 degrees of freedom: exceeded once in 30000
+
+
+def test_sessions_of_every_mode_share_a_batch(head: TinyHead) -> None:
+    """Ragged and in one forward: each gets what it gets alone."""
+    engine = make_engine(head)
+    streams = [connect(engine, mode) for mode in MODES]
+    texts = [Text(20 + i) for i in range(3)]
+    for number, stream in enumerate(streams):
+        rows = [Rows(i, texts[i], 0, 5 + i + number, drafts=(i + number) % 5) for i in range(3)]
+        stream.send(rows, [opened(i, TEMPERATURE, KEY + i) for i in range(3)])
+    head.rows_of_forwards.clear()
+    engine.iterate()
+    assert head.rows_of_forwards[0] == sum(5 + i + number for number in range(len(MODES)) for i in range(3))
+    for number, (stream, mode) in enumerate(zip(streams, MODES, strict=True)):
+        answer = stream.answers[0]
+        expected = [
+            draft_alone(head, texts[i], 5 + i + number, (i + number) % 5, mode, opened(i, TEMPERATURE, KEY + i))
+            for i in range(3)
+            if (i + number) % 5
+        ]
+        assert [tokens.tolist() for tokens in answer.tokens] == [reply.tokens for reply in expected]
+        for name, pieces in (("logits", answer.logits), ("logits_token_ids", answer.logits_token_ids)):
+            if pieces:
+                torch.testing.assert_close(torch.cat(pieces), torch.cat([getattr(reply, name) for reply in expected]))
+
+
+def test_buffers_of_logits_live_as_long_as_a_session_that_asks_for_them(head: TinyHead) -> None:
+    engine = make_engine(head)
+    plain = connect(engine, SamplingMode(gumbel=True))
+    assert engine.logits_bytes == 0
+    streams = [connect(engine, SamplingMode(gumbel=True, dense=True), k=k) for k in (2, 4)]
+    assert engine.logits_bytes == 32 * 4 * head.spec.draft_vocab_size * 4
+    top = connect(engine, SamplingMode(gumbel=True, top_n=5), k=3)
+    assert engine.logits_bytes == 32 * 4 * head.spec.draft_vocab_size * 4 + 32 * 3 * 5 * 8
+    for stream in (plain, top, *streams):
+        engine.close_session(stream.session)
+    assert engine.logits_bytes == 0
