@@ -3,7 +3,7 @@
 The numbers that are checked in came from torch 2.13.0 (CPU, float32), transformers 5.23.0 and
 
 - SafeAILab/EAGLE, commit cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b: eagle/model/cnets.py, cnets1.py
-- speculators 0.9.0 (PyPI), whose EAGLE-3 model is that of vllm-project/speculators commit
+- speculators 0.9.0, whose EAGLE-3 model is that of vllm-project/speculators commit
   c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b
 - vllm-project/speculators, commit 1c2e04354239139fd14467168c3dfa4b53e9f9c6, the last with EagleSpeculator
 
