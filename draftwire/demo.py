@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,7 @@ from draftwire.v1 import generate_pb2 as pb
 MODELS = Path(__file__).resolve().parents[1] / "models" / "demo"
 PROMPTS_FILE = MODELS / "prompts.jsonl"  # {"prompt": TEXT} a line
 DRAFTER_TIMEOUT_S = 30.0
+CPU = ("--device", "cpu")
 GREEDY: Options = {"temperature": 0.0}
 SAMPLED: Options = {"temperature": 0.8, "seed": 1}
 
@@ -38,6 +40,7 @@ PROMPTS = [
 class Comparison:
     """One prompt with drafting on and off."""
 
+    name: str
     prompt: str
     options: Options
     on: Completion
@@ -79,31 +82,33 @@ def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, consol
                 "other models are given with --head and --target"
             )
     prompts = load_prompts()[:num_prompts]
-    runs: list[tuple[str, Options]] = [(prompt, GREEDY) for prompt in prompts] + [(prompts[0], SAMPLED)]
+    runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
+    runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
     with _services(head, target, console) as client:
         client.complete(prompts[0], temperature=0.0, max_tokens=8)  # what runs for the first time is slow
         comparisons = []
-        for prompt, options in runs:
-            comparison = compare(client, prompt, options, max_tokens)
+        for name, prompt, options in runs:
+            with console.status(f"running prompt {name}"):
+                comparison = compare(client, name, prompt, options, max_tokens)
             _print_text(comparison, console)
             comparisons.append(comparison)
     console.print(_table(comparisons))
     return _print_verdict([c for c in comparisons if c.greedy], console)
 
 
-def compare(client: Client, prompt: str, options: Options, max_tokens: int) -> Comparison:
+def compare(client: Client, name: str, prompt: str, options: Options, max_tokens: int) -> Comparison:
     """Runs one prompt with the server's number of drafts and with none."""
     shared: Options = {**options, "max_tokens": max_tokens}
     without: Options = {**shared, "num_speculative_tokens": 0}
     off = client.complete(prompt, **without)
-    return Comparison(prompt, options, on=client.complete(prompt, **shared), off=off)
+    return Comparison(name, prompt, options, on=client.complete(prompt, **shared), off=off)
 
 
 @contextmanager
 def _services(head: Path, target: Path, console: Console) -> Iterator[Client]:
-    with console.status("starting the drafter") as status, start_drafter(head, target) as drafter:
+    with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
         status.update("starting the verifier")
-        with start_verifier(target, [drafter.address]) as verifier, Client(verifier.address) as client:
+        with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
             status.update("waiting for the drafter to be accepted")
             _wait_for_drafter(client)
             status.stop()
@@ -123,7 +128,8 @@ def _wait_for_drafter(client: Client) -> None:
 
 
 def _print_text(comparison: Comparison, console: Console) -> None:
-    console.rule("greedy" if comparison.greedy else f"temperature {comparison.options['temperature']}", align="left")
+    how = "greedy" if comparison.greedy else "sampled"
+    console.rule(f"prompt {comparison.name} ({how})", align="left")
     text = Text(comparison.prompt, style="dim")
     for piece, drafted in comparison.on.pieces():
         text.append(visible(piece), style=DRAFTED_COLOUR if drafted else "")
@@ -132,17 +138,19 @@ def _print_text(comparison: Comparison, console: Console) -> None:
 
 
 def _table(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="drafting on and off", title_justify="left")
-    for column in ("prompt", "tokens", "tokens/s off", "tokens/s on", "acceptance length", "accepted per position"):
-        table.add_column(column, justify="left" if column == "prompt" else "right")
-    for number, comparison in enumerate(comparisons, start=1):
-        on = comparison.on.statistics
-        name = f"{number}" if comparison.greedy else f"1 at temperature {comparison.options['temperature']}"
+    title = "Drafting off and on; mean acceptance length, drafts accepted per position"
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table.add_column("prompt")
+    for column in ("tokens", "tok/s off", "tok/s on", "speed-up", "length", "per position"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for comparison in comparisons:
+        off, on = comparison.off.statistics, comparison.on.statistics
         table.add_row(
-            name,
+            comparison.name,
             str(on.output_tokens),
-            f"{comparison.off.statistics.tokens_per_second:.1f}",
+            f"{off.tokens_per_second:.1f}",
             f"{on.tokens_per_second:.1f}",
+            f"{on.tokens_per_second / off.tokens_per_second:.2f}" if off.tokens_per_second else "-",
             f"{on.acceptance_length:.2f}" if on.acceptance_length else "-",
             rates_text(on),
         )
