@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -53,22 +54,31 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+# Names of the weights without an index, in the order in which they are looked for. Directories hold other files of both
+# kinds beside them: optimizer state, training arguments, consolidated copies.
+_WEIGHT_PATTERNS = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "pytorch_model*.bin", "model*.bin")
+
+
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: safetensors if there are any, else .bin.
+    """The files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
 
     Raises
     ------
     CheckpointError
-        When there are none, or the index names one that is missing.
+        When there are none, or the index is damaged or names a file that is missing.
     """
     for suffix in ("safetensors", "bin"):
         for index in sorted(directory.glob(f"*.{suffix}.index.json")):
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index}: is damaged or not an index of weights: {error}") from error
             missing = [name for name in names if not (directory / name).is_file()]
             if missing:
                 raise CheckpointError(f"{directory}: {index.name} names {missing[0]}, which is missing")
             return [directory / name for name in names]
-        files = sorted(directory.glob(f"*.{suffix}"))
+    for pattern in _WEIGHT_PATTERNS:
+        files = sorted(directory.glob(pattern))
         if files:
             return files
     raise CheckpointError(f"{directory}: there are no weights (*.safetensors or *.bin)")
@@ -85,17 +95,22 @@ def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, t
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(directory):
         try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - not a mapping
-                        if names is None or name in names:
-                            tensors[name] = file.get_tensor(name)
-            else:
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-                tensors.update({name: t for name, t in loaded.items() if names is None or name in names})
-        except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+            tensors.update(_read_safetensors(path, names) if path.suffix == ".safetensors" else _read_bin(path, names))
+        except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(f"{path}: is damaged or not a checkpoint: {error}") from error
     return tensors
+
+
+def _read_safetensors(path: Path, names: list[str] | None) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
+
+
+def _read_bin(path: Path, names: list[str] | None) -> dict[str, torch.Tensor]:
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
+    return {name: tensor for name, tensor in loaded.items() if names is None or name in names}
 
 
 def fingerprint(*parts: bytes) -> str:
