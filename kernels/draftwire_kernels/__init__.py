@@ -1,6 +1,6 @@
 """Sampling mathematics of speculative decoding: Gumbel-max sampling, rejection sampling and logit processing.
 
-Every function takes and returns tensors, on the CPU or CUDA, and depends on nothing but torch.
+Every function takes and returns tensors, on the CPU or CUDA; torch and numpy are the only dependencies.
 """
 
 from draftwire_kernels.gumbel import gumbel_sample

@@ -1,11 +1,12 @@
 """Gumbel-max sampling of one token per row."""
 
-from torch import Tensor, float32, int32, int64
+from torch import Tensor, float32, int32, int64, no_grad
 
 from draftwire_kernels import validation
 from draftwire_kernels.reference import distribution
 
 
+@no_grad()
 def gumbel_sample(
     logits: Tensor,
     temperature: Tensor,

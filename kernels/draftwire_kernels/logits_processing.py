@@ -9,6 +9,7 @@ from draftwire_kernels.reference import filters, penalties
 from draftwire_kernels.reference.layout import Layout
 
 
+@torch.no_grad()
 def process_logits(logits: Tensor, sampling: LogitsSampling) -> Tensor:
     """Turn the target's logits into those of the distribution that is sampled; filtered tokens are -inf.
 

@@ -1,6 +1,6 @@
 """Verification of draft tokens against the target's logits."""
 
-from torch import Tensor, float32, int64
+from torch import Tensor, float32, int64, no_grad
 
 from draftwire_kernels import validation
 from draftwire_kernels.reference import rejection
@@ -9,6 +9,7 @@ from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 METHODS = ("standard", "synthetic", "block", "coupled")
 
 
+@no_grad()
 def rejection_sample(
     target_logits: Tensor,
     draft_tokens: Tensor,

@@ -32,7 +32,7 @@ def test_resampling_with_the_proposal_noise_at_offset_zero_fails_block() -> None
 def test_sampling_p_in_place_of_the_residual_fails_without_draft_logits(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejection, "without_draft", lambda scores, tokens: scores)
+    monkeypatch.setattr(rejection, "without_draft", lambda scores, _tokens: scores)
     assert _ratio(Case(form)) > BLOWN
 
 
@@ -40,12 +40,12 @@ def test_sampling_p_in_place_of_the_residual_fails_without_draft_logits(
 def test_sampling_p_in_place_of_the_residual_fails_with_draft_logits(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q, weight=None: p.clone())
+    monkeypatch.setattr(rejection, "residual", lambda p, *_: p.clone())
     assert _ratio(Case("dense", method)) > BLOWN
 
 
 def test_residual_without_its_weight_fails_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q, weight=None: (p - q).clamp_(min=0))
+    monkeypatch.setattr(rejection, "residual", lambda p, q, *_: (p - q).clamp_(min=0))
     assert _ratio(Case("dense", "block")) > BLOWN
 
 
@@ -63,7 +63,7 @@ def test_draft_logits_of_another_row_fail(form: str, method: str) -> None:
 def test_noise_without_the_draft_offset_fails_block(monkeypatch: pytest.MonkeyPatch) -> None:
     keyed = noise.row_state
 
-    def unkeyed(key: Tensor, position: Tensor, offset: Tensor | int) -> Tensor:
+    def unkeyed(key: Tensor, position: Tensor, _offset: Tensor | int) -> Tensor:
         return keyed(key, position, 0)
 
     monkeypatch.setattr(noise, "row_state", unkeyed)
