@@ -130,7 +130,7 @@ def _wait_for_drafter(client: Client) -> None:
 def _print_text(comparison: Comparison, console: Console) -> None:
     how = "greedy" if comparison.greedy else "sampled"
     console.rule(f"prompt {comparison.name} ({how})", align="left")
-    text = Text(comparison.prompt, style="dim")
+    text = Text().append(comparison.prompt, style="dim")
     for piece, drafted in comparison.on.pieces():
         text.append(visible(piece), style=DRAFTED_COLOUR if drafted else "")
     console.print(text, soft_wrap=True)
@@ -140,14 +140,13 @@ def _print_text(comparison: Comparison, console: Console) -> None:
 def _table(comparisons: Sequence[Comparison]) -> Table:
     title = "Drafting off and on; mean acceptance length, drafts accepted per position"
     table = Table(title=title, title_justify="left", box=SIMPLE)
-    table.add_column("prompt")
-    for column in ("tokens", "tok/s off", "tok/s on", "speed-up", "length", "per position"):
+    table.add_column("prompt", no_wrap=True)
+    for column in ("tok/s off", "tok/s on", "speed-up", "length", "per position"):
         table.add_column(column, justify="right", no_wrap=True)
     for comparison in comparisons:
         off, on = comparison.off.statistics, comparison.on.statistics
         table.add_row(
             comparison.name,
-            str(on.output_tokens),
             f"{off.tokens_per_second:.1f}",
             f"{on.tokens_per_second:.1f}",
             f"{on.tokens_per_second / off.tokens_per_second:.2f}" if off.tokens_per_second else "-",
