@@ -61,6 +61,15 @@ def test_greedy_output_that_changes_is_a_failure(verifier, run):
     assert "CHANGED with drafts, from token 0 on" in printed
 
 
+def test_text_colours_accepted_drafts_alone(verifier, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system="standard", highlight=False)
+    with Client(verifier.address) as client:
+        demo._print_text(demo.compare(client, "1", "prompt ", demo.GREEDY, 8), console)
+    dim, green, reset = "\x1b[2m", "\x1b[32m", "\x1b[0m"
+    assert f"{dim}prompt {reset}é{green} b{reset} {green}end{reset}\n" in console.file.getvalue()
+
+
 def test_missing_model_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         demo.run_demo(tmp_path / "head", tmp_path / "target", 8, 1, Console(file=io.StringIO()))
