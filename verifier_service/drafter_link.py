@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import grpc
 import torch
-from draftwire_kernels import NOISE_VERSION
 
 from draftwire.errors import InvalidArgumentError, MismatchError
 from draftwire.tensors import DTYPES, decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
+from draftwire_kernels import NOISE_VERSION
 from verifier_service.target import Target
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from draftwire_kernels import gumbel_sample
 
 from draftwire import config as cfg
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2
+from draftwire_kernels import gumbel_sample
 from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.features import FeatureStore
 from verifier_service.request import ReadyDrafts, Request

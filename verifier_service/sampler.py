@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
+from draftwire import config as cfg
+from draftwire.v1 import config_pb2, generate_pb2
 from draftwire_kernels import (
     DraftLogits,
     LogitBias,
@@ -19,9 +22,6 @@ from draftwire_kernels import (
     rejection_sample,
     unconditional_to_conditional_rates,
 )
-
-from draftwire import config as cfg
-from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.request import Request
 from verifier_service.scheduler import Work
 

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import AsyncIterator
 
 import grpc
-from draftwire_kernels import derive_stream_keys
 
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
 from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError
 from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
+from draftwire_kernels import derive_stream_keys
 from verifier_service.drafter_link import DrafterLink
 from verifier_service.engine import Engine, EngineLimits, Item
 from verifier_service.output import OutputBuilder
@@ -157,6 +157,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         if kind == "chat":
             if not request.chat.messages:
                 raise InvalidArgumentError("chat.messages", [], "at least one message is required")
+            if not all(message.role for message in request.chat.messages):
+                raise InvalidArgumentError("chat.messages.role", "", "allowed length 1 to 64 bytes, got 0")
             return self._codec.encode_chat(request.chat.messages)
         prompt = self._codec.encode(request.text)
         if not request.text or not prompt:
