@@ -107,7 +107,7 @@ class TokenSampler:
             _concatenate([work.drafts.tokens for work in works if work.drafts is not None], torch.int32)
             .to(torch.int64)
             .to(self._device),
-            self._cu_rows(works),
+            _cu_rows(works),
             self._tensor([request.params.temperature for request in requests], torch.float32),
             keys,
             self._tensor([work.start + len(work.tokens) - work.num_drafts for work in works], torch.int64),
@@ -132,19 +132,15 @@ class TokenSampler:
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
-    def _cu_rows(self, works: Sequence[Work]) -> torch.Tensor:
-        return self._tensor([0, *accumulate(work.num_logit_rows for work in works)], torch.int32)
-
     def _sampling(self, works: Sequence[Work]) -> LogitsSampling:
         """The step's parameters; a field that no request uses is None."""
         params = [work.request.params for work in works]
-        cu_rows = torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
         penalties = self._history.penalties(works)
         drafts = None
         if penalties is not None:
             drafts = _concatenate([w.drafts.tokens for w in works if w.drafts is not None], torch.int32).to(torch.int64)
         return LogitsSampling(
-            cu_rows=cu_rows,
+            cu_rows=_cu_rows(works),
             temperature=torch.tensor([p.temperature for p in params]),
             draft_tokens=drafts,
             top_k=_column([p.top_k for p in params], 0, torch.int32),
@@ -169,6 +165,11 @@ class TokenSampler:
         if not entries:
             return None
         return Suppression(*torch.tensor(entries, dtype=torch.int64).unbind(1))
+
+
+def _cu_rows(works: Sequence[Work]) -> torch.Tensor:
+    """[B + 1] int32 on the CPU, where the kernels can read it without waiting for the device."""
+    return torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
 
 
 def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
