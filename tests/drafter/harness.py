@@ -141,7 +141,7 @@ def run(engine: DraftEngine) -> None:
 
 def make_engine(head: Any, **limits: int) -> DraftEngine:
     settings = {"max_num_seqs": 32, "max_model_len": 96, "kv_cache_tokens": 4096, **limits}
-    return DraftEngine(head, EngineLimits(**settings), torch.float32, torch.device("cpu"))
+    return DraftEngine(head, EngineLimits(**settings), torch.float32, head.lm_head.device)
 
 
 def connect(engine: DraftEngine, mode: SamplingMode | None = None, k: int = 4, max_sequences: int = 32) -> Stream:

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import torch
-from draftwire_kernels import NOISE_VERSION
 from harness import Rows
 from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
 
@@ -25,6 +24,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_server
 from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
+from draftwire_kernels import NOISE_VERSION
 
 TIMEOUT_S = 20
 LIMITS = EngineLimits(

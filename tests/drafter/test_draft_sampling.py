@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draftwire_kernels import gumbel_sample
 from harness import Reply, Rows, Text, connect, draft_alone, make_engine, opened
 from tiny_head import TinyHead
 
 from drafter_service.sampling_mode import SamplingMode
+from draftwire_kernels import gumbel_sample
 
 KEY = 1234567890123
 TEMPERATURE = 0.7

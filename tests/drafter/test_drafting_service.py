@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from draftwire_kernels import NOISE_VERSION
 from harness import OK, Rows, Text, draft_alone
 from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
@@ -20,6 +19,7 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.version import PROTOCOL_VERSION
+from draftwire_kernels import NOISE_VERSION
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION

@@ -19,7 +19,7 @@ MAX_POSITIONS = 96
 class TinyHead(Head):
     """One attention layer: a state depends on the token, the feature, the position and every earlier row."""
 
-    def __init__(self, reduced_vocabulary: bool = True) -> None:
+    def __init__(self, reduced_vocabulary: bool = True, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(3)
         draft_vocab = DRAFT_VOCAB if reduced_vocabulary else TARGET_VOCAB
         self.spec = HeadSpec(
@@ -43,6 +43,9 @@ class TinyHead(Head):
         self.qkv = torch.randn(2 * HIDDEN, 32, generator=draw) * 0.3
         self.out = torch.randn(16, HIDDEN, generator=draw)
         self.lm_head = torch.randn(HIDDEN, draft_vocab, generator=draw)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
         self.rows_of_forwards: list[int] = []
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ class TinyHead(Head):
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
         self.rows_of_forwards.append(len(tokens))
-        phase = torch.sin(positions[:, None] * torch.arange(1, HIDDEN + 1) * 0.37)
+        phase = torch.sin(positions[:, None] * torch.arange(1, HIDDEN + 1, device=positions.device) * 0.37)
         query, key, value = (torch.cat([self.embedding[tokens] + phase, g], -1) @ self.qkv).split([16, 8, 8], -1)
         attended = paged_attention(
             query.unflatten(-1, (2, 8)), key[:, None], value[:, None], cache.keys[0], cache.values[0], batch, scale=0.5

@@ -1,0 +1,44 @@
+"""The draft engine on CUDA gives the drafts that it gives on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Reply, Rows, Text, connect, make_engine, opened
+from tiny_head import TinyHead
+
+from drafter_service.sampling_mode import SamplingMode
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+MODES = [
+    SamplingMode(),
+    SamplingMode(gumbel=True),
+    SamplingMode(gumbel=True, use_fp64=True),
+    SamplingMode(gumbel=True, dense=True),
+    SamplingMode(gumbel=True, top_n=5),
+]
+
+
+def crowd(device: str, mode: SamplingMode) -> dict[int, Reply]:
+    stream = connect(make_engine(TinyHead(device=device)), mode)
+    rows = [Rows(i, Text(i), 0, 3 + 5 * i, drafts=i % 5) for i in range(9)]
+    stream.step(rows, [opened(i, 0.7, key=i) for i in range(9)])
+    return stream.step([Rows(i, Text(i), 3 + 5 * i, 2, drafts=4) for i in range(9)])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_drafts_are_those_of_the_cpu(mode: SamplingMode) -> None:
+    on_cpu, on_cuda = crowd("cpu", mode), crowd("cuda", mode)
+    for i, reply in on_cpu.items():
+        assert on_cuda[i].tokens == reply.tokens
+        if reply.logits is not None:
+            torch.testing.assert_close(on_cuda[i].logits, reply.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_features_that_are_not_finite_do_not_stop_the_device() -> None:
+    stream = connect(make_engine(TinyHead(device="cuda")), SamplingMode(gumbel=True, dense=True))
+    sick = Text(1)
+    sick.features[0] = torch.nan
+    answered = stream.step([Rows(1, sick, 0, 3, 4), Rows(2, Text(2), 0, 3, 4)], [opened(1), opened(2)])
+    assert (answered[1].tokens, len(answered[2].tokens)) == ([], 4)

@@ -1,0 +1,102 @@
+"""What the drafter makes of its options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_head import TinyHead
+
+from drafter_service.choices import CPU_KV_CACHE_TOKENS, choose_device, choose_dtype, choose_limits
+from drafter_service.cli import drafter
+from drafter_service.limits import EngineLimits
+from drafter_service.main import head_name
+from drafter_service.options import DrafterOptions
+from draftwire.errors import CheckpointError, DraftwireError, InvalidArgumentError, ServerError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def target_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "torch_dtype": "float16"}))
+    return tmp_path
+
+
+def limits(target_dir: Path, **options: int) -> EngineLimits:
+    given = DrafterOptions("head", "target", **options)  # type: ignore[arg-type]
+    return choose_limits(given, TinyHead().spec, torch.float32, CPU, target_dir)
+
+
+def test_the_longest_sequence_is_what_head_and_target_allow(target_dir: Path) -> None:
+    assert limits(target_dir).max_model_len == 64
+    assert limits(target_dir, max_model_len=80).max_model_len == 80
+
+
+def test_a_sequence_longer_than_the_heads_positions_is_refused(target_dir: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_model_len = 97: the head's positions end at 96"):
+        limits(target_dir, max_model_len=97)
+
+
+def test_the_cache_is_no_larger_than_its_use(target_dir: Path) -> None:
+    assert limits(target_dir, max_num_seqs=2).kv_cache_tokens == 2 * (64 + 16)
+    assert limits(target_dir, max_num_seqs=4096).kv_cache_tokens == CPU_KV_CACHE_TOKENS
+    assert limits(target_dir, kv_cache_tokens=160).kv_cache_tokens == 160
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_speculative_tokens", "max_sessions", "max_batch_rows"])
+def test_limits_out_of_range_are_named(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} = 0: allowed range"):
+        EngineLimits(**{name: 0})
+
+
+def test_every_session_gets_rows_in_every_batch() -> None:
+    with pytest.raises(InvalidArgumentError, match="max_batch_rows = 63: allowed range \\[64"):
+        EngineLimits(max_batch_rows=63, max_sessions=64)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(None) == choose_device("cuda") == torch.device("cuda:0")
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("cpu") == CPU
+    with pytest.raises(ServerError, match="device = 'cuda:2': this machine has 2 CUDA devices"):
+        choose_device("cuda:2")
+    for wrong in ("tpu", "cuda:", "cuda:x", "cpu:0", ""):
+        with pytest.raises(InvalidArgumentError, match="allowed: cpu, cuda, cuda:INDEX"):
+            choose_device(wrong)
+
+
+def test_compute_types(target_dir: Path) -> None:
+    assert choose_dtype("auto", CPU, target_dir) == torch.float32
+    assert choose_dtype("auto", torch.device("cuda:0"), target_dir) == torch.float16
+    (target_dir / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    assert choose_dtype("auto", torch.device("cuda:0"), target_dir) == torch.bfloat16
+    assert choose_dtype("bfloat16", CPU, target_dir) == torch.bfloat16
+
+
+def test_heads_are_called_by_their_directory_or_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "my-head").mkdir()
+    assert head_name(f"{tmp_path}/my-head/") == "my-head"
+    assert head_name("organisation/model") == "organisation/model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--listen", "nowhere"], InvalidArgumentError),
+        (["--device", "tpu"], InvalidArgumentError),
+        (["--max-num-seqs", "0"], InvalidArgumentError),
+        (["--head", "./missing"], CheckpointError),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_served(
+    target_dir: Path, arguments: list[str], error: type[DraftwireError]
+) -> None:
+    directory = str(target_dir)
+    result = CliRunner().invoke(drafter, ["--head", directory, "--target", directory, "--device", "cpu", *arguments])
+    assert isinstance(result.exception, error)
