@@ -16,7 +16,7 @@ from drafter_service.proposer import DraftRow, Proposal, Proposer
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence import Sequence
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import Step
+from drafter_service.step import OpenedSequence, Step
 from drafter_service.step_work import RowRange, RowSlice, StepWork, contiguous_pieces
 from draftwire.kv_cache import BLOCK_SIZE, BlockPool, KVCache, RaggedBatch, SequenceRows
 from draftwire.v1 import draft_pb2 as pb
@@ -37,6 +37,7 @@ class DraftEngine:
         self.head = head
         self.limits = limits
         self.device = device
+        self._dtype = dtype
         self._sessions: list[Session] = []
         self._num_sequences = 0
         num_blocks = limits.kv_cache_tokens // BLOCK_SIZE + 1  # block 0 is padding
@@ -94,6 +95,24 @@ class DraftEngine:
         if session in self._sessions:
             session.works.append(StepWork(step))
             session.waiting_rows += len(step.tokens)
+
+    def warm_up(self) -> None:
+        """Drafts once, from zeros, so that no verifier waits for the device to be set up."""
+        session = self.open_session(SessionTerms("warm-up", SamplingMode(gumbel=True), 2, 1), lambda _: None)
+        step = Step(
+            step_id=1,
+            opened=[OpenedSequence(1, temperature=1.0, proposal_key=0, first_row=0)],
+            closed_ids=[],
+            sequence_ids=[1],
+            first_rows=[0],
+            num_rows=[2],
+            num_drafts=[2],
+            tokens=torch.zeros(2, dtype=torch.int32),
+            features=torch.zeros(2, self.head.spec.feature_width, dtype=self._dtype),
+        )
+        self.submit(session, step)
+        self.iterate()
+        self.close_session(session)
 
     @torch.inference_mode()
     def iterate(self) -> None:

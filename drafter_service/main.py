@@ -60,6 +60,7 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
         limits = choose_limits(options, head.spec, dtype, device, target_dir)
         status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")
         engine = DraftEngine(head, limits, dtype, device)
+        engine.warm_up()
     logger.info("%s head %s on %s in %s; %s", head.spec.method, options.head, device, dtype, limits)
     return engine, dtype
 

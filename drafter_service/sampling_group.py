@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from draftwire_kernels import gumbel_sample
 
 from drafter_service.logits_buffers import LogitsBuffers
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence import Sequence
+from draftwire_kernels import gumbel_sample
 
 
 class SamplingGroup:

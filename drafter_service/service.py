@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import torch
-from draftwire_kernels import NOISE_VERSION
 
 from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.handshake import settle_terms
@@ -22,6 +21,7 @@ from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 from draftwire.version import PROTOCOL_VERSION, VERSION
+from draftwire_kernels import NOISE_VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -141,6 +141,15 @@ class TestBatch:
         assert [answer.step_id for answer in short.answers] == [1]
         assert long.answers == []
 
+    def test_a_prefill_gets_the_rows_that_others_do_not_need(self, head: TinyHead) -> None:
+        engine = make_engine(head, max_batch_rows=16, max_sessions=4)
+        long, short = connect(engine), connect(engine)
+        long.send([Rows(1, Text(1), 0, 80)], [opened(1)])
+        short.send([Rows(1, Text(9), 0, 3)], [opened(1)])
+        head.rows_of_forwards.clear()
+        run(engine)
+        assert head.rows_of_forwards == [16, 16, 16, 16, 16, 3]
+
     def test_short_steps_do_not_starve_a_prefill(self, head: TinyHead) -> None:
         engine = make_engine(head, max_batch_rows=8, max_sessions=4)
         long = connect(engine)
@@ -261,6 +270,13 @@ class TestCapacity:
         assert (engine.load.sessions, engine.load.sequences, engine.load.kv_cache_usage) == (1, 0, 0)
         assert stream.answers == []
         assert other.step([Rows(1, Text(1), 0, 20, drafts=4)], [opened(1)])[1] == draft_alone(head, Text(1), 20, 4)
+
+
+def test_warming_up_leaves_nothing_behind(head: TinyHead) -> None:
+    engine = make_engine(head)
+    engine.warm_up()
+    assert head.rows_of_forwards == [2, 1]
+    assert (engine.load.sessions, engine.load.sequences, engine.load.kv_cache_usage) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("mode", [SamplingMode(), SamplingMode(gumbel=True), SamplingMode(gumbel=True, top_n=3)])

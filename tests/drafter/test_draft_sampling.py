@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from harness import Reply, Rows, Text, connect, draft_alone, make_engine, opened
+from harness import Reply, Rows, Text, connect, draft_alone, make_engine, opened, replies
 from tiny_head import TinyHead
 
+from drafter_service import sampling_group
 from drafter_service.sampling_mode import SamplingMode
+from draftwire.config import speculative_config_from_mapping
 from draftwire_kernels import gumbel_sample
 
 KEY = 1234567890123
@@ -120,6 +124,53 @@ def test_first_drafts_follow_the_heads_distribution(head: TinyHead) -> None:
     rare = torch.stack([counts[~common].sum(), expected[~common].sum()])
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() + (rare[0] - rare[1]) ** 2 / rare[1]
     assert statistic < 60  # 23 degrees of freedom: exceeded once in 30000
+
+
+@pytest.mark.parametrize("use_fp64", [False, True])
+def test_noise_is_drawn_in_the_precision_asked_for(
+    head: TinyHead, use_fp64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def record(*arguments: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(options["use_fp64"])
+        return gumbel_sample(*arguments, **options)
+
+    monkeypatch.setattr(sampling_group, "gumbel_sample", record)
+    draft(head, SamplingMode(gumbel=True, use_fp64=use_fp64))
+    assert asked == [use_fp64] * K
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ({}, SamplingMode()),
+        ({"use_fp64_gumbel": True}, SamplingMode()),
+        ({"draft_sample_method": "gumbel"}, SamplingMode(gumbel=True)),
+        ({"draft_sample_method": "gumbel", "use_fp64_gumbel": True}, SamplingMode(gumbel=True, use_fp64=True)),
+        ({"draft_sample_method": "gumbel", "draft_logits": "dense"}, SamplingMode(gumbel=True, dense=True)),
+        ({"draft_sample_method": "gumbel", "draft_logits": {"top_n": 8}}, SamplingMode(gumbel=True, top_n=8)),
+        (
+            {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"},
+            SamplingMode(gumbel=True, coupled=True),
+        ),
+    ],
+)
+def test_the_mode_is_what_the_config_says(config: dict[str, Any], mode: SamplingMode) -> None:
+    assert SamplingMode.from_config(speculative_config_from_mapping(config)) == mode
+
+
+def test_sessions_of_one_mode_get_their_own_logits(head: TinyHead) -> None:
+    mode, engine = SamplingMode(gumbel=True, top_n=5), make_engine(head)
+    streams = [connect(engine, mode) for _ in range(3)]
+    for i, stream in enumerate(streams):
+        stream.send([Rows(1, Text(i), 0, 5 + i, drafts=4 - i)], [opened(1)])
+    engine.iterate()
+    for i, stream in enumerate(streams):
+        reply, alone = replies(stream.answers[0])[1], draft_alone(head, Text(i), 5 + i, 4 - i, mode)
+        assert reply.tokens == alone.tokens
+        torch.testing.assert_close(reply.logits, alone.logits)
+        assert torch.equal(reply.logits_token_ids, alone.logits_token_ids)
 
 
 def test_sessions_of_every_mode_share_a_batch(head: TinyHead) -> None:

@@ -300,6 +300,13 @@ class TestEnds:
         stream.send(step_message(2, [Rows(1, Text(1), 30, 30)]))
         assert stream.error()[0] == RESOURCE_EXHAUSTED
 
+    def test_answered_bytes_do_not_count(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stream_module, "MAX_UNANSWERED_BYTES", 8000)
+        stream = drafter.connect()
+        for step_id in range(1, 7):
+            rows = [Rows(1, Text(1), 16 * (step_id - 1), 16)]  # 1600 bytes and more
+            assert stream.ask(step_message(step_id, rows, [1] if step_id == 1 else [])).drafts.step_id == step_id
+
     def test_a_failure_of_the_engine_ends_every_stream_with_its_reason(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
