@@ -138,7 +138,7 @@ def _prompts(target: Path, vocab_size: int, count: int, length: int) -> list[lis
     held_out = target.parent / "prompts.jsonl"
     if held_out.is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        texts = [json.loads(line)["prompt"] for line in held_out.read_text().splitlines()]
+        texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
         return [tokenizer(texts[i % len(texts)]).input_ids[:length] for i in range(count)]
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 

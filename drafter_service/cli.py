@@ -20,7 +20,7 @@ from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Compute type; the verifier's must be the same. auto: the target's 16-bit type on cuda, float32 on cpu.",
+    help="Compute type. auto: the target's 16-bit type on cuda, float32 on cpu.",
 )
 @click.option("--max-num-seqs", default=256, show_default=True, help="Sequences open at once, over all verifiers.")
 @click.option("--max-model-len", type=int, help="Positions of a sequence. Default: what head and target allow.")

@@ -15,6 +15,7 @@ from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
+from draftwire.devices import make_current
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,7 @@ class EngineThread:
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
 
     def _run(self) -> None:
-        if self.engine.device.type == "cuda":
-            torch.cuda.set_device(self.engine.device)
+        make_current(self.engine.device)
         try:
             while self._run_commands():
                 self._iterate()

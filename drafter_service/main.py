@@ -12,7 +12,7 @@ import grpc
 import torch
 from rich.console import Console
 
-from drafter_service.choices import choose_device, choose_dtype, choose_limits
+from drafter_service.choices import choose_limits
 from drafter_service.engine import DraftEngine
 from drafter_service.engine_thread import EngineThread
 from drafter_service.heads import load_head
@@ -20,12 +20,16 @@ from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
 from drafter_service.service import SERVICE_NAME, DraftingService
 from draftwire.checkpoints import resolve_directory
+from draftwire.devices import choose_device, choose_dtype, make_current
 from draftwire.errors import ServerError
 from draftwire.server import serve
 from draftwire.v1 import draft_pb2_grpc
 from draftwire.wire import parse_address
 
 logger = logging.getLogger(__name__)
+
+# Streams last as long as their verifiers: there is no end to wait for.
+STOP_GRACE_S = 0.2
 
 
 def run(options: DrafterOptions) -> None:
@@ -45,6 +49,7 @@ def run(options: DrafterOptions) -> None:
         max_sessions=options.max_sessions,
     )
     device = choose_device(options.device)
+    make_current(device)
     engine, dtype = _load_engine(options, device)
     asyncio.run(_serve(options, engine, dtype))
 
@@ -89,6 +94,6 @@ async def _serve(options: DrafterOptions, engine: DraftEngine, dtype: torch.dtyp
         await asyncio.to_thread(thread.stop)
 
     thread.start()
-    await serve(options.listen, SERVICE_NAME, register, stop_engine)
+    await serve(options.listen, SERVICE_NAME, register, stop_engine, grace_s=STOP_GRACE_S)
     if failed.is_set():
         raise ServerError("the draft engine failed; the log says why")

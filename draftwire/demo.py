@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from draftwire.processes import start_drafter, start_verifier
 from draftwire.v1 import generate_pb2 as pb
 
 MODELS = Path(__file__).resolve().parents[1] / "models" / "demo"
-PROMPTS_FILE = MODELS / "prompts.jsonl"  # {"prompt": TEXT} a line
 DRAFTER_TIMEOUT_S = 30.0
 CPU = ("--device", "cpu")
 GREEDY: Options = {"temperature": 0.0}
@@ -57,14 +55,6 @@ class Comparison:
         return self.on.token_ids == self.off.token_ids
 
 
-def load_prompts() -> list[str]:
-    """The prompts shipped with the demo pair, else those of this module."""
-    if not PROMPTS_FILE.exists():
-        return PROMPTS
-    lines = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines if line.strip()]
-
-
 def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, console: Console) -> bool:
     """Runs the demo and prints it; False when a greedy output changed with drafting.
 
@@ -81,7 +71,7 @@ def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, consol
                 f"{name} = {str(path)!r}: has no config.json; the demo pair ships in models/demo of the source tree, "
                 "other models are given with --head and --target"
             )
-    prompts = load_prompts()[:num_prompts]
+    prompts = PROMPTS[:num_prompts]
     runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
     runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
     with _services(head, target, console) as client:

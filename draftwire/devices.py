@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some. Makes it the current one.
+    """The device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some.
 
     Raises
     ------
@@ -32,9 +32,13 @@ def choose_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
         raise ServerError(f"device = {name!r}: this machine has {count} CUDA devices")
-    device = torch.device("cuda", int(index or 0))
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", int(index or 0))
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU the calling thread's current one, which kernels are launched on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dtype:

@@ -24,8 +24,9 @@ async def serve(
     service_name: str,
     register: Callable[[grpc.aio.Server], None],
     on_stop: Callable[[], Awaitable[None]],
+    grace_s: float = STOP_GRACE_S,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running calls end for a few seconds.
+    """Serves until SIGTERM or SIGINT, then gives running calls some time to end.
 
     Parameters
     ----------
@@ -36,7 +37,9 @@ async def serve(
     register
         Adds the service to the server.
     on_stop
-        Called once the server takes no further calls.
+        Called once no call is left.
+    grace_s
+        Seconds that running calls are given.
 
     Raises
     ------
@@ -67,5 +70,5 @@ async def serve(
     await stop.wait()
     logger.info("stopping")
     await health_servicer.enter_graceful_shutdown()
-    await server.stop(STOP_GRACE_S)
+    await server.stop(grace_s)
     await on_stop()

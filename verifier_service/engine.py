@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 
+from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError
 from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows
 from draftwire.v1 import config_pb2, generate_pb2
@@ -109,6 +110,7 @@ class Engine:
         self._events.put(event)
 
     def _run(self) -> None:
+        make_current(self._target.device)
         works: list[Work] = []
         while self._take_events(wait=not works):
             works = []

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import parse_speculative_config
-from draftwire.devices import choose_device, choose_dtype, free_memory
+from draftwire.devices import choose_device, choose_dtype, free_memory, make_current
 from draftwire.errors import InvalidArgumentError, ServerError
 from draftwire.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.server import serve
@@ -82,6 +82,7 @@ async def _serve(
 def _load(options: VerifierOptions) -> tuple[Target, TextCodec | None]:
     """The target and its tokenizer; a directory without one serves token ids alone."""
     device = choose_device(options.device)
+    make_current(device)
     with Console(stderr=True).status(f"loading the target {options.target}"):
         directory = resolve_directory(options.target)
         target = load_target(

@@ -41,7 +41,8 @@ class DraftingStub:
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
     """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
     Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
-    message; RESOURCE_EXHAUSTED when no further session is taken.
+    message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
+    DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
     """
     GetDrafterInfo: _grpc.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]
     """The head, what it needs from a target and the drafter's limits."""
@@ -54,7 +55,8 @@ class DraftingAsyncStub(DraftingStub):
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
     Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
-    message; RESOURCE_EXHAUSTED when no further session is taken.
+    message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
+    DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
     """
     GetDrafterInfo: _aio.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]  # type: ignore[assignment]
     """The head, what it needs from a target and the drafter's limits."""
@@ -70,7 +72,8 @@ class DraftingServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.DraftResponse], _abc.AsyncIterator[_draft_pb2.DraftResponse]]:
         """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
         Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
-        message; RESOURCE_EXHAUSTED when no further session is taken.
+        message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
+        DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
         """
 
     @_abc_1.abstractmethod

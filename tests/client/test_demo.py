@@ -29,7 +29,6 @@ def run(verifier, models, monkeypatch):
             yield client
 
     monkeypatch.setattr(demo, "_services", services)
-    monkeypatch.setattr(demo, "PROMPTS_FILE", models / "none")
 
     def run() -> tuple[bool, str]:
         console = Console(file=io.StringIO(), width=120, highlight=False)
@@ -83,10 +82,3 @@ def test_refused_drafter_ends_the_demo():
 
     with pytest.raises(ServerError, match="did not accept the drafter: vocabulary 9, head 8"):
         demo._wait_for_drafter(Refusing())
-
-
-def test_prompts_come_from_the_shipped_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "PROMPTS_FILE", tmp_path / "prompts.jsonl")
-    assert demo.load_prompts() == demo.PROMPTS
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a\\n"}\n{"prompt": "b"}\n')
-    assert demo.load_prompts() == ["a\n", "b"]

@@ -10,11 +10,12 @@ import torch
 from click.testing import CliRunner
 from tiny_head import TinyHead
 
-from drafter_service.choices import CPU_KV_CACHE_TOKENS, choose_device, choose_dtype, choose_limits
+from drafter_service.choices import CPU_KV_CACHE_TOKENS, choose_limits
 from drafter_service.cli import drafter
 from drafter_service.limits import EngineLimits
 from drafter_service.main import head_name
 from drafter_service.options import DrafterOptions
+from draftwire.devices import choose_device, choose_dtype
 from draftwire.errors import CheckpointError, DraftwireError, InvalidArgumentError, ServerError
 
 CPU = torch.device("cpu")
