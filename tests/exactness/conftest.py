@@ -1,0 +1,48 @@
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from exact_law import Law
+from exact_pair import Pair, make_pair
+
+from draftwire.processes import start_drafter
+from verifier_service.target import Target, load_target
+
+PROMPTS = ((1, 5, 2, 7), (2, 0, 6, 4))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    """Small tensors: threads would only cost."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def laws(pair: Pair) -> list[Law]:
+    return [Law(pair, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def target(pair: Pair) -> Target:
+    """The target as a verifier in this process loads it."""
+    return load_target(pair.target_dir, "target", torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def drafters(pair: Pair) -> Iterator[dict[str, str]]:
+    """Addresses of drafter processes with the heads, by draft vocabulary."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(start_drafter(directory, pair.target_dir, "--device", "cpu")).address
+            for name, directory in pair.head_dirs.items()
+        }

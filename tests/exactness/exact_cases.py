@@ -1,0 +1,109 @@
+"""Ways to draft and verify, and what each should accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from exact_law import LENGTH, Array, Law, Sampling
+from exact_pair import VOCAB
+from exact_services import Sample
+
+MAX_DEVIATIONS = 5.0
+"""Standard errors of a count that refute its expectation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to draft, verify and sample; which head and prompt."""
+
+    drafts: str  # greedy, gumbel, dense, top-2, top-3
+    head: str = "full"
+    method: str = "standard"
+    k: int = 3
+    sampling: Sampling = field(default_factory=Sampling)
+    prompt: int = 0
+    use_fp64: bool = False
+
+    def __str__(self) -> str:
+        options = [f"{name}={value}" for name, value in self.sampling.options().items()]
+        words = [self.method, self.drafts, self.head, f"k={self.k}", "fp64" * self.use_fp64, *options]
+        return " ".join(filter(None, words))
+
+    def config(self) -> dict[str, Any]:
+        """The verifier's speculative config."""
+        config: dict[str, Any] = {"num_speculative_tokens": self.k, "rejection_sample_method": self.method}
+        config["draft_sample_method"] = "greedy" if self.drafts == "greedy" else "gumbel"
+        if self.drafts == "dense":
+            config["draft_logits"] = "dense"
+        if self.drafts.startswith("top-"):
+            config["draft_logits"] = {"top_n": self.top_n}
+        if self.use_fp64:
+            config["use_fp64_gumbel"] = True
+        return config
+
+    @property
+    def top_n(self) -> int:
+        return int(self.drafts.removeprefix("top-"))
+
+    def acceptance(self, law: Law, depth: int) -> Array:
+        """[VOCAB ** depth]: probability that the first draft after each output of `depth` tokens is accepted."""
+        p = law.target_rows(self.sampling, depth)
+        q = law.draft_rows(self.head, self.sampling.temperature, depth)
+        if self.drafts == "greedy":
+            return np.take_along_axis(p, q.argmax(-1)[:, None], -1)[:, 0]
+        if self.method == "coupled":
+            return _coupled_acceptance(p, q)
+        if self.drafts == "gumbel":
+            return (p * q).sum(-1)
+        if self.drafts != "dense":
+            q = np.where(q >= np.sort(q)[:, [-self.top_n]], q, 0)
+            q /= q.sum(-1, keepdims=True)
+        return np.minimum(p, q).sum(-1)  # 1 - TV(p, q)
+
+
+def _coupled_acceptance(p: Array, q: Array) -> Array:
+    """Probability that Gumbel-max draws from p and q with the same noise agree.
+
+    As races of exponentials e_j / p_j and e_j / q_j, token i wins both when e_j > e_i max(p_j / p_i, q_j / q_i) for
+    every other j, which has the probability 1 / sum_j max(p_j / p_i, q_j / q_i).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.maximum(p[:, None] / p[:, :, None], q[:, None] / q[:, :, None])
+        wins = 1 / ratios.sum(-1)
+    return np.where((p > 0) & (q > 0), wins, 0).sum(-1)
+
+
+@dataclass(frozen=True)
+class FirstDrafts:
+    """Counts of the first drafts of verify steps."""
+
+    drafted: int
+    accepted: int
+    expected: float  # accepted, by the closed form for the output before each step
+    variance: float
+
+    @property
+    def deviations(self) -> float:
+        """Standard errors between what was accepted and what was to be."""
+        return abs(self.accepted - self.expected) / self.variance**0.5
+
+
+def count_first_drafts(samples: Sequence[Sample], case: Case, law: Law) -> FirstDrafts:
+    """Walks the verify steps of `samples`; a step that can emit one token alone has no drafts."""
+    chances = [np.empty(0)] + [case.acceptance(law, depth) for depth in range(1, LENGTH)]
+    drafted, accepted, expected, variance = 0, 0, 0.0, 0.0
+    for sample in samples:
+        end = sample.step_sizes[0]
+        for size in sample.step_sizes[1:]:
+            if end + 1 < LENGTH:
+                number = int(np.array(sample.tokens[:end]) @ VOCAB ** np.arange(end - 1, -1, -1))
+                chance = float(chances[end][number])
+                drafted += 1
+                accepted += sample.accepted[end]
+                expected += chance
+                variance += chance * (1 - chance)
+            end += size
+    return FirstDrafts(drafted, accepted, expected, variance)

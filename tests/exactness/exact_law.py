@@ -1,0 +1,163 @@
+"""The exact law of what a request emits, by enumeration of all its outputs, and the chi-square test against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from exact_pair import VOCAB, Pair, run_target
+from numpy.typing import NDArray
+from scipy import stats
+
+Array = NDArray[np.float64]
+
+LENGTH = 6
+"""Tokens of an output: the first comes from the prompt's step, the rest from verify steps."""
+REFUTED = 1e-6
+"""Probability below which a statistic refutes the law."""
+SMALLEST_CELL = 5.0
+"""Expected count below which cells are merged."""
+WINDOWS = tuple((first, first + size) for size in (2, 3) for first in range(LENGTH - size + 1))
+"""Runs of output positions whose joint law is tested: all pairs and triples of neighbours."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of a request, named as in SamplingParams."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """Those that differ from the default, as the client takes them."""
+        defaults = vars(Sampling())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """What follows one prompt. Outputs of d tokens are numbered in base VOCAB, the first token most significant."""
+
+    pair: Pair
+    prompt: tuple[int, ...]
+    _laws: dict[Sampling, Array] = field(default_factory=dict)
+    _drafts: dict[str, list[Array]] = field(default_factory=dict)
+
+    @cached_property
+    def _outputs(self) -> torch.Tensor:
+        """Every output of LENGTH - 1 tokens."""
+        digits = VOCAB ** np.arange(LENGTH - 2, -1, -1)
+        return torch.from_numpy(np.arange(VOCAB ** (LENGTH - 1))[:, None] // digits % VOCAB)
+
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and features [VOCAB ** (LENGTH - 1), len(prompt) + LENGTH - 1, ...] of prompt + output."""
+        prompts = torch.tensor(self.prompt).expand(len(self._outputs), -1)
+        parts = [run_target(self.pair.target, part) for part in torch.cat([prompts, self._outputs], 1).split(4096)]
+        return torch.cat([logits for logits, _ in parts]), torch.cat([features for _, features in parts])
+
+    def _of_prefixes(self, rows: torch.Tensor, depth: int) -> Array:
+        """Of rows [VOCAB ** (LENGTH - 1), LENGTH, ...], by output position, those after each output of `depth`."""
+        return rows[:: VOCAB ** (LENGTH - 1 - depth), depth].double().numpy()
+
+    def target_rows(self, sampling: Sampling, depth: int) -> Array:
+        """[VOCAB ** depth, VOCAB]: the target's distribution after each output of `depth` tokens."""
+        logits = self._of_prefixes(self._rows[0][:, len(self.prompt) - 1 :], depth)
+        digits = VOCAB ** np.arange(depth - 1, -1, -1)
+        outputs = np.arange(VOCAB**depth)[:, None] // digits % VOCAB
+        counts = (outputs[:, :, None] == np.arange(VOCAB)).sum(1)
+        return distribution(logits, sampling, np.isin(np.arange(VOCAB), self.prompt), counts)
+
+    def draft_rows(self, head: str, temperature: float, depth: int) -> Array:
+        """[VOCAB ** depth, VOCAB], depth at least 1: the head's first distribution after each output of `depth` tokens."""
+        if head not in self._drafts:
+            self._drafts[head] = self._draft_logits(head)
+        logits = self._drafts[head][depth - 1]
+        return softmax(logits / temperature)
+
+    def _draft_logits(self, head: str) -> list[Array]:
+        model = self.pair.heads[head]
+        tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)[:, 1:]
+        features = self._rows[1][:, :-1]
+        embedding = self.pair.target.get_input_embeddings().weight
+        parts = [
+            model.chain(some, embedding, lambda _, __, own=own: own, 1)[0]
+            for some, own in zip(features.split(4096), tokens.split(4096), strict=True)
+        ]
+        own = torch.cat(parts)[:, len(self.prompt) - 2 :]
+        logits = own.new_full((*own.shape[:2], VOCAB), -torch.inf)
+        logits[..., model.draft_ids] = own
+        return [self._of_prefixes(logits, depth) for depth in range(1, LENGTH)]
+
+    def law(self, sampling: Sampling) -> Array:
+        """[VOCAB] * LENGTH: the probability of every output."""
+        if sampling not in self._laws:
+            law = np.ones(1)
+            for depth in range(LENGTH):
+                law = (law[:, None] * self.target_rows(sampling, depth)).flatten()
+            self._laws[sampling] = law.reshape((VOCAB,) * LENGTH)
+        return self._laws[sampling]
+
+    def refutation(self, outputs: Sequence[Sequence[int]], sampling: Sampling) -> float:
+        """Largest chi-square over its quantile at 1 - REFUTED, of all windows; above 1 refutes the law."""
+        law = self.law(sampling)
+        drawn = np.array(outputs)
+        assert drawn.shape == (len(outputs), LENGTH)
+        ratios = []
+        for first, end in WINDOWS:
+            counts = np.zeros((VOCAB,) * (end - first))
+            np.add.at(counts, tuple(drawn[:, first:end].T), 1)
+            others = tuple(axis for axis in range(LENGTH) if not first <= axis < end)
+            ratios.append(_ratio(counts.flatten(), law.sum(others).flatten()))
+        return max(ratios)
+
+
+def _ratio(counts: Array, law: Array) -> float:
+    if counts[law == 0].sum() > 0:
+        return float("inf")
+    order = np.argsort(-law)
+    expected, counts = law[order] * counts.sum(), counts[order]
+    common = int((expected >= SMALLEST_CELL).sum())
+    # Of the rest one cell, joined to the last common one where even together they are rare.
+    if expected[common:].sum() < SMALLEST_CELL:
+        common -= 1
+    expected = np.append(expected[:common], expected[common:].sum())
+    counts = np.append(counts[:common], counts[common:].sum())
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(statistic / stats.chi2.isf(REFUTED, len(expected) - 1))
+
+
+def softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def distribution(logits: Array, sampling: Sampling, in_prompt: NDArray[np.bool_], counts: NDArray[np.int64]) -> Array:
+    """What is sampled from: `logits` [N, VOCAB] after penalties, temperature, min-p, top-k and top-p.
+
+    `in_prompt` [VOCAB] and `counts` [N, VOCAB] say which tokens are in the prompt and how often each is in the output.
+    """
+    x = logits.copy()
+    factor = np.where(x > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+    x *= np.where(in_prompt | (counts > 0), factor, 1)
+    x -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
+    x /= sampling.temperature
+    p = softmax(x)
+    x[p < sampling.min_p * p.max(-1, keepdims=True)] = -np.inf
+    if sampling.top_k:
+        x[x < np.sort(x)[:, [-sampling.top_k]]] = -np.inf
+    p = softmax(x)
+    falling = -np.sort(-p)
+    before = np.cumsum(falling, -1) - falling
+    last = (before < sampling.top_p).sum(-1, keepdims=True) - 1
+    x[p < np.take_along_axis(falling, last, -1)] = -np.inf
+    return softmax(x)

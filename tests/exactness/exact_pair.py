@@ -1,0 +1,131 @@
+"""A target of eight tokens and EAGLE-3 heads for it, trained in seconds: small enough to write down every law.
+
+The target is a Llama with random weights, large enough that what comes next depends on the whole context. The heads
+see what it generates and are stopped early: they are right often, never always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from training.eagle3 import Eagle3Head, feature_layers
+from training.export import export_head
+from training.llama import LlamaShape
+
+VOCAB = 8
+LAYERS = 7
+FEATURES = feature_layers(LAYERS)
+SHAPE = LlamaShape(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=64,
+)
+REDUCED = [1, 2, 3, 4, 6]
+"""Target ids of the reduced draft vocabulary."""
+TRAINED_LENGTH = 16
+TRAINED_SEQUENCES = 1024
+TRAINING_STEPS = 45
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Directories of a target and its heads, and the models in them."""
+
+    target_dir: Path
+    head_dirs: dict[str, Path]  # "full" and "reduced", by draft vocabulary
+    target: LlamaForCausalLM
+    heads: dict[str, Eagle3Head]
+
+
+def make_pair(directory: Path) -> Pair:
+    """Makes the target, trains both heads and writes all three as they are published."""
+    target = _make_target()
+    target_dir = directory / "target"
+    target.save_pretrained(target_dir)
+    tokens = generate(target, TRAINED_SEQUENCES, TRAINED_LENGTH, seed=5)
+    heads, head_dirs = {}, {}
+    for name, ids in (("full", list(range(VOCAB))), ("reduced", REDUCED)):
+        heads[name] = _train_head(target, tokens, torch.tensor(ids))
+        head_dirs[name] = directory / f"head-{name}"
+        layer = LlamaShape(**{**SHAPE.as_dict(), "num_hidden_layers": 1})
+        export_head(heads[name].state_dict(), layer, FEATURES, head_dirs[name], end=0)
+    return Pair(target_dir, head_dirs, target, heads)
+
+
+def _make_target() -> LlamaForCausalLM:
+    shape = SHAPE.as_dict()
+    theta = shape.pop("rope_theta")
+    config = LlamaConfig(
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    target = LlamaForCausalLM(config).float().eval()
+    draw = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if weight.ndim < 2:
+                continue
+            deviation = {"embed_tokens": 0.3, "lm_head": 0.35}.get(name.split(".")[-2], weight.shape[1] ** -0.5)
+            weight.copy_(torch.randn(weight.shape, generator=draw) * deviation)
+    return target.requires_grad_(False)
+
+
+def generate(target: LlamaForCausalLM, count: int, length: int, seed: int) -> Tensor:
+    """[count, length] sampled from the target at temperature 1, each after a random token."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (count, 1), generator=draw)
+    for _ in range(length - 1):
+        probs = target(tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=draw)], dim=1)
+    return tokens
+
+
+def run_target(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, VOCAB] and the heads' features [B, T, width], as transformers computes them."""
+    output = target(tokens, output_hidden_states=True)
+    return output.logits, torch.cat([output.hidden_states[layer] for layer in FEATURES], dim=-1)
+
+
+def _train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor) -> Eagle3Head:
+    torch.manual_seed(3)
+    head = Eagle3Head(SHAPE, SHAPE.hidden_size, len(ids))
+    head.set_draft_vocabulary(ids)
+    torch.nn.init.normal_(head.fc.weight, std=head.fc.in_features**-0.5)
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    embedding = target.get_input_embeddings().weight
+    for step in range(TRAINING_STEPS):
+        batch = tokens[torch.arange(64) + 64 * step % len(tokens)]
+        logits, features = run_target(target, batch)
+        wanted = logits.softmax(-1)[..., ids]
+        following = F.pad(batch, (0, 2))
+        length = batch.shape[1] - 1
+        chain = head.chain(
+            features[:, :-1], embedding, lambda s, _, following=following: following[:, 1 + s : 1 + s + length], 2
+        )
+        loss = torch.zeros(())
+        for s, scores in enumerate(chain):
+            rows = length - s  # row i of step s stands for x_{i + 2 + s}, which follows x_{i + 1 + s}
+            log_q = scores[:, :rows].log_softmax(-1)
+            loss = loss - (wanted[:, 1 + s : 1 + s + rows] * log_q).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # What is stored is bfloat16, and the model in memory must be the one on disk.
+    for weight in head.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return head.requires_grad_(False).eval()

@@ -1,0 +1,137 @@
+"""Both services on loopback: as processes, or in this process where a test changes their inside; and their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from draftwire.client import AsyncClient
+from draftwire.client.output import Statistics
+from draftwire.config import speculative_config_from_mapping
+from draftwire.v1 import generate_pb2, generate_pb2_grpc
+from draftwire.wire import CHANNEL_OPTIONS
+from verifier_service.engine import EngineLimits
+from verifier_service.service import GenerationServicer
+from verifier_service.target import Target
+
+T = TypeVar("T")
+
+IN_FLIGHT = 256
+START_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Output of one request."""
+
+    tokens: tuple[int, ...]
+    step_sizes: tuple[int, ...]  # tokens of each step; the first is the step of the prompt
+    accepted: tuple[bool, ...]  # whether each token is an accepted draft
+    statistics: Statistics
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def serve_verifier(target: Target, config: dict[str, Any], drafters: Sequence[str]) -> Iterator[str]:
+    """Address of a verifier in this process, whose drafters are all connected; it waits for drafts without limit."""
+    limits = EngineLimits(
+        max_num_seqs=IN_FLIGHT, max_queue=1024, max_prefill_rows=4096, num_blocks=1025, draft_deadline_s=None
+    )
+    loop = Loop()
+
+    async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
+        servicer = GenerationServicer(target, None, speculative_config_from_mapping(config), limits, list(drafters))
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        servicer.start()
+        await server.start()
+        return servicer, server, f"127.0.0.1:{port}"
+
+    async def stop(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+        await server.stop(None)
+        await servicer.stop()
+
+    servicer, server, address = loop.run(start())
+    try:
+        wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY)
+        yield address
+    finally:
+        loop.run(stop(servicer, server))
+        loop.close()
+
+
+def wait_for_drafters(address: str, state: generate_pb2.DrafterState) -> list[generate_pb2.DrafterStatus]:
+    """Waits until every drafter of a verifier is in `state`."""
+
+    async def wait() -> list[generate_pb2.DrafterStatus]:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        async with AsyncClient(address) as client:
+            while True:
+                drafters = list((await client.info()).drafters)
+                if all(drafter.state == state for drafter in drafters):
+                    return drafters
+                assert time.monotonic() < deadline, drafters
+                await asyncio.sleep(0.02)
+
+    return asyncio.run(wait())
+
+
+def sample(address: str, prompt: Sequence[int], seeds: Iterable[int], **options: Any) -> list[Sample]:
+    """One request for each seed, IN_FLIGHT at once; the outputs in the order of the seeds."""
+    return sample_prompts(address, [(prompt, seed) for seed in seeds], **options)
+
+
+def sample_prompts(address: str, requests: Sequence[tuple[Sequence[int], int]], **options: Any) -> list[Sample]:
+    """One request for each (prompt, seed), IN_FLIGHT at once."""
+    samples: list[Any] = [None] * len(requests)
+
+    async def work(client: AsyncClient, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            prompt, seed = requests[number]
+            samples[number] = await _request(client, prompt, seed, options)
+
+    async def run() -> None:
+        numbers = iter(range(len(requests)))
+        async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+            for _ in range(IN_FLIGHT):
+                group.create_task(work(client, numbers))
+
+    asyncio.run(run())
+    return samples
+
+
+async def _request(client: AsyncClient, prompt: Sequence[int], seed: int, options: dict[str, Any]) -> Sample:
+    chunks = [chunk async for chunk in client.generate(prompt, seed=seed, **options)]
+    statistics = chunks[-1].statistics
+    assert statistics is not None
+    return Sample(
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        tuple(len(chunk.token_ids) for chunk in chunks),
+        tuple(flag for chunk in chunks for flag in chunk.drafted),
+        statistics,
+    )

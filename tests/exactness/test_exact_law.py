@@ -1,0 +1,97 @@
+"""What clients sample through both services follows the target's law, whatever drafts; and drafts help as they should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from exact_cases import MAX_DEVIATIONS, Case, count_first_drafts
+from exact_law import LENGTH, Law, Sampling
+from exact_pair import Pair
+from exact_services import Sample, sample, sample_prompts, serve_verifier, wait_for_drafters
+
+from draftwire.processes import start_verifier
+from draftwire.v1 import generate_pb2
+from verifier_service.target import Target
+
+pytestmark = pytest.mark.xdist_group("exactness_law")
+
+REQUESTS = 2500
+FILTERED = Sampling(temperature=0.6, top_p=0.9, min_p=0.03, repetition_penalty=1.2, frequency_penalty=0.3)
+PENALISED = Sampling(temperature=1.3, top_k=6, presence_penalty=0.6)
+
+CASES = [
+    Case("greedy"),
+    Case("greedy", head="reduced", prompt=1),
+    Case("greedy", sampling=FILTERED, prompt=1),
+    Case("gumbel", prompt=1),
+    Case("gumbel", head="reduced", k=4),
+    Case("gumbel", sampling=PENALISED),
+    Case("dense", k=4),
+    Case("dense", head="reduced", prompt=1),
+    Case("dense", sampling=FILTERED),
+    Case("dense", use_fp64=True, prompt=1),
+    Case("top-3"),
+    Case("top-2", head="reduced", sampling=PENALISED),
+    Case("dense", method="block"),
+    Case("top-3", head="reduced", method="block", prompt=1),
+]
+COUPLED = [
+    Case("gumbel", method="coupled", prompt=1),
+    Case("gumbel", head="reduced", method="coupled", sampling=FILTERED, prompt=1),
+]
+
+
+def check(samples: list[Sample], case: Case, law: Law) -> None:
+    """The law, and acceptance at the first place of a step against its closed form."""
+    assert law.refutation([one.tokens for one in samples], case.sampling) < 1
+    assert not any(one.statistics.synthetic_acceptance for one in samples)
+    assert sum(len(one.step_sizes) > 2 for one in samples) > len(samples) / 4, "hardly a request took two verify steps"
+    first = count_first_drafts(samples, case, law)
+    assert first.drafted == sum(one.statistics.drafted[0] for one in samples)
+    assert first.accepted == sum(one.statistics.accepted[0] for one in samples)
+    assert 0.2 < first.accepted / first.drafted < 0.8
+    if case.method != "block":
+        assert first.deviations < MAX_DEVIATIONS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_samples_follow_the_target(case: Case, laws: list[Law], target: Target, drafters: dict[str, str]) -> None:
+    law = laws[case.prompt]
+    with serve_verifier(target, case.config(), [drafters[case.head]]) as address:
+        samples = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH, **case.sampling.options())
+    check(samples, case, law)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_coupled_samples_follow_the_target_and_do_not_depend_on_drafts(
+    case: Case, laws: list[Law], target: Target, drafters: dict[str, str]
+) -> None:
+    law, options = laws[case.prompt], case.sampling.options()
+    with serve_verifier(target, case.config(), [drafters[case.head]]) as address:
+        drafted = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH, **options)
+        alone = sample(address, law.prompt, range(500), max_tokens=LENGTH, num_speculative_tokens=0, **options)
+    check(drafted, case, law)
+    assert all(one.step_sizes == (1,) * LENGTH for one in alone)
+    assert [one.tokens for one in alone] == [one.tokens for one in drafted[: len(alone)]]
+
+
+def test_samples_of_two_processes_follow_the_target(pair: Pair, laws: list[Law], drafters: dict[str, str]) -> None:
+    """Requests with two prompts, with and without drafts, in one batch."""
+    case = Case("dense")
+    with start_verifier(
+        pair.target_dir,
+        [drafters[case.head]],
+        *("--speculative-config", json.dumps(case.config()), "--max-num-seqs", "256", "--device", "cpu"),
+    ) as verifier:
+        wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY)
+        requests = [(law.prompt, seed) for seed in range(REQUESTS) for law in laws]
+        samples = sample_prompts(verifier.address, requests, max_tokens=LENGTH)
+        undrafted = sample(
+            verifier.address, laws[0].prompt, range(REQUESTS), max_tokens=LENGTH, num_speculative_tokens=0
+        )
+    for number, law in enumerate(laws):
+        check(samples[number :: len(laws)], replace(case, prompt=number), law)
+    assert laws[0].refutation([one.tokens for one in undrafted], case.sampling) < 1
+    assert all(one.step_sizes == (1,) * LENGTH for one in undrafted)
