@@ -20,6 +20,7 @@ class Acceptance:
     """Counts over verify steps that drafted k tokens each."""
 
     k: int
+    continuations: int = 0
     steps: int = 0
     emitted: int = 0
     accepted: list[int] = field(default_factory=list)  # steps in which position i was accepted
@@ -34,6 +35,7 @@ class Acceptance:
             "acceptance_length": round(1 + sum(unconditional), 4),
             "unconditional": [round(rate, 4) for rate in unconditional],
             "conditional": [round(a / max(b, 1), 4) for a, b in zip(self.accepted, reached, strict=False)],
+            "continuations": self.continuations,
             "verify_steps": self.steps,
             "tokens": self.emitted,
         }
@@ -46,6 +48,7 @@ def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -
     the first committed token that no target row has seen; a step starts at n only while tokens n + 1 .. n + k + 1 all
     lie at or before `last`, so that no step is cut short.
     """
+    counts.continuations += 1
     n = first
     while n + counts.k + 1 <= last:
         row = accepts[n - 1][: counts.k]

@@ -3,7 +3,7 @@
 Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of a true row is `fc` of
 the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
 computes, for every i at once, what the head drafts after the true rows 0..i: row i + s of that chain sees the true keys
-0..i and the s keys drafted since, so its scores are one causal square of products and s products of single rows.
+0..i and the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
 """
 
 from collections.abc import Callable
@@ -43,25 +43,12 @@ class MidLayer(nn.Module):
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of a chain's rows: causal over keys[0], and over the own row of each later step.
 
-    q, keys[s] and values[s] are [B, heads, T, D]. The softmax is computed by hand over both parts together.
+    q, keys[s] and values[s] are [B, heads, T, D].
     """
     length = q.shape[2]
-    q = q * q.shape[-1] ** -0.5
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    square = (q @ keys[0].mT).float().masked_fill(future, float("-inf"))
-    own = [(q.float() * key.float()).sum(-1, keepdim=True) for key in keys[1:]]
-    peak = square.amax(-1, keepdim=True)
-    for score in own:
-        peak = torch.maximum(peak, score)
-    peak = peak.detach()
-    weights = (square - peak).exp()
-    total = weights.sum(-1, keepdim=True)
-    mixed = (weights.to(q.dtype) @ values[0]).float()
-    for score, value in zip(own, values[1:], strict=True):
-        weight = (score - peak).exp()
-        total = total + weight
-        mixed = mixed + weight * value.float()
-    return (mixed / total).to(q.dtype)
+    own = torch.eye(length, dtype=torch.bool, device=q.device)
+    mask = torch.cat([torch.ones_like(own).tril(), *[own] * (len(keys) - 1)], dim=1)
+    return F.scaled_dot_product_attention(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask)
 
 
 class Eagle3Head(nn.Module):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training.llama import Llama
 
@@ -14,7 +15,12 @@ def pick(logits: Tensor, temperature: float) -> Tensor:
     return ((logits.float() / temperature).softmax(-1) / noise).argmax(-1)
 
 
+# cuDNN attention is left out: it plans anew for every length, which costs more than the step itself.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 @torch.no_grad()
+@sdpa_kernel(BACKENDS)
 def continuations(model: Llama, prompts: Tensor, new_tokens: int, temperature: float) -> Tensor:
     """Prompts [B, P] of one length and their continuations, [B, P + new_tokens]; files may end within them."""
     shape = model.shape

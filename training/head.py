@@ -9,10 +9,12 @@ hidden states, each matched to the target's distribution over the draft vocabula
 import argparse
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from training.eagle3 import Eagle3Head, feature_layers
@@ -29,15 +31,20 @@ PLANS = [(1.0, 64), (0.0, 192), (1.0, 160), (0.0, 320), (0.7, 128), (1.0, 256), 
 STEP_DECAY = 0.8
 
 
-def generate(target: Llama, tokens: Tensor, sequences: int, batch: int) -> None:
-    """Writes the target's continuations of random training windows, ROWS + 1 tokens each; computed in bf16."""
+def generate(target: Llama, tokens: Tensor, sequences: int, batch: int, seconds: float, seed: int) -> None:
+    """Writes the target's continuations of random training windows, ROWS + 1 tokens each; computed in bf16.
+
+    Stops at `sequences`, or after the first full round of PLANS that ends past `seconds`.
+    """
     cos, sin = target.cos, target.sin
     target = target.bfloat16()
     target.cos, target.sin = cos, sin
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     started, made = time.monotonic(), 0
     parts = []
     for number in range(sequences // batch):
+        if number % len(PLANS) == 0 and time.monotonic() - started > seconds:
+            break
         temperature, prompt = PLANS[number % len(PLANS)]
         starts = torch.randint(len(tokens) - prompt, (batch, 1), generator=generator).to(tokens.device)
         prompts = tokens[starts + torch.arange(prompt, device=tokens.device)].long()
@@ -55,6 +62,20 @@ def draft_vocabulary(written: Tensor, vocab_size: int, size: int) -> Tensor:
     ids = counts.topk(size).indices.sort().values
     print(f"draft vocabulary of {size} covers {counts[ids].sum() / counts.sum():.4f} of the continuations", flush=True)
     return ids
+
+
+def go_on_from(head: Eagle3Head, directory: Path) -> None:
+    """Takes the weights of an exported head, whose draft vocabulary may be another."""
+    weights = load_file(directory / "model.safetensors")
+    old = weights.pop("d2t") + torch.arange(len(weights["lm_head.weight"]))
+    del weights["t2d"]
+    place = torch.full((head.shape.vocab_size,), -1)
+    place[old] = torch.arange(len(old))
+    rows = place[head.draft_ids.cpu()]
+    output = head.lm_head.weight.detach().cpu().clone()
+    output[rows >= 0] = weights["lm_head.weight"].float()[rows[rows >= 0]]
+    weights["lm_head.weight"] = output
+    head.load_state_dict(weights, strict=False)
 
 
 class Teacher:
@@ -98,9 +119,11 @@ def train(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # flash and memory-efficient attention alone, for every shape
     text = load_tokens(WORK / "train.bin", device)
     if not (WORK / "continuations.bin").exists():
-        generate(load_llama(TARGET, device), text, arguments.sequences, arguments.generate_batch)
+        limits = (arguments.sequences, arguments.generate_batch, arguments.generate_seconds, arguments.seed)
+        generate(load_llama(TARGET, device), text, *limits)
     target = load_llama(TARGET, device)
     target.requires_grad_(False)
     written = load_tokens(WORK / "continuations.bin", device).view(-1, ROWS + 1)
@@ -115,6 +138,9 @@ def train(arguments: argparse.Namespace) -> None:
     optimizers = Optimizers(head, outer=("lm_head",))
     left = arguments.minutes - (time.monotonic() - began) / 60
     run = TimedRun(WORK / "head.pt", head, optimizers, left, arguments.total_minutes)
+    if arguments.warm_start and not run.step:
+        go_on_from(head, HEAD)
+        run.seconds = arguments.warm_start * run.total
     context = arguments.text_context
     real = Windows(text, context + 1, arguments.batch_tokens // context)
     own = Sequences(written, arguments.batch_tokens // ROWS)
@@ -123,7 +149,7 @@ def train(arguments: argparse.Namespace) -> None:
     head.zero_grad(set_to_none=True)
     run.restart_clock()
     while run.unfinished():
-        batch = real[run.step // 4] if run.step % 4 == 3 else own[run.step]
+        batch = real[run.step] if run.step % arguments.text_every == 0 else own[run.step]
         loss, hits = compiled(batch)
         loss.backward()
         optimizers.step(learning_rate(run.progress, decay_from=0.3))
@@ -142,10 +168,14 @@ def main() -> None:
     parser.add_argument("--total-minutes", type=float, default=5, help="training time of the whole run")
     parser.add_argument("--sequences", type=int, default=98304, help="continuations to generate")
     parser.add_argument("--generate-batch", type=int, default=4096)
+    parser.add_argument("--generate-seconds", type=float, default=60)
     parser.add_argument("--steps", type=int, default=5, help="chained steps of the training-time test")
-    parser.add_argument("--draft-vocab-size", type=int, default=1536)
+    parser.add_argument("--draft-vocab-size", type=int, default=1920)
     parser.add_argument("--intermediate-size", type=int, default=1536)
     parser.add_argument("--batch-tokens", type=int, default=32768)
+    parser.add_argument("--text-every", type=int, default=8, help="one step in so many learns from real text")
+    parser.add_argument("--warm-start", type=float, default=0, help="progress of the exported head to go on from")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts that the target continues")
     parser.add_argument("--text-context", type=int, default=2048)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", dest="compile", action="store_false")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from training.bits import bits_per_byte
 from training.export import bf16_exact, export_target
-from training.llama import Llama, LlamaShape
+from training.llama import Llama, LlamaShape, load_llama
 from training.paths import TARGET, WORK
 from training.run import Optimizers, TimedRun
 from training.tokens import Windows, learning_rate, load_tokens
@@ -36,6 +36,9 @@ def train(arguments: argparse.Namespace) -> None:
 
     compiled = torch.compile(loss_of, dynamic=False) if arguments.compile else loss_of
     run = TimedRun(WORK / "target.pt", model, optimizers, arguments.minutes, arguments.total_minutes)
+    if arguments.warm_start and not run.step:
+        model.load_state_dict(load_llama(TARGET, device).state_dict())
+        run.seconds = arguments.warm_start * run.total
     windows: Windows | None = None
     while run.unfinished():
         context = min(SHORT if run.progress < 0.5 else LONG, shape.max_position_embeddings)
@@ -63,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=8, help="wall clock of this invocation")
     parser.add_argument("--total-minutes", type=float, default=16, help="training time of the whole run")
+    parser.add_argument("--warm-start", type=float, default=0, help="progress of the exported weights to go on from")
     parser.add_argument("--batch-tokens", type=int, default=131072)
     parser.add_argument("--score-bytes", type=int, default=2_000_000, help="held-out bytes scored at the end")
     parser.add_argument("--shape", default="{}", help="JSON of sizes that differ from LlamaShape's")

@@ -62,6 +62,8 @@ def main() -> None:
             clean_up_tokenization_spaces=False,
         )
         fast.save_pretrained(TARGET)
+        config = TARGET / "tokenizer_config.json"  # the class name that older releases know too
+        config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if arguments.no_encode:
         return
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
