@@ -1,0 +1,449 @@
+"""Wrong inputs: each gets an error that says what is wrong, and both services go on serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click.testing
+import grpc
+import pytest
+from services import Pair, acceptance_rate, drafter_status, wait_for, wait_for_drafter
+
+from draftwire import Client
+from draftwire.cli.main import main
+from draftwire.errors import QueueFullError
+from draftwire.processes import start_drafter, start_verifier
+from draftwire.v1 import config_pb2 as config
+from draftwire.v1 import draft_pb2, draft_pb2_grpc
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1 import generate_pb2_grpc as pb_grpc
+from draftwire.version import PROTOCOL_VERSION
+from draftwire_kernels import NOISE_VERSION
+from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, prompts_of
+
+pytestmark = pytest.mark.xdist_group("llama")
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def serving(llama, references) -> Iterator[Pair]:
+    """The pair; after the test both services must serve as before."""
+    processes = (llama.verifier.pid, llama.drafter.pid)
+    yield llama
+    good = references("llama").continuations[0]
+    wait_for_drafter(llama.client, llama.drafter_address)
+    completion = llama.client.complete(good.prompt, temperature=0, max_tokens=48)
+    assert list(completion.token_ids) == good.tokens
+    assert acceptance_rate([completion]) > 0
+    assert processes == (llama.verifier.pid, llama.drafter.pid)
+    assert llama.verifier.running
+    assert llama.drafter.running
+
+
+@pytest.fixture
+def generation(llama) -> Iterator[pb_grpc.GenerationStub]:
+    """The bare stub: the client would refuse most of this before sending it."""
+    with grpc.insecure_channel(llama.verifier.address) as channel:
+        yield pb_grpc.GenerationStub(channel)
+
+
+@pytest.fixture
+def drafting(llama) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(llama.drafter_address) as channel:
+        yield channel
+
+
+def refusal(call) -> tuple[grpc.StatusCode, str]:
+    """Status and message of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return caught.value.code(), caught.value.details()
+
+
+def tokens_request(ids=(1, 2, 3), **options) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), **options)
+
+
+SAMPLING = [
+    ({"temperature": -0.5}, "temperature = -0.5: allowed range [0, inf)"),
+    ({"temperature": NAN}, "temperature = nan: allowed range [0, inf)"),
+    ({"temperature": INF}, "temperature = inf: allowed range [0, inf)"),
+    ({"top_k": 2**31}, "top_k = 2147483648: allowed range [0, 2147483647]"),
+    ({"top_p": 0.0}, "top_p = 0.0: allowed range (0, 1]"),
+    ({"top_p": 1.5}, "top_p = 1.5: allowed range (0, 1]"),
+    ({"top_p": NAN}, "top_p = nan: allowed range (0, 1]"),
+    ({"min_p": -0.1}, "min_p = -0.1: allowed range [0, 1]"),
+    ({"min_p": 1.1}, "min_p = 1.1: allowed range [0, 1]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: allowed range (0, inf)"),
+    ({"repetition_penalty": INF}, "repetition_penalty = inf: allowed range (0, inf)"),
+    ({"presence_penalty": 2.5}, "presence_penalty = 2.5: allowed range [-2, 2]"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty = -2.5: allowed range [-2, 2]"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias = 101.0: allowed range [-100, 100]"),
+    ({"logit_bias": {5: NAN}}, "logit_bias = nan: allowed range [-100, 100]"),
+    ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"logit_bias = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias = '1025 entries': at most 1024 entries"),
+    ({"max_tokens": 0}, "max_tokens = 0: allowed range [1, 2147483647]"),
+    ({"max_tokens": 2**31}, "max_tokens = 2147483648: allowed range [1, 2147483647]"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens = 5: allowed range [0, max_tokens = 4]"),
+    ({"stop": [""]}, "stop = '': allowed length 1 to 1024 bytes, got 0"),
+    ({"stop": ["é" * 513]}, "allowed length 1 to 1024 bytes, got 1026"),
+    ({"stop": ["x"] * 17}, "stop = '17 entries': at most 16 entries"),
+    (
+        {"stop_token_ids": [VOCAB_SIZE]},
+        f"stop_token_ids = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})",
+    ),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids = '129 entries': at most 128 entries"),
+    ({"logprobs": 21}, "logprobs = 21: allowed range [0, 20]"),
+]
+
+
+def test_sampling_parameters_out_of_range_are_named(serving, generation):  # noqa: ARG001
+    for options, message in SAMPLING:
+        request = tokens_request(sampling_params=config.SamplingParams(**options))
+        code, details = refusal(generation.Generate(request))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT, options
+        assert details.startswith("sampling_params."), options
+        assert message in details
+
+
+def test_every_sampling_parameter_with_a_range_is_tried():
+    ranged = {
+        field.name
+        for field in config.SamplingParams.DESCRIPTOR.fields
+        if any(
+            field.GetOptions().Extensions[config.limits].HasField(name)
+            for name in ("min", "max", "max_items", "max_bytes")
+        )
+    }
+    assert ranged <= {name for options, _ in SAMPLING for name in options}
+
+
+REQUESTS = [
+    (pb.GenerateRequest(), "prompt = None: exactly one of text, token_ids and chat is required"),
+    (pb.GenerateRequest(text=""), "text = '': must not be empty"),
+    (tokens_request(()), "token_ids.ids = []: at least one token id is required"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages = []: at least one message is required"),
+    (tokens_request((1, VOCAB_SIZE)), f"token_ids.ids = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
+    (tokens_request((2**32 - 1,)), f"token_ids.ids = 4294967295: token ids must be in [0, {VOCAB_SIZE})"),
+    (tokens_request([5] * CONTEXT), f"prompt = '{CONTEXT} tokens': allowed range [1, {CONTEXT - 1}] tokens"),
+    (pb.GenerateRequest(text="word " * CONTEXT), f"allowed range [1, {CONTEXT - 1}] tokens: the context has {CONTEXT}"),
+    (tokens_request(num_speculative_tokens=8), "num_speculative_tokens = 8: allowed range [0, 7] on this server"),
+    (tokens_request(num_speculative_tokens=17), "num_speculative_tokens = 17: allowed range [0, 16]"),
+    (tokens_request(request_id="x" * 129), "allowed length 1 to 128 bytes, got 129"),
+    (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="r" * 65, content="x")])),
+        "allowed length 1 to 64 bytes, got 65",
+    ),
+]
+
+
+def test_wrong_requests_are_told_what_is_allowed(serving, generation):  # noqa: ARG001
+    for request, message in REQUESTS:
+        code, details = refusal(generation.Generate(request))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert message in details
+
+
+def test_longest_prompt_is_served(serving, generation):  # noqa: ARG001
+    responses = list(generation.Generate(tokens_request([5] * (CONTEXT - 1))))
+    assert sum(len(response.token_ids) for response in responses) == 1
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def hello(**changes) -> draft_pb2.DraftRequest:
+    """A hello that fits the drafter, with changes to the target."""
+    target = {"name": "t", "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS}
+    return draft_pb2.DraftRequest(
+        hello=draft_pb2.VerifierHello(
+            protocol_version=PROTOCOL_VERSION,
+            noise_version=NOISE_VERSION,
+            verifier="test",
+            target=draft_pb2.TargetSpec(**{**target, "max_model_len": CONTEXT, **changes}),
+            features=draft_pb2.FeatureSpec(layers=(2, 3, 4), width=3 * HIDDEN_SIZE, dtype=draft_pb2.DTYPE_FLOAT32),
+            speculative_config=config.SpeculativeConfig(num_speculative_tokens=4),
+            max_sequences=4,
+            carriers=[draft_pb2.CARRIER_BYTES],
+        )
+    )
+
+
+def test_draft_stream_that_begins_wrong_is_refused(serving, drafting):  # noqa: ARG001
+    draft = draft_pb2_grpc.DraftingStub(drafting).Draft
+    for first in (draft_pb2.DraftRequest(), draft_pb2.DraftRequest(step=draft_pb2.DraftStep(step_id=1))):
+        code, details = refusal(draft(iter([first])))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "hello" in details
+    code, details = refusal(draft(iter([])))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(("field", "value", "own"), [("vocab_size", 999, VOCAB_SIZE), ("hidden_size", 8, HIDDEN_SIZE)])
+def test_verifier_of_another_target_is_refused_with_both_values(serving, drafting, field, value, own):  # noqa: ARG001
+    code, details = refusal(draft_pb2_grpc.DraftingStub(drafting).Draft(iter([hello(**{field: value})])))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert field in details
+    assert str(value) in details
+    assert str(own) in details
+
+
+def test_malformed_step_ends_its_stream_alone(serving, drafting):  # noqa: ARG001
+    call = draft_pb2_grpc.DraftingStub(drafting).Draft(
+        iter([hello(), draft_pb2.DraftRequest(step=draft_pb2.DraftStep(step_id=1, sequence_ids=[1], num_rows=[1, 2]))])
+    )
+    assert next(call).WhichOneof("message") == "hello"
+    assert refusal(call)[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_bytes_that_are_no_message_fail_alone(serving):
+    for address, method in (
+        (serving.verifier.address, "/draftwire.v1.Generation/Generate"),
+        (serving.drafter_address, "/draftwire.v1.Drafting/Draft"),
+    ):
+        with grpc.insecure_channel(address) as channel:
+            code, _ = refusal(channel.stream_stream(method)(iter([b"\xff\xff\xff\xff"])))
+        assert code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN)
+
+
+def test_bytes_that_are_no_http2_fail_alone(serving):
+    for address in (serving.verifier.address, serving.drafter_address):
+        host, _, port = address.rpartition(":")
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 4096, b"\0" * 4096):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(noise)
+
+
+CLIENT = """
+import sys
+from draftwire import Client
+streams = [Client(sys.argv[1]).generate([5, 6, 7], max_tokens=200, ignore_eos=True) for _ in range(4)]
+for stream in streams:
+    next(stream)
+print("streaming", flush=True)
+for stream in streams:
+    list(stream)
+"""
+
+
+def test_client_that_vanishes_in_mid_stream_leaves_nothing_behind(serving):
+    """The drafter is stopped, so that the requests wait for it: they can end only because their client is gone."""
+    serving.drafter.send_signal(signal.SIGSTOP)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", CLIENT, serving.verifier.address], stdout=subprocess.PIPE, text=True
+        ) as client:
+            assert client.stdout.readline() == "streaming\n"
+            assert serving.client.info().requests_running == 4
+            client.kill()
+        wait_for(lambda: serving.client.info().requests_running == 0, "no request is running")
+        assert drafter_status(serving.client, serving.drafter_address).state == pb.DRAFTER_STATE_READY
+    finally:
+        serving.drafter.send_signal(signal.SIGCONT)
+
+
+def test_passed_deadline_ends_the_request(serving, generation):
+    serving.drafter.send_signal(signal.SIGSTOP)
+    try:
+        request = tokens_request(sampling_params=config.SamplingParams(max_tokens=200, ignore_eos=True))
+        assert refusal(generation.Generate(request, timeout=1.0))[0] == grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_for(lambda: serving.client.info().requests_running == 0, "no request is running")
+    finally:
+        serving.drafter.send_signal(signal.SIGCONT)
+
+
+def write_config(directory: Path, **changes) -> Path:
+    """A directory with the configuration of a small model."""
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 310,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
+    return directory
+
+
+def test_drafter_for_another_target_is_refused_and_a_full_queue_is_told(shelf, references, tmp_path):
+    """One verifier for both: it has a drafter that does not fit, computes one request at once and lets one wait."""
+    target = write_config(tmp_path / "target")
+    head = write_config(tmp_path / "head", draft_vocab_size=200, num_hidden_layers=1)
+    drafter = start_drafter(
+        head, target, "--device", "cpu", "--load-format", "dummy", log_path=tmp_path / "drafter.log"
+    )
+    verifier = start_verifier(
+        shelf.target("llama"),
+        [drafter.address],
+        *("--device", "cpu", "--max-num-seqs", "1", "--max-queue", "1"),
+        log_path=tmp_path / "verifier.log",
+    )
+    try:
+        with Client(verifier.address) as client:
+            wait_for_drafter(client, drafter.address, pb.DRAFTER_STATE_REFUSED)
+            detail = drafter_status(client, drafter.address).detail
+            assert "vocab_size" in detail
+            assert "300" in detail
+            assert "310" in detail
+            good = references("llama").continuations[0]
+            completion = client.complete(good.prompt, temperature=0, max_tokens=48)
+            assert list(completion.token_ids) == good.tokens
+            assert sum(completion.statistics.drafted) == 0
+            check_full_queue(client)
+    finally:
+        verifier.kill()
+        drafter.kill()
+
+
+def check_full_queue(client: Client) -> None:
+    """Of many long requests at once some are refused; the rest, and later ones, are served."""
+
+    def outcome(_: int) -> tuple[int, ...] | str:
+        try:
+            return client.complete([5, 6], temperature=0, max_tokens=200, ignore_eos=True).token_ids
+        except QueueFullError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(12) as pool:
+        outcomes = list(pool.map(outcome, range(12)))
+    assert set(map(type, outcomes)) == {tuple, str}
+    assert {text for text in outcomes if isinstance(text, str)} == {
+        "the queue is full: 1 requests are waiting; try again later"
+    }
+    assert {tokens for tokens in outcomes if isinstance(tokens, tuple)} == {outcome(0)}
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    """Exit status and last line of a command that must not start a service; no traceback is shown."""
+    result = subprocess.run(
+        [sys.executable, "-m", "draftwire", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in result.stderr
+    assert "listening on" not in result.stdout
+    return result.returncode, result.stderr.strip().splitlines()[-1]
+
+
+def run_here(*arguments: str | Path) -> tuple[int, str]:
+    """As `run`, in this process: the same command line without the seconds that a process takes to start."""
+    result = click.testing.CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output.strip().splitlines()[-1]
+
+
+def truncated(directory: Path, copy: Path) -> Path:
+    """A copy of a checkpoint whose weights end early."""
+    shutil.copytree(directory, copy)
+    weights = copy / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    return copy
+
+
+def test_missing_target_ends_the_verifier_with_one_line(tmp_path):
+    status, line = run("verifier", "--target", tmp_path / "nowhere")
+    assert status == 1
+    assert line.startswith("Error: ")
+    assert "nowhere' is not a directory" in line
+
+
+def test_truncated_target_ends_the_verifier_with_one_line(shelf, tmp_path):
+    directory = truncated(shelf.target("llama"), tmp_path / "cut")
+    status, line = run("verifier", "--target", directory, "--listen", "127.0.0.1:0")
+    assert status == 1
+    assert line.startswith(f"Error: {directory}: cannot be loaded: ")
+
+
+def test_missing_weights_end_the_verifier(tmp_path):
+    status, line = run_here("verifier", "--target", write_config(tmp_path / "bare"), "--listen", "127.0.0.1:0")
+    assert status == 1
+    assert line == f"Error: {tmp_path / 'bare'}: there are no weights (*.safetensors or *.bin)"
+
+
+def test_missing_head_ends_the_drafter_with_one_line(shelf, tmp_path):
+    status, line = run_here("drafter", "--head", tmp_path / "nowhere", "--target", shelf.target("llama"))
+    assert status == 1
+    assert "nowhere' is not a directory" in line
+
+
+def test_truncated_head_ends_the_drafter_with_one_line(shelf, tmp_path):
+    directory = truncated(shelf.head("llama", "good"), tmp_path / "cut")
+    status, line = run("drafter", "--head", directory, "--target", shelf.target("llama"), "--listen", "127.0.0.1:0")
+    assert status == 1
+    assert line.startswith("Error: ")
+    assert "model.safetensors" in line
+    assert "is damaged or not a checkpoint" in line
+
+
+@pytest.mark.parametrize(("key", "value", "own"), [("vocab_size", 310, VOCAB_SIZE), ("hidden_size", 96, HIDDEN_SIZE)])
+def test_head_that_does_not_fit_the_target_ends_the_drafter(shelf, tmp_path, key, value, own):
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_attention_heads": 4, key: value}
+    target = write_config(tmp_path / "target", **sizes)
+    status, line = run_here(
+        "drafter", "--head", shelf.head("llama", "good"), "--target", target, "--listen", "127.0.0.1:0"
+    )
+    assert status == 1
+    assert f"{key} {own}" in line
+    assert str(value) in line
+
+
+@pytest.mark.parametrize("command", ["verifier", "drafter"])
+def test_port_in_use_ends_the_service_with_one_line(llama, shelf, command):
+    head = ["--head", shelf.head("llama", "good")] if command == "drafter" else []
+    address = llama.verifier.address
+    status, line = run(command, *head, "--target", llama.target, "--device", "cpu", "--listen", address)
+    assert status == 1
+    assert line.startswith(f"Error: listen = '{address}': cannot be bound: the port is in use")
+    assert len(llama.client.complete(prompts_of("llama")[0], max_tokens=3).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("json_text", "message"),
+    [
+        ('{"num_spec_tokens": 4}', "speculative_config.num_spec_tokens = 4: unknown name; known: draft_logits, "),
+        ('{"num_speculative_tokens": 17}', "num_speculative_tokens = 17: allowed range [1, 16]"),
+        ('{"rejection_sample_method": "strict"}', "this name is retired"),
+        ('{"draft_logits": "dense"}', "logits travel with gumbel drafts alone"),
+        ("{", "is not valid JSON"),
+        ("no-such-file.json", "must be a JSON object or the path of a file with one"),
+    ],
+)
+def test_wrong_speculative_config_ends_the_verifier_before_it_loads(shelf, json_text, message):
+    status, line = run_here("verifier", "--target", shelf.target("llama"), "--speculative-config", json_text)
+    assert status == 2
+    assert line.startswith("Error: speculative_config")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafters", "localhost"], "drafters = 'localhost': must be HOST:PORT"),
+        (["--listen", "nonsense"], "listen = 'nonsense': must be HOST:PORT"),
+        (["--draft-deadline-ms", "soon"], 'allowed: "off" or milliseconds in [0, inf)'),
+        (["--device", "abacus"], "abacus"),
+        (["--max-model-len", str(CONTEXT + 1)], f"max_model_len = {CONTEXT + 1}"),
+        (["--kv-cache-tokens", "16"], f"must hold one request of max_model_len = {CONTEXT}"),
+    ],
+)
+def test_wrong_option_ends_the_verifier(shelf, options, message):
+    status, line = run_here("verifier", "--target", shelf.target("llama"), "--listen", "127.0.0.1:0", *options)
+    assert status in (1, 2)
+    assert message in line
