@@ -1,0 +1,176 @@
+"""From emitted tokens to text: characters split over tokens, stop texts, and the reasons to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from draftwire.config import build_sampling_params, resolve_sampling_params
+from draftwire.v1 import generate_pb2 as pb
+from models import EOS, VOCAB_SIZE, make_tokenizer
+from verifier_service.output import OutputBuilder
+from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
+
+TOKENIZER = make_tokenizer()
+ROOM = 1000
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, eos_token="<eos>").save_pretrained(directory)
+    return TextCodec(directory)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+def builder(codec: TextCodec | None, **options) -> OutputBuilder:
+    params = resolve_sampling_params(build_sampling_params(**{"max_tokens": 100, **options}))
+    return OutputBuilder(params, frozenset([EOS]), codec)
+
+
+class TestStopFinder:
+    def test_text_without_stops_goes_out_at_once(self):
+        assert StopFinder([]).push("anything") == ("anything", None)
+
+    def test_beginning_of_a_stop_is_held_back_until_it_is_none(self):
+        finder = StopFinder(["END"])
+        assert finder.push("the E") == ("the ", None)
+        assert finder.push("N") == ("", None)
+        assert finder.push("Ough") == ("ENOugh", None)
+
+    def test_stop_in_pieces_is_found_and_nothing_of_it_or_after_it_is_given_out(self):
+        finder = StopFinder(["END"])
+        assert [finder.push(piece) for piece in ("a E", "N", "D b")] == [("a ", None), ("", None), ("", "END")]
+        assert finder.flush() == ""
+
+    def test_first_stop_in_the_text_wins_whatever_their_order(self):
+        assert StopFinder(["late", "soon"]).push("too soon, too late") == ("too ", "soon")
+
+    def test_longest_possible_beginning_is_held(self):
+        finder = StopFinder(["aab", "b!"])
+        assert finder.push("xaaa") == ("xa", None)
+        assert finder.push("b") == ("", "aab")
+
+    def test_what_is_held_at_the_end_is_text(self):
+        finder = StopFinder(["END"])
+        assert finder.push("the EN") == ("the ", None)
+        assert finder.flush() == "EN"
+        assert finder.flush() == ""
+
+
+class TestDetokenizer:
+    def test_character_of_several_tokens_comes_when_it_is_whole(self, codec):
+        ids = ids_of("€")
+        assert len(ids) == 3
+        detokenizer = Detokenizer(codec, [])
+        assert [detokenizer.push(token) for token in ids] == ["", "", "€"]
+        assert detokenizer.flush() == ""
+
+    def test_unfinished_character_comes_as_a_replacement_at_the_end(self, codec):
+        detokenizer = Detokenizer(codec, [])
+        assert [detokenizer.push(token) for token in ids_of("é")[:1]] == [""]
+        assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+
+    def test_special_tokens_have_no_text(self, codec):
+        detokenizer = Detokenizer(codec, [])
+        assert [detokenizer.push(token) for token in (*ids_of("a"), EOS, *ids_of("b"))] == ["a", "", "b"]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_pieces_are_the_tokenizer_s_text_of_any_tokens(self, codec, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCAB_SIZE, (60,), generator=generator).tolist()
+        detokenizer = Detokenizer(codec, [])
+        text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+        assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+    def test_first_token_is_written_as_it_is_behind_the_prompt(self, tmp_path):
+        tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2}, unk_token="<unk>"))
+        tokenizer.decoder = decoders.Metaspace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+        codec = TextCodec(tmp_path)
+        assert Detokenizer(codec, []).push(1) == "two"
+        assert Detokenizer(codec, [0]).push(1) == " two"
+
+
+class TestOutputBuilder:
+    def test_tokens_and_their_text_go_through(self, codec):
+        piece = builder(codec).push(ids_of("a€b"), ROOM)
+        assert piece.text == "a€b"
+        assert piece.text_ends == [1, 1, 1, 2, 3]
+        assert piece.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+
+    def test_end_token_in_the_middle_of_a_step_cuts_the_rest_off(self, codec):
+        piece = builder(codec).push([*ids_of("ab"), EOS, *ids_of("cd")], ROOM)
+        assert piece.token_ids == [*ids_of("ab"), EOS]
+        assert (piece.text, piece.finish_reason, piece.stop_token_id) == ("ab", pb.FINISH_REASON_STOP, None)
+
+    def test_ignored_end_token_is_one_like_others(self, codec):
+        piece = builder(codec, ignore_eos=True).push([*ids_of("a"), EOS, *ids_of("b")], ROOM)
+        assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
+
+    def test_stop_token_is_kept_and_named_and_has_no_text(self, codec):
+        a, b, c = ids_of("a"), ids_of("b"), ids_of("c")
+        piece = builder(codec, stop_token_ids=b).push([*a, *b, *c], ROOM)
+        assert piece.token_ids == [*a, *b]
+        assert (piece.text, piece.stop_token_id, piece.finish_reason) == ("a", b[0], pb.FINISH_REASON_STOP)
+
+    def test_stop_text_over_two_steps_ends_before_it(self, codec):
+        output = builder(codec, stop=["XYZ"])
+        first = output.push(ids_of("aX"), ROOM)
+        assert (first.text, first.text_ends) == ("a", [1, 1])
+        second = output.push(ids_of("Y") + ids_of("Z") + ids_of("b"), ROOM)
+        assert second.token_ids == ids_of("Y") + ids_of("Z")
+        assert (second.text, second.stop_text, second.finish_reason) == ("", "XYZ", pb.FINISH_REASON_STOP)
+
+    def test_text_held_back_for_a_stop_comes_at_the_end(self, codec):
+        output = builder(codec, stop=["XYZ"], max_tokens=2)
+        piece = output.push(ids_of("aX"), ROOM)
+        assert (piece.text, piece.text_ends, piece.finish_reason) == ("aX", [1, 2], pb.FINISH_REASON_LENGTH)
+
+    @pytest.mark.parametrize(("max_tokens", "room"), [(3, ROOM), (100, 3)])
+    def test_length_ends_in_the_middle_of_a_step(self, codec, max_tokens, room):
+        piece = builder(codec, max_tokens=max_tokens).push(ids_of("a") * 5, room)
+        assert (piece.text, piece.finish_reason) == ("aaa", pb.FINISH_REASON_LENGTH)
+
+    def test_end_token_at_the_length_limit_is_a_stop(self, codec):
+        assert builder(codec, max_tokens=1).push([EOS], ROOM).finish_reason == pb.FINISH_REASON_STOP
+
+    def test_nothing_ends_before_min_tokens(self, codec):
+        a, b = ids_of("a"), ids_of("b")
+        output = builder(codec, stop=["a"], stop_token_ids=b, min_tokens=3)
+        piece = output.push([*a, *b, EOS], ROOM)
+        assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
+        assert output.push(a, ROOM).stop_text == "a"
+
+    def test_stop_text_completed_by_the_last_token_is_found(self, codec):
+        piece = builder(codec, stop=["ab"], max_tokens=2).push([*ids_of("a"), *ids_of("b")], ROOM)
+        assert (piece.text, piece.stop_text, piece.finish_reason) == ("", "ab", pb.FINISH_REASON_STOP)
+
+    def test_without_a_tokenizer_there_are_only_tokens(self):
+        piece = builder(None).push([1, 2, EOS], ROOM)
+        assert piece.token_ids == [1, 2, EOS]
+        assert (piece.text, piece.text_ends, piece.finish_reason) == ("", [0, 0, 0], pb.FINISH_REASON_STOP)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_output_does_not_depend_on_how_the_tokens_came_in_steps(self, codec, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCAB_SIZE, (40,), generator=generator).tolist()
+        options = {"stop": ["e", " th", "\n"], "min_tokens": 6, "max_tokens": 30, "ignore_eos": True}
+
+        def joined(steps: list[list[int]]):
+            output, text, tokens, last = builder(codec, **options), "", [], None
+            for step in steps:
+                last = output.push(step, ROOM)
+                text, tokens = text + last.text, tokens + last.token_ids
+                if last.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    break
+            assert last is not None
+            return text, tokens, last.finish_reason, last.stop_text
+
+        one_by_one = joined([[token] for token in ids])
+        assert joined([ids]) == joined([ids[i : i + 3] for i in range(0, len(ids), 3)]) == one_by_one

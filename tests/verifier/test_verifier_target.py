@@ -1,0 +1,202 @@
+"""Targets: the same logits and features as transformers' own models, and what is refused at load."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    T5Config,
+)
+
+from draftwire.errors import CheckpointError
+from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows, blocks_for
+from verifier_service.target import Target, load_target
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 4
+CONTEXT = 128
+TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON),
+    "llama_llama3_rope": LlamaConfig(**COMMON, rope_parameters=LLAMA3, head_dim=16),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON, head_dim=16),
+    "mistral_window": MistralConfig(**COMMON, sliding_window=6),
+    "gemma2": Gemma2Config(**COMMON, head_dim=16, sliding_window=6, attn_logit_softcapping=3.0),
+    "gemma3_text": Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=6),
+}
+
+
+def save(config: Any, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path, **options: Any) -> Target:
+    return load_target(directory, directory.name, torch.float32, CPU, **options)
+
+
+class Served:
+    """A target with a cache, and sequences that are given to it bit by bit."""
+
+    def __init__(self, target: Target, lengths: list[int]) -> None:
+        self.target = target
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = [torch.randint(3, target.vocab_size, (length,), generator=generator) for length in lengths]
+        pool = BlockPool(40)
+        self._cache = KVCache(target.layer_shapes, 40, target.dtype, CPU)
+        self._blocks = [pool.allocate(blocks_for(length)) or [] for length in lengths]
+
+    def step(self, pieces: list[tuple[int, int, int]], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and features of rows start .. start + count - 1 of each (sequence, start, count)."""
+        batch = RaggedBatch([SequenceRows(self._blocks[i], start, count) for i, start, count in pieces], CPU)
+        tokens = torch.cat([self.tokens[i][start : start + count] for i, start, count in pieces])
+        positions = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
+        logits = self.target.forward(tokens, positions, self._cache, batch, torch.arange(len(tokens)))
+        return logits, self.target.features(layers)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_logits_and_features_are_those_of_transformers(name, tmp_path):
+    directory = save(CONFIGS[name], tmp_path / name)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    served = Served(load(directory), [30, 9, 21])
+    layers = [0, 1, 3, NUM_LAYERS]
+    expected = [model(tokens[None], output_hidden_states=True, use_cache=False) for tokens in served.tokens]
+    states = [torch.cat([out.hidden_states[layer][0] for layer in layers], -1) for out in expected]
+    steps = [
+        [(0, 0, 12), (1, 0, 9)],
+        [(2, 0, 20), (0, 12, 1)],
+        [(0, 13, 8), (2, 20, 1)],  # rows 16 .. are drafts that are refused: they come again
+        [(0, 16, 14)],
+    ]
+    for pieces in steps:
+        logits, features = served.step(pieces, layers)
+        wanted_logits = torch.cat([expected[i].logits[0, start : start + count] for i, start, count in pieces])
+        wanted_features = torch.cat([states[i][start : start + count] for i, start, count in pieces])
+        torch.testing.assert_close(logits, wanted_logits, **TOLERANCE)
+        torch.testing.assert_close(features, wanted_features, **TOLERANCE)
+
+
+def test_logits_come_for_the_rows_asked_for(tmp_path):
+    served = Served(load(save(CONFIGS["llama"], tmp_path / "llama")), [10])
+    every, _ = served.step([(0, 0, 10)], [1])
+    batch = RaggedBatch([SequenceRows([1], 0, 10)], CPU)
+    cache = KVCache(served.target.layer_shapes, 2, torch.float32, CPU)
+
+    def logits_of(*rows: int) -> torch.Tensor:
+        return served.target.forward(
+            served.tokens[0], torch.arange(10), cache, batch, torch.tensor(rows, dtype=torch.int64)
+        )
+
+    torch.testing.assert_close(logits_of(2, 9), every[[2, 9]], **TOLERANCE)
+    assert logits_of().shape == (0, served.target.vocab_size)
+
+
+def test_sizes_are_the_model_s(tmp_path):
+    target = load(save(CONFIGS["qwen3"], tmp_path / "qwen3"), max_model_len=64)
+    assert (target.vocab_size, target.hidden_size, target.num_layers, target.max_model_len) == (90, 48, NUM_LAYERS, 64)
+    assert target.layer_shapes == [(2, 16, 16)] * NUM_LAYERS
+    assert target.eos_token_ids == {2}
+
+
+def test_end_tokens_of_the_generation_config_go_first(tmp_path):
+    directory = save(CONFIGS["llama"], tmp_path / "llama")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}), encoding="utf-8")
+    assert load(directory).eos_token_ids == {2, 7}
+
+
+def test_dummy_weights_need_no_checkpoint_and_are_finite(tmp_path):
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    logits, _ = Served(load(tmp_path, dummy=True), [8]).step([(0, 0, 8)], [1])
+    assert torch.isfinite(logits).all()
+
+
+def rope(kind: str) -> dict[str, Any]:
+    factors = {"long_factor": [1.0] * 6, "short_factor": [1.0] * 6} if kind == "longrope" else {}
+    return {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), "encoder-decoder models are not served"),
+        (MambaConfig(), "not served|has no causal language model"),
+        (LlamaConfig(**COMMON, rope_parameters=rope("dynamic")), "rotary type 'dynamic' is not served"),
+        (LlamaConfig(**COMMON, rope_parameters=rope("longrope")), "rotary type 'longrope' is not served"),
+    ],
+    ids=["encoder-decoder", "recurrent", "dynamic", "longrope"],
+)
+def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, message, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, dummy=True)
+
+
+def test_checkpoint_that_is_not_there_or_damaged_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        load(tmp_path)
+    directory = save(CONFIGS["llama"], tmp_path / "llama")
+    (directory / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(directory)
+
+
+def test_checkpoint_of_another_shape_is_refused(tmp_path):
+    directory = save(CONFIGS["llama"], tmp_path / "llama")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": NUM_LAYERS + 1}), encoding="utf-8"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(f"model.layers.{NUM_LAYERS}")):
+        load(directory)
+
+
+def test_more_positions_than_the_model_has_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=f"max_model_len = {CONTEXT + 1}"):
+        load(save(CONFIGS["llama"], tmp_path / "llama"), max_model_len=CONTEXT + 1)
