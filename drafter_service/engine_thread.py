@@ -103,7 +103,9 @@ class EngineThread:
     def _iterate(self) -> None:
         try:
             self.engine.iterate()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):  # as the CPU's allocator says
+                raise
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()

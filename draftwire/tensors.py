@@ -23,11 +23,14 @@ DTYPES = {
 WIRE_DTYPES = {dtype: number for number, dtype in DTYPES.items()}
 
 
-def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
-    """The wire form of a tensor of any device, copied once into the message."""
+def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.Tensor:
+    """The wire form of a tensor of any device, written into `message` if one is given."""
+    message = pb.Tensor() if message is None else message
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return pb.Tensor(dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape, data=data)
+    message.dtype = WIRE_DTYPES[tensor.dtype]
+    message.shape.extend(tensor.shape)
+    message.data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return message
 
 
 def decode_tensor(

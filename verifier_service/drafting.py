@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,19 +21,21 @@ from verifier_service.request import ReadyDrafts, Request
 
 logger = logging.getLogger(__name__)
 
-# Rows of one sequence, and of all, in one message: long histories are sent in pieces.
-MAX_ROWS_PER_SEQUENCE = 1024
-MAX_ROWS_PER_STEP = 8192
+# A history that a drafter has not got is sent in pieces of this many rows, and all histories together take at most
+# this many bytes of a message, so that they delay no other sequence.
+MAX_HISTORY_ROWS = 512
+MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # Steps and bytes that may be on their way unanswered; past the bytes the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 LOST_AFTER_S = 10.0
-# A sequence that a drafter could not take is offered again after this long.
-REOPEN_DELAY_S = 0.5
-# Share of answers with logits whose drafts are drawn again, and the mismatches that expel a drafter. One mismatch can
-# be two scores within rounding on different devices.
+# A sequence that a drafter could not take is offered again after this long, twice as long each time.
+REOPEN_DELAY_S = (0.5, 30.0)
+# Share of answers with logits whose drafts are drawn again, and what expels a drafter: some mismatches that are a share
+# of what was drawn. A single one can be two scores within rounding on different devices.
 REDRAW_SHARE = 1 / 32
 REDRAW_MISMATCHES = 3
+REDRAW_MISMATCH_SHARE = 0.01
 
 
 @dataclass(eq=False)
@@ -41,12 +43,14 @@ class _Session:
     """A stream and what is on its way over it."""
 
     stream: Stream
+    draft_token_ids: torch.Tensor | None  # the head's, on the target's device
     step_id: int = 0
     next_sequence_id: int = 1
     sequences: dict[int, _Binding] = field(default_factory=dict)
     closed_ids: list[int] = field(default_factory=list)
     unanswered: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: (sent at, bytes)
     is_late: bool = False
+    redrawn: int = 0
     mismatches: int = 0
 
     @property
@@ -76,19 +80,23 @@ class Drafting:
     drafter that misses it is late until it has answered everything, and in the meantime nobody waits for it.
     """
 
-    def __init__(self, config: config_pb2.SpeculativeConfig, vocab_size: int, deadline_s: float | None) -> None:
+    def __init__(
+        self, config: config_pb2.SpeculativeConfig, vocab_size: int, deadline_s: float | None, device: torch.device
+    ) -> None:
         """`deadline_s` None waits until an answer comes or the drafter is lost."""
         self._config = config
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
+        self._device = device
         self._sessions: dict[Stream, _Session] = {}
         self._bindings: dict[Request, _Binding] = {}
-        self._reopen_after: dict[Request, float] = {}
+        self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
+        self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
 
     @property
-    def streams(self) -> list[Stream]:
-        """Open streams."""
-        return list(self._sessions)
+    def feature_layers(self) -> set[tuple[int, ...]]:
+        """Layers that the connected heads take features of."""
+        return {stream.head.layers for stream in self._sessions}
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""
@@ -102,7 +110,8 @@ class Drafting:
     def handle(self, event: LinkEvent) -> None:
         """Takes what happened on a stream."""
         if isinstance(event, Connected):
-            self._sessions[event.stream] = _Session(event.stream)
+            ids = event.stream.head.draft_token_ids
+            self._sessions[event.stream] = _Session(event.stream, None if ids is None else ids.to(self._device))
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
@@ -132,36 +141,44 @@ class Drafting:
 
     def release(self, request: Request) -> None:
         """Forgets a request that has ended."""
-        self._reopen_after.pop(request, None)
+        self._reopen.pop(request, None)
+        self._old_rows.pop(request, None)
         binding = self._bindings.pop(request, None)
         if binding is not None:
             del binding.session.sequences[binding.sequence_id]
             if binding.is_open:
                 binding.session.closed_ids.append(binding.sequence_id)
 
-    def flush(self, requests: Iterable[Request], stores: dict[tuple[int, ...], FeatureStore]) -> None:
-        """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
+    def drop_lost(self) -> None:
+        """Gives up drafters that have not answered for long. To be called when all answers have been taken."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
             if session.unanswered and now > min(session.unanswered.values())[0] + LOST_AFTER_S:
-                session.stream.fail(f"no answer in {LOST_AFTER_S:g} s")
-                self._drop(session)
+                self._give_up(session, f"no answer in {LOST_AFTER_S:g} s")
+
+    def flush(self, requests: Sequence[Request], stores: dict[tuple[int, ...], FeatureStore]) -> None:
+        """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
+        now = time.monotonic()
         for request in requests:
             if request not in self._bindings and request.num_speculative_tokens > 0:
                 self._bind(request, stores, now)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if session.has_room:
                 self._send(session, stores[session.stream.head.layers], now)
             else:
                 self._hold(session, now)
+        for request in requests:
+            self._old_rows[request] = request.num_feature_rows
 
     def _bind(self, request: Request, stores: dict[tuple[int, ...], FeatureStore], now: float) -> None:
-        if request.num_feature_rows == 0 or now < self._reopen_after.get(request, 0):
+        if request.num_feature_rows == 0 or now < self._reopen.get(request, (0.0, 0.0))[0]:
             return
         open_sessions = [
             session
             for session in self._sessions.values()
-            if not session.is_late and len(session.sequences) < session.stream.head.max_sequences
+            if not session.is_late
+            and len(session.sequences) < session.stream.head.max_sequences
+            and request.num_feature_rows <= session.stream.head.max_model_len
         ]
         if not open_sessions:
             return
@@ -184,16 +201,16 @@ class Drafting:
                 self._wait(binding, now)
 
     def _send(self, session: _Session, store: FeatureStore, now: float) -> None:
-        step = draft_pb2.DraftStep(closed_ids=session.closed_ids)
+        pieces = self._pieces(session)
+        if not pieces and not session.closed_ids:
+            return
+        session.step_id += 1
+        step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
         spans = []
         tokens: list[int] = []
-        for binding in session.sequences.values():
+        for binding, rows in pieces:
             request = binding.request
-            rows = min(request.num_feature_rows - binding.next_row, MAX_ROWS_PER_SEQUENCE)
-            rows = min(rows, MAX_ROWS_PER_STEP - len(tokens))
-            if rows <= 0:
-                continue
             if not binding.is_open:
                 self._open(step, binding)
             first, last = binding.next_row, binding.next_row + rows
@@ -204,24 +221,44 @@ class Drafting:
             step.first_rows.append(first)
             step.num_rows.append(rows)
             step.num_drafts.append(self._ask(binding, now))
-        if not spans and not step.closed_ids:
-            return
-        if spans:
-            step.tokens.CopyFrom(encode_tensor(torch.tensor(tokens, dtype=torch.int32)))
-            step.features.CopyFrom(encode_tensor(store.read(spans, session.stream.head.dtype)))
-        session.step_id += 1
-        step.step_id = session.step_id
-        session.unanswered[step.step_id] = (now, len(step.features.data))
+        num_bytes = 0
+        if pieces:
+            features = store.read(spans, session.stream.head.dtype)
+            num_bytes = features.numel() * features.itemsize
+            encode_tensor(torch.tensor(tokens, dtype=torch.int32), step.tokens)
+            encode_tensor(features, step.features)
+        session.unanswered[step.step_id] = (now, num_bytes)
         session.stream.send(step)
         if sum(size for _, size in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
-            session.stream.fail(f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
+            self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
+
+    def _pieces(self, session: _Session) -> list[tuple[_Binding, int]]:
+        """(sequence, rows to send of it), in the order of opening: all new rows, and some of the histories.
+
+        A history are rows older than the last step, of a sequence that moves or whose drafter was held up.
+        """
+        room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
+        pieces = []
+        for binding in session.sequences.values():
+            request = binding.request
+            rows = request.num_feature_rows - binding.next_row
+            if binding.next_row < min(self._old_rows.get(request, 0), request.num_feature_rows):
+                rows = min(rows, MAX_HISTORY_ROWS, room)
+                room -= rows
+            if rows > 0:
+                pieces.append((binding, rows))
+        return pieces
 
     def _open(self, step: draft_pb2.DraftStep, binding: _Binding) -> None:
-        keys = binding.request.keys
-        is_coupled = self._config.rejection_sample_method == cfg.COUPLED
+        request = binding.request
+        key = 0  # greedy drafters need none, and a key tells something of the seed
+        if self._config.rejection_sample_method == cfg.COUPLED:
+            key = request.keys.resample
+        elif self._config.draft_sample_method == cfg.GUMBEL:
+            key = request.keys.proposal
         step.opened.ids.append(binding.sequence_id)
-        step.opened.temperatures.append(binding.request.params.temperature)
-        step.opened.proposal_keys.append(keys.resample if is_coupled else keys.proposal)
+        step.opened.temperatures.append(request.params.temperature)
+        step.opened.proposal_keys.append(key)
         step.opened.first_rows.append(binding.next_row)
         binding.is_open = True
 
@@ -232,15 +269,14 @@ class Drafting:
         if not request.is_decoding or wanted == 0 or binding.next_row < len(request.tokens) - 1:
             return 0
         binding.asked_length, binding.asked_drafts = len(request.tokens), wanted
-        binding.asked_step = binding.session.step_id + 1
+        binding.asked_step = binding.session.step_id
         binding.wait_until = None
         self._wait(binding, now)
         return wanted
 
     def _take_answer(self, session: _Session, drafts: draft_pb2.Drafts) -> None:
         if drafts.step_id not in session.unanswered:
-            session.stream.fail(f"answered step {drafts.step_id}, which was not waiting for an answer", expel=True)
-            self._drop(session)
+            self._give_up(session, f"answered step {drafts.step_id}, which had no answer due", expel=True)
             return
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
@@ -248,8 +284,7 @@ class Drafting:
         try:
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
-            session.stream.fail(f"malformed answer: {error}", expel=True)
-            self._drop(session)
+            self._give_up(session, f"wrong answer: {error}", expel=True)
         for binding in session.sequences.values():
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
@@ -267,7 +302,7 @@ class Drafting:
             end = start + drafts.num_drafts[i]
             binding = session.sequences.get(sequence_id)
             if binding is not None and drafts.statuses[i] != draft_pb2.SEQUENCE_STATUS_OK:
-                self._unbind(binding)
+                self._unbind(binding, time.monotonic())
             elif binding is not None and binding.asked_length == drafts.committed_lengths[i]:
                 if end - start > binding.asked_drafts:
                     raise InvalidArgumentError("drafts.num_drafts", end - start, f"{binding.asked_drafts} were asked")
@@ -277,7 +312,7 @@ class Drafting:
                     tokens=tokens[start:end],
                     logits=None if logits is None else logits[start:end],
                     logits_token_ids=None if logits_token_ids is None else logits_token_ids[start:end],
-                    head=session.stream.head.fingerprint,
+                    draft_token_ids=session.draft_token_ids,
                 )
                 self._give(binding, ready)
             start = end
@@ -311,11 +346,17 @@ class Drafting:
         binding.wait_until = None
         if (ready.committed_length, ready.last_token) != (len(request.tokens), request.tokens[-1]):
             return
-        if ready.logits is not None and random.random() < REDRAW_SHARE and not self._redraws(binding, ready):
-            binding.session.mismatches += 1
-            if binding.session.mismatches >= REDRAW_MISMATCHES:
-                raise InvalidArgumentError("drafts.tokens", ready.tokens.tolist(), "are not what its logits sample")
+        is_sampled = ready.logits is not None and request.params.temperature > 0
+        if is_sampled and random.random() < REDRAW_SHARE:
+            self._check_redraw(binding, ready)
         request.drafts = ready
+
+    def _check_redraw(self, binding: _Binding, ready: ReadyDrafts) -> None:
+        session = binding.session
+        session.redrawn += 1
+        session.mismatches += not self._redraws(binding, ready)
+        if session.mismatches >= max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn):
+            raise InvalidArgumentError("drafts.tokens", ready.tokens.tolist(), "are not what its logits sample")
 
     def _redraws(self, binding: _Binding, ready: ReadyDrafts) -> bool:
         """Whether the drafts are what the logits sent with them sample under the request's proposal noise."""
@@ -340,14 +381,19 @@ class Drafting:
                 return False
         return True
 
-    def _unbind(self, binding: _Binding) -> None:
+    def _unbind(self, binding: _Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""
-        binding.session.sequences.pop(binding.sequence_id, None)
-        self._bindings.pop(binding.request, None)
-        self._reopen_after[binding.request] = time.monotonic() + REOPEN_DELAY_S
+        del binding.session.sequences[binding.sequence_id]
+        del self._bindings[binding.request]
+        _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
+        self._reopen[binding.request] = (now + delay, min(2 * delay, REOPEN_DELAY_S[1]))
+
+    def _give_up(self, session: _Session, reason: str, *, expel: bool = False) -> None:
+        session.stream.fail(reason, expel=expel)
+        self._drop(session)
 
     def _drop(self, session: _Session) -> None:
         self._sessions.pop(session.stream, None)
-        for binding in list(session.sequences.values()):
-            self._bindings.pop(binding.request, None)
+        for binding in session.sequences.values():
+            del self._bindings[binding.request]
         session.sequences.clear()

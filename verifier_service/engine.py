@@ -16,7 +16,7 @@ from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError
 from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service.drafter_link import Connected, LinkEvent
+from verifier_service.drafter_link import Connected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureStore
 from verifier_service.output import Piece
@@ -65,11 +65,15 @@ class Engine:
         config: config_pb2.SpeculativeConfig,
         limits: EngineLimits,
         deliver: Callable[[list[tuple[Request, Item]]], None],
+        on_failure: Callable[[], None],
     ) -> None:
-        """`deliver` is called in the engine's thread with a step's output, and must not block."""
+        """Both are called in the engine's thread and must not block: `deliver` with a step's output, `on_failure` when
+        the engine has failed for good and its requests have their error.
+        """
         self._target = target
         self._limits = limits
         self._deliver = deliver
+        self._on_failure = on_failure
         self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
         self._pool = BlockPool(limits.num_blocks)
         self._cache = KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device)
@@ -78,15 +82,10 @@ class Engine:
             config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device
         )
         self.scheduler = Scheduler(self._pool, limits.max_num_seqs, limits.max_queue, limits.max_prefill_rows)
-        self.drafting = Drafting(config, target.vocab_size, limits.draft_deadline_s)
+        self.drafting = Drafting(config, target.vocab_size, limits.draft_deadline_s, target.device)
         self._events: queue.SimpleQueue[_Arrived | _Cancelled | LinkEvent | None] = queue.SimpleQueue()
         self._items: list[tuple[Request, Item]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the cache blocks in use, [0, 1]."""
-        return self._pool.usage
 
     def start(self) -> None:
         """Starts the engine's thread."""
@@ -111,22 +110,33 @@ class Engine:
 
     def _run(self) -> None:
         make_current(self._target.device)
+        reason = "the server is shutting down"
+        try:
+            self._loop()
+        except Exception as error:
+            logger.exception("the engine failed")
+            reason = f"the engine failed: {error}"
+            self._on_failure()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._items.append((request, ServerError(reason)))
+        self._hand_out()
+
+    def _loop(self) -> None:
         works: list[Work] = []
         while self._take_events(wait=not works):
             works = []
             try:
+                self.drafting.drop_lost()
                 self.drafting.flush(self.scheduler.running, self._stores)
                 works = self.scheduler.schedule(self.drafting.is_ready)
                 if works:
                     self._step(works)
             except Exception as error:
                 logger.exception("the step failed; its requests are ended")
-                for work in works or [Work(request, 0, [], None, False) for request in self.scheduler.running]:
-                    self._end(work.request, ServerError(f"the step failed: {error}"))
+                for request in [work.request for work in works] or list(self.scheduler.running):
+                    if request.blocks:
+                        self._end(request, ServerError(f"the step failed: {error}"))
             self._hand_out()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(request, ServerError("the server is shutting down"))
-        self._hand_out()
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
@@ -149,28 +159,37 @@ class Engine:
                 self.scheduler.add(event.request)
             except QueueFullError as error:
                 self._items.append((event.request, error))
-            self._admit()
         elif isinstance(event, _Cancelled):
             self._forget(event.request)
-            self._admit()
-        else:
-            if isinstance(event, Connected) and event.stream.head.layers not in self._stores:
-                layers = event.stream.head.layers
-                self._stores[layers] = FeatureStore(
-                    self._target, layers, self._limits.num_blocks, self.scheduler.running
-                )
+        elif not isinstance(event, Connected) or self._has_store(event.stream):
             self.drafting.handle(event)
+            self._drop_unused_stores()
 
-    def _admit(self) -> None:
-        for request in self.scheduler.admit():
-            request.started = time.monotonic()
+    def _has_store(self, stream: Stream) -> bool:
+        """Whether there is a store of the features that a new stream needs; makes it."""
+        layers = stream.head.layers
+        if layers not in self._stores:
+            try:
+                store = FeatureStore(self._target, layers, self._limits.num_blocks, self.scheduler.running)
+            except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU and on a GPU without memory
+                stream.fail(f"there is no memory for the features of its layers {list(layers)}: {error}")
+                return False
+            self._stores[layers] = store
+        return True
+
+    def _drop_unused_stores(self) -> None:
+        """Frees the features that no drafter takes any more, but for the last ones: their drafter may come back."""
+        used = self.drafting.feature_layers
+        for layers in [layers for layers in self._stores if layers not in used]:
+            if used:
+                del self._stores[layers]
 
     def _step(self, works: Sequence[Work]) -> None:
         logits = self._forward(works)
         sampling = [work for work in works if work.samples]
         drawn = []
         if sampling:
-            drawn = self._sampler.draw(sampling, logits, self.drafting.draft_token_ids(self._target.device))
+            drawn = self._sampler.draw(sampling, logits)
         for work in works:
             if not work.samples:
                 work.request.num_computed = work.start + len(work.tokens)
@@ -179,7 +198,11 @@ class Engine:
         # Drafters go to work before the output is turned into text.
         self.drafting.flush(self.scheduler.running, self._stores)
         for work, result in zip(sampling, drawn, strict=True):
-            self._emit(work, result)
+            try:
+                self._emit(work, result)
+            except Exception as error:  # a tokenizer that fails on one request's tokens
+                logger.exception("request %s: its output cannot be decoded", work.request.request_id)
+                self._end(work.request, ServerError(f"the output cannot be decoded: {error}"))
 
     def _forward(self, works: Sequence[Work]) -> torch.Tensor:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
@@ -225,13 +248,11 @@ class Engine:
         if piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
             response.statistics.CopyFrom(request.statistics(self._is_synthetic))
             self._forget(request)
-            self._admit()
         self._items.append((request, response))
 
     def _end(self, request: Request, error: DraftwireError) -> None:
         self._items.append((request, error))
         self._forget(request)
-        self._admit()
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 
 from rich.console import Console
 
@@ -40,7 +42,7 @@ def run(options: VerifierOptions) -> None:
         Says what is wrong with an option, a checkpoint or the address.
     """
     config = parse_speculative_config(options.speculative_config)
-    drafters = [address.strip() for address in options.drafters.split(",") if address.strip()]
+    drafters = list(dict.fromkeys(address.strip() for address in options.drafters.split(",") if address.strip()))
     for address in drafters:
         parse_address(address, "drafters")
     parse_address(options.listen, "listen")
@@ -65,7 +67,14 @@ async def _serve(
     limits: EngineLimits,
     drafters: list[str],
 ) -> None:
-    servicer = GenerationServicer(target, codec, config, limits, drafters)
+    has_failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop_process() -> None:
+        loop.call_soon_threadsafe(has_failed.set)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    servicer = GenerationServicer(target, codec, config, limits, drafters, stop_process)
     servicer.start()
     try:
         await serve(
@@ -77,6 +86,8 @@ async def _serve(
     except ServerError:
         await servicer.stop()
         raise
+    if has_failed.is_set():
+        raise ServerError("the engine failed; the log says why")
 
 
 def _load(options: VerifierOptions) -> tuple[Target, TextCodec | None]:

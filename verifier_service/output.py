@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftwire.v1 import config_pb2
@@ -25,9 +26,13 @@ class OutputBuilder:
     """Cuts emitted tokens at the first reason to end, and turns them into text."""
 
     def __init__(
-        self, params: config_pb2.SamplingParams, eos_token_ids: frozenset[int], codec: TextCodec | None
+        self,
+        params: config_pb2.SamplingParams,
+        eos_token_ids: frozenset[int],
+        codec: TextCodec | None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(codec) if codec is not None else None
+        self._detokenizer = Detokenizer(codec, prompt) if codec is not None else None
         self._stops = StopFinder(params.stop)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids

@@ -29,7 +29,7 @@ class ReadyDrafts:
     tokens: torch.Tensor  # [k] int32, CPU
     logits: torch.Tensor | None  # [k, n] float32, CPU
     logits_token_ids: torch.Tensor | None  # [k, n] int32, CPU, for top_n
-    head: str  # fingerprint of the head, which the columns of dense logits belong to
+    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for dense logits over part of it
 
 
 @dataclass(eq=False)

@@ -63,28 +63,24 @@ class TokenSampler:
         """Drops what is kept of a request that has ended."""
         self._history.release(request)
 
-    def draw(
-        self, works: Sequence[Work], logits: torch.Tensor, draft_token_ids: dict[str, torch.Tensor | None]
-    ) -> list[Drawn]:
+    def draw(self, works: Sequence[Work], logits: torch.Tensor) -> list[Drawn]:
         """Draws the tokens of `works`, all of which sample.
 
         Parameters
         ----------
         logits
             [R, V], the rows of the works one after another, num_logit_rows each.
-        draft_token_ids
-            Target ids of the columns of dense draft logits (int64 [V_draft] or None) by the head's fingerprint.
         """
         processed = process_logits(logits.float(), self._sampling(works))
         first_rows = [0, *accumulate(work.num_logit_rows for work in works)]
         drawn: list[list[int]] = [[] for _ in works]
-        for head, members in _by_head(works).items():
+        for members in _by_columns(works):
             rows = processed
             if len(members) < len(works):
                 index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
                 rows = processed[torch.tensor(index, device=self._device)]
             group = [works[i] for i in members]
-            for i, tokens in zip(members, self._reject(group, rows, draft_token_ids.get(head)), strict=True):
+            for i, tokens in zip(members, self._reject(group, rows), strict=True):
                 drawn[i] = tokens
         self._history.count(works, drawn)
         return [
@@ -92,9 +88,7 @@ class TokenSampler:
             for work, tokens, first in zip(works, drawn, first_rows, strict=False)
         ]
 
-    def _reject(
-        self, works: Sequence[Work], logits: torch.Tensor, draft_token_ids: torch.Tensor | None
-    ) -> list[list[int]]:
+    def _reject(self, works: Sequence[Work], logits: torch.Tensor) -> list[list[int]]:
         requests = [work.request for work in works]
         keys = StreamKeys(
             *(
@@ -111,7 +105,7 @@ class TokenSampler:
             self._tensor([request.params.temperature for request in requests], torch.float32),
             keys,
             self._tensor([work.start + len(work.tokens) - work.num_drafts for work in works], torch.int64),
-            draft_logits=self._draft_logits(works, draft_token_ids),
+            draft_logits=self._draft_logits(works),
             method=self._method,
             synthetic_rates=self._rates,
             use_fp64=self._use_fp64,
@@ -119,7 +113,7 @@ class TokenSampler:
         packed = torch.cat([result.num_emitted[:, None].to(torch.int64), result.tokens], dim=1).tolist()
         return [row[1 : 1 + row[0]] for row in packed]
 
-    def _draft_logits(self, works: Sequence[Work], draft_token_ids: torch.Tensor | None) -> DraftLogits | None:
+    def _draft_logits(self, works: Sequence[Work]) -> DraftLogits | None:
         drafts = [work.drafts for work in works if work.drafts is not None and work.drafts.logits is not None]
         if not drafts:
             return None
@@ -127,7 +121,7 @@ class TokenSampler:
         if drafts[0].logits_token_ids is not None:
             ids = torch.cat([d.logits_token_ids for d in drafts if d.logits_token_ids is not None])
             return DraftLogits(logits, ids.to(torch.int64).to(self._device))
-        return DraftLogits(logits, draft_token_ids)
+        return DraftLogits(logits, drafts[0].draft_token_ids)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
@@ -181,13 +175,15 @@ def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.devic
     return torch.tensor(unconditional_to_conditional_rates(rates), dtype=torch.float32, device=device)
 
 
-def _by_head(works: Sequence[Work]) -> dict[str, list[int]]:
-    """Works that one rejection test can take together: dense draft logits of one head, or everything else."""
-    members: dict[str, list[int]] = {}
+def _by_columns(works: Sequence[Work]) -> list[list[int]]:
+    """Works that one rejection test can take together: their draft logits, if any, have the same columns."""
+    members: dict[int | None, list[int]] = {}
     for index, work in enumerate(works):
-        has_logits = work.drafts is not None and work.drafts.logits is not None
-        members.setdefault(work.drafts.head if has_logits and work.drafts is not None else "", []).append(index)
-    return members
+        columns = None
+        if work.drafts is not None and work.drafts.logits is not None:
+            columns = id(work.drafts.draft_token_ids)
+        members.setdefault(columns, []).append(index)
+    return list(members.values())
 
 
 def _concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -214,7 +210,7 @@ def _logprobs(work: Work, tokens: list[int], logits: torch.Tensor) -> list[gener
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (logprobs > own).sum(1) + 1
-    top = logprobs.topk(params.logprobs, dim=1)
+    top = logprobs.topk(min(params.logprobs, logits.shape[1]), dim=1)
     return [
         generate_pb2.TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
         for logprob, rank, ids, values in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,38 +48,39 @@ class Scheduler:
         self._max_prefill_rows = max_prefill_rows
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Takes a request into the batch if there is room, else into the queue.
 
         Raises
         ------
         QueueFullError
             When max_queue requests are waiting.
         """
-        if len(self.waiting) >= self._max_queue:
-            raise QueueFullError(f"the queue is full: {self._max_queue} requests are waiting; try again later")
         self.waiting.append(request)
+        self.admit()
+        if len(self.waiting) > self._max_queue:
+            self.waiting.pop()
+            raise QueueFullError(f"the queue is full: {self._max_queue} requests are waiting; try again later")
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> None:
         """Moves requests from the queue into the batch, first come first served, and gives them their blocks."""
-        admitted = []
         while self.waiting and len(self.running) < self._max_num_seqs:
             blocks = self._pool.allocate(blocks_for(self.waiting[0].max_length))
             if blocks is None:
                 break
             request = self.waiting.popleft()
             request.blocks = blocks
+            request.started = time.monotonic()
             self.running.append(request)
-            admitted.append(request)
-        return admitted
 
     def remove(self, request: Request) -> None:
-        """Forgets a request, wherever it is, and takes its blocks back."""
+        """Forgets a request, wherever it is, takes its blocks back and gives its place to the next."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._pool.release(request.blocks)
         request.blocks = []
+        self.admit()
 
     def schedule(self, is_ready: Callable[[Request], bool]) -> list[Work]:
         """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.

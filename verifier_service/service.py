@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -39,19 +39,20 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         config: config_pb2.SpeculativeConfig,
         limits: EngineLimits,
         drafters: list[str],
+        on_failure: Callable[[], None],
     ) -> None:
+        """`on_failure` is called, in the engine's thread, when the engine has failed for good."""
         self._target = target
         self._codec = codec
         self._config = config
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._queues: dict[Request, asyncio.Queue[Item]] = {}
-        self._engine = Engine(target, config, limits, self._deliver)
+        self._engine = Engine(target, config, limits, self._deliver, on_failure)
         self._links = [
             DrafterLink(address, target, config, limits.max_num_seqs, self._engine.post) for address in drafters
         ]
         self._link_tasks: list[asyncio.Task[None]] = []
-        self._is_stopping = False
 
     def start(self) -> None:
         """Starts the engine and the connections to the drafters."""
@@ -60,7 +61,6 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     async def stop(self) -> None:
         """Ends both; requests that are left get an error."""
-        self._is_stopping = True
         for task in self._link_tasks:
             task.cancel()
         await asyncio.gather(*self._link_tasks, return_exceptions=True)
@@ -78,8 +78,6 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         """See proto/draftwire/v1/generate.proto."""
-        if self._is_stopping:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         try:
             work = await asyncio.to_thread(self._prepare, request)
         except InvalidArgumentError as error:
@@ -94,9 +92,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 item = await items.get()
                 if isinstance(item, DraftwireError):
                     has_ended = True
-                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                    if not isinstance(item, QueueFullError):
-                        code = grpc.StatusCode.UNAVAILABLE if self._is_stopping else grpc.StatusCode.INTERNAL
+                    is_full = isinstance(item, QueueFullError)
+                    code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.INTERNAL
+                    logger.log(logging.INFO if is_full else logging.WARNING, "request %s: %s", work.request_id, item)
                     await context.abort(code, str(item))
                     return
                 has_ended = item.finish_reason != _END
@@ -132,7 +130,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             params=params,
             num_speculative_tokens=self._num_speculative_tokens(request),
             keys=NoiseKeys(*(int(key) for key in derive_stream_keys([seed]))),
-            output=OutputBuilder(params, self._target.eos_token_ids, self._codec),
+            output=OutputBuilder(params, self._target.eos_token_ids, self._codec, prompt),
             max_length=min(len(prompt) + params.max_tokens, longest),
         )
 

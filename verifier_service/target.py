@@ -88,7 +88,7 @@ class Target:
         rows = torch.zeros(2, dtype=torch.int64, device=self.device)
         try:
             seen = self._forward(rows, rows, cache, batch, rows[:1])[1]
-        except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
         if sorted(seen) != list(range(self.num_layers)):
             raise CheckpointError(

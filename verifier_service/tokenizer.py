@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from draftwire.errors import CheckpointError, InvalidArgumentError
 from draftwire.v1 import generate_pb2 as pb
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Tokens of the prompt that the first output tokens are decoded with.
+CONTEXT_TOKENS = 6
 
 
 class TextCodec:
@@ -59,26 +62,40 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Output text of one request, token by token; characters whose UTF-8 is not complete are held back."""
+    """Output text of one request, token by token; characters whose bytes are not complete are held back.
 
-    def __init__(self, codec: TextCodec) -> None:
+    The text of new tokens is what they add to the text of a few tokens before them: tokenizers write a token
+    differently at the beginning of a text, and a character may spread over several tokens.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
         self._backend = codec.backend
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._length = 0
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        self._context = 0  # first token that is decoded again
+        self._given = len(self._ids)  # tokens whose text is out
 
     def push(self, token_id: int) -> str:
         """New text once `token_id` follows; may be empty."""
         self._ids.append(token_id)
-        text = self._stream.step(self._backend, token_id) or ""
-        self._length += len(text)
+        text = self._pending()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._given = self._given, len(self._ids)
         return text
 
     def flush(self) -> str:
         """What is still held back, with replacement characters for bytes that are no UTF-8."""
-        rest: str = self._backend.decode(self._ids, skip_special_tokens=True)[self._length :]
-        self._length += len(rest)
-        return rest
+        text = self._pending()
+        self._context, self._given = self._given, len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        before = self._decode(self._ids[self._context : self._given])
+        return self._decode(self._ids[self._context :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=True)
+        return text
 
 
 class StopFinder:
