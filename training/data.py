@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from training.paths import CORPUS, MANIFEST, PACKAGES, WHEELS
 
@@ -151,7 +152,8 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, default=275_000_000, help="bytes of training text to keep")
     arguments = parser.parse_args()
     fetch_wheels([line for line in PACKAGES.read_text().split() if line])
-    manifest, candidates = [], []
+    manifest: list[dict[str, Any]] = []
+    candidates: list[dict[str, Any]] = []
     wheels = sorted(WHEELS.glob("*.whl"))
     for about, sources in [standard_library(), *map(wheel_sources, wheels)]:
         room, used = MAX_PACKAGE_BYTES, 0
@@ -174,7 +176,7 @@ def main() -> None:
     files = [f for f in files if f["split"] != "train" or stable_fraction("keep " + f["path"]) < share]
     files.sort(key=lambda file: (file["package"], file["path"]))
     counts = Counter(file["package"] for file in files)
-    volume = Counter()
+    volume: Counter[str] = Counter()
     for file in files:
         volume[file["package"]] += len(file["text"])
     for entry in manifest:

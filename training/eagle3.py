@@ -54,6 +54,11 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 class Eagle3Head(nn.Module):
     """The head; parameter names are those of the published checkpoints."""
 
+    d2t: Tensor  # [V_draft] int64: target id - draft id
+    t2d: Tensor  # [V] bool: whether the head can draft the target id
+    cos: Tensor  # [positions, head_dim]
+    sin: Tensor
+
     def __init__(self, shape: LlamaShape, target_width: int, draft_vocab_size: int) -> None:
         super().__init__()
         self.shape = shape

@@ -1,10 +1,13 @@
 """The target's own continuations, in large batches with a KV cache."""
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from training.llama import Llama
+from training.llama import Layer, Llama
 
 
 def pick(logits: Tensor, temperature: float) -> Tensor:
@@ -33,7 +36,7 @@ def continuations(model: Llama, prompts: Tensor, new_tokens: int, temperature: f
     start = 0
     for end in range(prompt, prompt + new_tokens):
         x = model.model.embed_tokens(tokens[:, start:end])
-        for layer, cache in zip(model.model.layers, caches, strict=True):
+        for layer, cache in zip(cast(Iterable[Layer], model.model.layers), caches, strict=True):
             x = layer.extend(x, model.cos[start:end], model.sin[start:end], cache, start)
         tokens[:, end] = pick(model.logits_of(x[:, -1]), temperature)
         start = end

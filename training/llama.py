@@ -136,6 +136,9 @@ class LlamaModel(nn.Module):
 class Llama(nn.Module):
     """Decoder with tied embeddings."""
 
+    cos: Tensor  # [positions, head_dim]
+    sin: Tensor
+
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape

@@ -25,21 +25,29 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def gradient(weight: Tensor) -> Tensor:
+    if weight.grad is None:
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} has no gradient: every weight must be in the loss")
+    return weight.grad
+
+
 class Muon:
     """Optimizer of hidden matrices; its state is one momentum stack per shape."""
 
     def __init__(self, weights: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
         shapes = sorted({tuple(weight.shape) for weight in weights})
-        self.groups = [[weight for weight in weights if tuple(weight.shape) == shape] for shape in shapes]
+        self.groups: list[list[Tensor]] = [
+            [weight for weight in weights if tuple(weight.shape) == shape] for shape in shapes
+        ]
         self.moments = [torch.stack([torch.zeros_like(weight) for weight in group]) for group in self.groups]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for group, moment in zip(self.groups, self.moments, strict=True):
-            gradient = torch.stack([weight.grad for weight in group])
-            moment.lerp_(gradient, 1 - self.momentum)
-            update = orthogonalise(gradient.lerp(moment, self.momentum))  # Nesterov
+            gradients = torch.stack([gradient(weight) for weight in group])
+            moment.lerp_(gradients, 1 - self.momentum)
+            update = orthogonalise(gradients.lerp(moment, self.momentum))  # Nesterov
             rows, columns = update.shape[1:]
             scale = lr * max(1.0, rows / columns) ** 0.5
             torch._foreach_mul_(group, 1 - lr * self.weight_decay)

@@ -100,7 +100,7 @@ class TimedRun:
             self.restart_clock()
 
     def save(self) -> None:
-        state = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
+        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
         state |= {"seconds": self.seconds, "step": self.step, "tokens": self.tokens}
         torch.save(state, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)

@@ -6,6 +6,7 @@ the run sees windows of 1024 tokens, the second of 2048. The state of the run li
 
 import argparse
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,12 @@ def train(arguments: argparse.Namespace) -> None:
     run.save()
     bf16_exact(model)
     export_target(model, TARGET, end=0)
-    report = {"seconds": round(run.seconds), "steps": run.step, "tokens": run.tokens, "progress": run.progress}
+    report: dict[str, Any] = {
+        "seconds": round(run.seconds),
+        "steps": run.step,
+        "tokens": run.tokens,
+        "progress": run.progress,
+    }
     for split in ("heldout", "unseen"):
         report[split] = bits_per_byte(model.eval(), split, device, arguments.score_bytes)
     print(json.dumps(report), flush=True)
