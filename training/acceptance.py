@@ -1,4 +1,4 @@
-"""Exact counting of acceptance in one process.
+"""Counts of acceptance, and their exact counting in one process; `training/system.py` takes them from the real system.
 
 The committed tokens of speculative decoding do not depend on the drafts at temperature 0, and with one-hot drafts the
 standard test has the law "sample y from the target, accept iff y equals the draft" at any temperature. So the target's
@@ -6,35 +6,56 @@ continuation is drawn first, the head's chain is computed from every position of
 walked along it: a step after a accepted drafts emits a + 1 tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftwire.client import Statistics
 from training.eagle3 import Eagle3Head
 from training.llama import Llama
 
 
 @dataclass
 class Acceptance:
-    """Counts over verify steps that drafted k tokens each."""
+    """Counts over verify steps that drafted up to k tokens each."""
 
     k: int
     continuations: int = 0
     steps: int = 0
     emitted: int = 0
+    drafted: list[int] = field(default_factory=list)  # steps that drafted a token at position i
     accepted: list[int] = field(default_factory=list)  # steps in which position i was accepted
 
     def __post_init__(self) -> None:
+        self.drafted = self.drafted or [0] * self.k
         self.accepted = self.accepted or [0] * self.k
 
-    def report(self) -> dict:
-        unconditional = [count / max(self.steps, 1) for count in self.accepted]
-        reached = [self.steps, *self.accepted]
+    def add(self, statistics: Statistics) -> None:
+        """Adds what a verifier counted over one request."""
+        self.continuations += 1
+        self.steps += statistics.verify_steps
+        self.emitted += statistics.verify_tokens
+        for position, (drafted, accepted) in enumerate(zip(statistics.drafted, statistics.accepted, strict=True)):
+            self.drafted[position] += drafted
+            self.accepted[position] += accepted
+
+    def report(self) -> dict[str, Any]:
+        """Tokens emitted per step, and the acceptance at each position, first position first.
+
+        Unconditional: accepted over drafted there. Conditional: that over the same of the position before. When all
+        steps draft k tokens this is the share of the steps that got so far; steps that draft fewer are taken to be
+        like the rest, so that on few steps it can pass 1.
+        """
+        unconditional = [a / max(d, 1) for a, d in zip(self.accepted, self.drafted, strict=True)]
+        before = [1.0, *unconditional[:-1]]
+        conditional = [rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=True)]
         return {
-            "acceptance_length": round(1 + sum(unconditional), 4),
+            "acceptance_length": round(self.emitted / max(self.steps, 1), 4),
             "unconditional": [round(rate, 4) for rate in unconditional],
-            "conditional": [round(a / max(b, 1), 4) for a, b in zip(self.accepted, reached, strict=False)],
+            "conditional": [round(rate, 4) for rate in conditional],
             "continuations": self.continuations,
             "verify_steps": self.steps,
             "tokens": self.emitted,
@@ -55,6 +76,7 @@ def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -
         taken = row.index(False) if False in row else counts.k
         counts.steps += 1
         counts.emitted += taken + 1
+        counts.drafted = [count + 1 for count in counts.drafted]
         for position in range(taken):
             counts.accepted[position] += 1
         n += taken + 1
@@ -79,7 +101,7 @@ def draft_matches(model: Llama, head: Eagle3Head, layers: list[int], tokens: Ten
     return matches
 
 
-def repeated_share(tokens: list[int], n: int = 8) -> float:
+def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
     """Share of tokens that lie in an n-gram occurring more than once in the list."""
     where: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(tokens) - n + 1):
@@ -88,13 +110,17 @@ def repeated_share(tokens: list[int], n: int = 8) -> float:
     return len(repeated) / max(len(tokens), 1)
 
 
+def repeats_little(tokens: Sequence[int]) -> bool:
+    """Whether at most 30 % of the tokens lie in repeated 8-grams."""
+    return repeated_share(tokens) <= 0.3
+
+
 def count_acceptance(
     model: Llama, head: Eagle3Head, layers: list[int], tokens: Tensor, prompt: int, k: int, end: int, batch: int = 64
 ) -> tuple[Acceptance, Acceptance]:
     """Counts on continuations [B, T] after prompts of one length: all of them, and those that repeat little.
 
-    A continuation ends with its first `end` token. One is left out of the second count when over 30 % of its tokens
-    lie in repeated 8-grams.
+    A continuation ends with its first `end` token.
     """
     everything, varied = Acceptance(k), Acceptance(k)
     for start in range(0, len(tokens), batch):
@@ -104,6 +130,6 @@ def count_acceptance(
             new = sequence[prompt:]
             last = prompt + new.index(end) if end in new else len(sequence) - 1
             walk(accepts, prompt, last, everything)
-            if repeated_share(sequence[prompt : last + 1]) <= 0.3:
+            if repeats_little(sequence[prompt : last + 1]):
                 walk(accepts, prompt, last, varied)
     return everything, varied
