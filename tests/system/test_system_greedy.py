@@ -46,7 +46,7 @@ def test_greedy_output_is_that_of_transformers(target, head, pairs, references):
     pair, continuations = pairs(target), references(target).continuations
     assert len(continuations) >= 16
     pair.use(head)
-    for k in (1, 4, 7):
+    for k in (1, 4, 7) if head else (7,):
         limits = lengths(len(continuations), 48)
         calls = [
             (c.prompt, {"temperature": 0, "max_tokens": limit, "num_speculative_tokens": k})

@@ -358,7 +358,7 @@ def truncated(directory: Path, copy: Path) -> Path:
 
 
 def test_missing_target_ends_the_verifier_with_one_line(tmp_path):
-    status, line = run("verifier", "--target", tmp_path / "nowhere")
+    status, line = run_here("verifier", "--target", tmp_path / "nowhere")
     assert status == 1
     assert line.startswith("Error: ")
     assert "nowhere' is not a directory" in line
