@@ -41,6 +41,7 @@ def test_statistics_of_all_requests_are_added_up():
     everything, _ = count_completions(completions, k=2)
     assert everything.report() == {
         "acceptance_length": 2.2,
+        "standard_error": 0.1414,  # sqrt((24 - 22)^2 + (20 - 22)^2) / 20
         "unconditional": [0.8, 0.4],
         "conditional": [0.8, 0.5],
         "continuations": 2,
@@ -63,8 +64,8 @@ def test_continuations_that_repeat_are_left_out_of_the_second_count():
         completion(REPEATING, 8, 24, drafted=(8, 8), accepted=(8, 8)),
     ]
     everything, varied = count_completions(completions, k=2)
-    assert (everything.continuations, everything.steps) == (2, 18)
-    assert (varied.continuations, varied.steps, varied.accepted) == (1, 10, [5, 0])
+    assert (len(everything.requests), everything.steps) == (2, 18)
+    assert (len(varied.requests), varied.steps, varied.accepted) == (1, 10, [5, 0])
 
 
 def test_requests_without_a_verify_step_count_as_continuations_only():

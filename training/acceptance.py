@@ -6,6 +6,7 @@ continuation is drawn first, the head's chain is computed from every position of
 walked along it: a step after a accepted drafts emits a + 1 tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,7 @@ class Acceptance:
     """Counts over verify steps that drafted up to k tokens each."""
 
     k: int
-    continuations: int = 0
-    steps: int = 0
-    emitted: int = 0
+    requests: list[tuple[int, int]] = field(default_factory=list)  # (steps, tokens emitted) of each continuation
     drafted: list[int] = field(default_factory=list)  # steps that drafted a token at position i
     accepted: list[int] = field(default_factory=list)  # steps in which position i was accepted
 
@@ -33,17 +32,35 @@ class Acceptance:
         self.drafted = self.drafted or [0] * self.k
         self.accepted = self.accepted or [0] * self.k
 
+    @property
+    def steps(self) -> int:
+        return sum(steps for steps, _ in self.requests)
+
+    @property
+    def emitted(self) -> int:
+        return sum(emitted for _, emitted in self.requests)
+
+    @property
+    def length(self) -> float:
+        """Tokens emitted per step."""
+        return self.emitted / max(self.steps, 1)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the length, as a ratio of sums over independent continuations."""
+        length = self.length
+        squares = sum((emitted - length * steps) ** 2 for steps, emitted in self.requests)
+        return math.sqrt(squares) / max(self.steps, 1)
+
     def add(self, statistics: Statistics) -> None:
         """Adds what a verifier counted over one request."""
-        self.continuations += 1
-        self.steps += statistics.verify_steps
-        self.emitted += statistics.verify_tokens
+        self.requests.append((statistics.verify_steps, statistics.verify_tokens))
         for position, (drafted, accepted) in enumerate(zip(statistics.drafted, statistics.accepted, strict=True)):
             self.drafted[position] += drafted
             self.accepted[position] += accepted
 
     def report(self) -> dict[str, Any]:
-        """Tokens emitted per step, and the acceptance at each position, first position first.
+        """The length, and the acceptance at each position, first position first.
 
         Unconditional: accepted over drafted there. Conditional: that over the same of the position before. When all
         steps draft k tokens this is the share of the steps that got so far; steps that draft fewer are taken to be
@@ -53,10 +70,11 @@ class Acceptance:
         before = [1.0, *unconditional[:-1]]
         conditional = [rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=True)]
         return {
-            "acceptance_length": round(self.emitted / max(self.steps, 1), 4),
+            "acceptance_length": round(self.length, 4),
+            "standard_error": round(self.standard_error, 4),
             "unconditional": [round(rate, 4) for rate in unconditional],
             "conditional": [round(rate, 4) for rate in conditional],
-            "continuations": self.continuations,
+            "continuations": len(self.requests),
             "verify_steps": self.steps,
             "tokens": self.emitted,
         }
@@ -69,17 +87,17 @@ def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -
     the first committed token that no target row has seen; a step starts at n only while tokens n + 1 .. n + k + 1 all
     lie at or before `last`, so that no step is cut short.
     """
-    counts.continuations += 1
-    n = first
+    n, steps, emitted = first, 0, 0
     while n + counts.k + 1 <= last:
         row = accepts[n - 1][: counts.k]
         taken = row.index(False) if False in row else counts.k
-        counts.steps += 1
-        counts.emitted += taken + 1
+        steps += 1
+        emitted += taken + 1
         counts.drafted = [count + 1 for count in counts.drafted]
         for position in range(taken):
             counts.accepted[position] += 1
         n += taken + 1
+    counts.requests.append((steps, emitted))
 
 
 @torch.no_grad()
