@@ -76,5 +76,9 @@ def gumbel_sample(
         raise ValueError(f"draft_offset: got {draft_offset!r}, expected an int of at least 0 or a tensor [{num_rows}]")
     if token_ids is not None:
         validation.check_tensor("token_ids", token_ids, (vocab,), (int64,), on_device)
-    validation.check_backend(backend)
-    return distribution.gumbel_sample(logits, temperature, key, position, draft_offset, token_ids, use_fp64)
+    arguments = (logits, temperature, key, position, draft_offset, token_ids, use_fp64)
+    if validation.choose_backend(backend, logits.device) == "triton":
+        from draftwire_kernels.gpu import launch
+
+        return launch.gumbel_sample(*arguments)
+    return distribution.gumbel_sample(*arguments)

@@ -109,11 +109,10 @@ def rejection_sample(
     validation.check_tensor("keys.accept", keys.accept, (num_requests,), (int64,), on_device)
     validation.check_tensor("keys.resample", keys.resample, (num_requests,), (int64,), on_device)
     validation.check_choice("method", method, METHODS)
-    validation.check_backend(backend)
     if draft_logits is not None:
         _check_draft_logits(draft_logits, num_drafts, vocab, method, target_logits)
     _check_synthetic_rates(synthetic_rates, method, cu_rows, target_logits)
-    return rejection.rejection_sample(
+    arguments = (
         target_logits,
         draft_tokens,
         cu_rows,
@@ -125,6 +124,11 @@ def rejection_sample(
         synthetic_rates,
         use_fp64,
     )
+    if validation.choose_backend(backend, target_logits.device) == "triton":
+        from draftwire_kernels.gpu import launch
+
+        return launch.rejection_sample(*arguments)
+    return rejection.rejection_sample(*arguments)
 
 
 def _check_draft_logits(

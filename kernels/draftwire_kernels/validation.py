@@ -1,6 +1,8 @@
 """Argument checks that look at shapes, dtypes and devices, and at values only where those lie on the host."""
 
+import os
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -58,12 +60,23 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
-def check_backend(backend: str) -> None:
+def choose_backend(backend: str, device: torch.device) -> str:
+    """The backend that runs, "reference" or "triton"; ValueError where there is no such or it cannot run."""
     check_choice("backend", backend, ("auto", "reference", "triton"))
+    if backend == "auto":
+        return "reference"
     if backend == "triton":
-        raise ValueError(
-            "backend: got 'triton', expected 'auto' or 'reference': this version has the torch reference alone"
-        )
+        if find_spec("triton") is None:
+            raise ValueError("backend: got 'triton', expected 'auto' or 'reference': triton is not installed")
+        if device.type != "cuda" and not _is_interpreted():
+            raise ValueError(
+                f"backend: got 'triton' with tensors on {device}, expected tensors on CUDA, or TRITON_INTERPRET=1"
+            )
+    return backend
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def host_or(device: torch.device) -> tuple[torch.device, ...]:

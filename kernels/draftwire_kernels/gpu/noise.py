@@ -1,0 +1,90 @@
+"""The noise of `draftwire_kernels.noise` in Triton, bit for bit."""
+
+import triton
+import triton.language as tl
+
+from draftwire_kernels import noise as definition
+
+_GOLDEN = tl.constexpr(definition.GOLDEN64)
+_OFFSET = tl.constexpr(definition.OFFSET64)
+_MIX_0, _MIX_1 = (tl.constexpr(m) for m in definition.MIX64_MULTIPLIERS)
+_SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(s) for s in definition.MIX64_SHIFTS)
+_TOKEN_0, _TOKEN_1, _TOKEN_2 = (tl.constexpr(m) for m in definition.TOKEN_MULTIPLIERS)
+_TURN_0, _TURN_1, _TURN_2, _TURN_3 = (tl.constexpr(s) for s in definition.TOKEN_SHIFTS)
+_CELL = tl.constexpr(2.0**-32)
+_HALF_CELL = tl.constexpr(2.0**-33)
+_BELOW_ANY_UNIFORM = tl.constexpr(2.0**-66)
+_MAX_UNIFORM32 = tl.constexpr(definition.MAX_UNIFORM32)
+_MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
+
+
+@triton.jit
+def mix64(x):
+    """SplitMix64's finaliser of uint64 words."""
+    x = (x ^ (x >> _SHIFT_0)) * _MIX_0
+    x = (x ^ (x >> _SHIFT_1)) * _MIX_1
+    return x ^ (x >> _SHIFT_2)
+
+
+@triton.jit
+def row_state(key, position, offset):
+    """uint64 state of a noise row; the arguments are integers."""
+    state = mix64(key.to(tl.uint64) + _GOLDEN)
+    state = mix64(state + (position.to(tl.uint64) + 1) * _GOLDEN)
+    return mix64(state + (offset.to(tl.uint64) + 1) * _OFFSET)
+
+
+@triton.jit
+def token_words(state, ids):
+    """uint32 hash of uint32 token ids under a row's state."""
+    x = ids ^ state.to(tl.uint32)
+    x ^= x >> _TURN_0
+    x *= _TOKEN_0
+    x ^= (x >> _TURN_1) ^ (state >> 32).to(tl.uint32)
+    x *= _TOKEN_1
+    x ^= x >> _TURN_2
+    x *= _TOKEN_2
+    return x ^ (x >> _TURN_3)
+
+
+@triton.jit
+def uniform_floor(words):
+    """A little more than 0 and at most about the uniform of the words, in float32 or float64 (rounding: 1 in 2**23)."""
+    return words.to(tl.float32) * _CELL + _BELOW_ANY_UNIFORM
+
+
+@triton.jit
+def uniform32(words):
+    x = words.to(tl.int32, bitcast=True).to(tl.float32) * _CELL + _HALF_CELL
+    return tl.minimum(tl.where(x < 0, x + 1.0, x), _MAX_UNIFORM32)
+
+
+@triton.jit
+def uniform64(words, low_words):
+    x = low_words.to(tl.int32, bitcast=True).to(tl.float64) * _CELL + _HALF_CELL
+    x = (tl.where(x < 0, x + 1.0, x) + words.to(tl.int32, bitcast=True).to(tl.float64)) * _CELL
+    return tl.minimum(tl.where(x < 0, x + 1.0, x), _MAX_UNIFORM64)
+
+
+@triton.jit
+def accept_uniform(key, position, offset, USE_FP64: tl.constexpr):
+    state = row_state(key, position, offset)
+    high = (state >> 32).to(tl.uint32)
+    if USE_FP64:
+        return uniform64(high, state.to(tl.uint32))
+    else:
+        return uniform32(high)
+
+
+@triton.jit
+def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
+    """-log(-log1p(-u)) of uint32 token ids. log1p by Kahan's correction of the rounding of 1 - u."""
+    words = token_words(state, ids)
+    if USE_FP64:
+        u = uniform64(words, token_words(mix64(state + _GOLDEN), ids))
+    else:
+        u = uniform32(words)
+    rest = 1.0 - u
+    lost = 1.0 - rest
+    exponential = tl.where(lost > 0, -tl.log(rest) * (u / tl.where(lost > 0, lost, 1.0)), u)
+    return -tl.log(exponential)
