@@ -12,9 +12,9 @@ import torch
 
 from draftwire import config as cfg
 from draftwire.errors import InvalidArgumentError
-from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2
-from draftwire_kernels import gumbel_sample
+from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.features import FeatureStore
 from verifier_service.request import ReadyDrafts, Request
@@ -45,8 +45,9 @@ class _Session:
     stream: Stream
     draft_token_ids: torch.Tensor | None  # the head's, on the target's device
     step_id: int = 0
-    next_sequence_id: int = 1
-    sequences: dict[int, _Binding] = field(default_factory=dict)
+    last_sequence_id: int = 0
+    bindings: list[_Binding] = field(default_factory=list)
+    sequences: dict[int, _Binding] = field(default_factory=dict)  # those that are open, by id
     closed_ids: list[int] = field(default_factory=list)
     unanswered: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: (sent at, bytes)
     is_late: bool = False
@@ -64,9 +65,8 @@ class _Binding:
 
     request: Request
     session: _Session
-    sequence_id: int
     next_row: int  # first row that has not been sent
-    is_open: bool = False
+    sequence_id: int = 0  # given when its first rows are sent, so that ids rise on the stream; 0 before
     asked_length: int = 0  # committed length for which drafts have been asked
     asked_drafts: int = 0
     asked_step: int = 0
@@ -100,12 +100,7 @@ class Drafting:
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""
-        return sum(len(s.sequences) for s in list(self._sessions.values()) if s.stream.address == address)
-
-    def draft_token_ids(self, device: torch.device) -> dict[str, torch.Tensor | None]:
-        """Target ids of the draft vocabulary's entries, by head."""
-        heads = {stream.head.fingerprint: stream.head.draft_token_ids for stream in self._sessions}
-        return {name: ids if ids is None else ids.to(device) for name, ids in heads.items()}
+        return sum(len(s.bindings) for s in list(self._sessions.values()) if s.stream.address == address)
 
     def handle(self, event: LinkEvent) -> None:
         """Takes what happened on a stream."""
@@ -145,8 +140,8 @@ class Drafting:
         self._old_rows.pop(request, None)
         binding = self._bindings.pop(request, None)
         if binding is not None:
-            del binding.session.sequences[binding.sequence_id]
-            if binding.is_open:
+            self._unlink(binding)
+            if binding.sequence_id:
                 binding.session.closed_ids.append(binding.sequence_id)
 
     def drop_lost(self) -> None:
@@ -177,16 +172,14 @@ class Drafting:
             session
             for session in self._sessions.values()
             if not session.is_late
-            and len(session.sequences) < session.stream.head.max_sequences
+            and len(session.bindings) < session.stream.head.max_sequences
             and request.num_feature_rows <= session.stream.head.max_model_len
         ]
         if not open_sessions:
             return
-        session = min(open_sessions, key=lambda s: len(s.sequences))
-        first = stores[session.stream.head.layers].first_row(request)
-        binding = _Binding(request, session, session.next_sequence_id, first)
-        session.next_sequence_id += 1
-        session.sequences[binding.sequence_id] = binding
+        session = min(open_sessions, key=lambda s: len(s.bindings))
+        binding = _Binding(request, session, stores[session.stream.head.layers].first_row(request))
+        session.bindings.append(binding)
         self._bindings[request] = binding
 
     def _wait(self, binding: _Binding, now: float) -> None:
@@ -195,7 +188,7 @@ class Drafting:
 
     def _hold(self, session: _Session, now: float) -> None:
         """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
-        for binding in session.sequences.values():
+        for binding in session.bindings:
             request = binding.request
             if request.is_decoding and request.num_drafts_wanted > 0 and binding.asked_length != len(request.tokens):
                 self._wait(binding, now)
@@ -211,7 +204,7 @@ class Drafting:
         tokens: list[int] = []
         for binding, rows in pieces:
             request = binding.request
-            if not binding.is_open:
+            if not binding.sequence_id:
                 self._open(step, binding)
             first, last = binding.next_row, binding.next_row + rows
             binding.next_row = last
@@ -233,13 +226,13 @@ class Drafting:
             self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
 
     def _pieces(self, session: _Session) -> list[tuple[_Binding, int]]:
-        """(sequence, rows to send of it), in the order of opening: all new rows, and some of the histories.
+        """(sequence, rows to send of it): all new rows, and some of the histories.
 
         A history are rows older than the last step, of a sequence that moves or whose drafter was held up.
         """
         room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
         pieces = []
-        for binding in session.sequences.values():
+        for binding in session.bindings:
             request = binding.request
             rows = request.num_feature_rows - binding.next_row
             if binding.next_row < min(self._old_rows.get(request, 0), request.num_feature_rows):
@@ -256,11 +249,14 @@ class Drafting:
             key = request.keys.resample
         elif self._config.draft_sample_method == cfg.GUMBEL:
             key = request.keys.proposal
+        session = binding.session
+        session.last_sequence_id += 1
+        binding.sequence_id = session.last_sequence_id
+        session.sequences[binding.sequence_id] = binding
         step.opened.ids.append(binding.sequence_id)
         step.opened.temperatures.append(request.params.temperature)
         step.opened.proposal_keys.append(key)
         step.opened.first_rows.append(binding.next_row)
-        binding.is_open = True
 
     def _ask(self, binding: _Binding, now: float) -> int:
         """Number of drafts to ask for with the rows just taken."""
@@ -285,108 +281,54 @@ class Drafting:
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
             self._give_up(session, f"wrong answer: {error}", expel=True)
-        for binding in session.sequences.values():
+        for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
 
-    def _store_drafts(self, session: _Session, drafts: draft_pb2.Drafts) -> None:
-        count = len(drafts.sequence_ids)
-        for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
-            given = len(getattr(drafts, name))
-            if given != count:
-                raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
-        total = sum(drafts.num_drafts)
-        tokens, logits, logits_token_ids = self._decode(session, drafts, total)
-        start = 0
-        for i, sequence_id in enumerate(drafts.sequence_ids):
-            end = start + drafts.num_drafts[i]
-            binding = session.sequences.get(sequence_id)
-            if binding is not None and drafts.statuses[i] != draft_pb2.SEQUENCE_STATUS_OK:
+    def _store_drafts(self, session: _Session, answer: draft_pb2.Drafts) -> None:
+        head = session.stream.head
+        for entry in decode_answer(
+            answer, self._config, self._vocab_size, head.draft_vocab_size, session.draft_token_ids
+        ):
+            binding = session.sequences.get(entry.sequence_id)
+            if binding is None:
+                continue
+            if entry.drafts is None:
                 self._unbind(binding, time.monotonic())
-            elif binding is not None and binding.asked_length == drafts.committed_lengths[i]:
-                if end - start > binding.asked_drafts:
-                    raise InvalidArgumentError("drafts.num_drafts", end - start, f"{binding.asked_drafts} were asked")
-                ready = ReadyDrafts(
-                    committed_length=drafts.committed_lengths[i],
-                    last_token=drafts.last_tokens[i],
-                    tokens=tokens[start:end],
-                    logits=None if logits is None else logits[start:end],
-                    logits_token_ids=None if logits_token_ids is None else logits_token_ids[start:end],
-                    draft_token_ids=session.draft_token_ids,
-                )
-                self._give(binding, ready)
-            start = end
+            elif entry.drafts.committed_length == binding.asked_length:
+                self._give(binding, entry.drafts)
 
-    def _decode(
-        self, session: _Session, drafts: draft_pb2.Drafts, total: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tokens int32 [D] and, as configured, logits float32 [D, n] and their ids int32 [D, n]."""
-        if total == 0:
-            return torch.empty(0, dtype=torch.int32), None, None
-        tokens = decode_tensor(drafts.tokens, "drafts.tokens", torch.int32, (total,))
-        self._check_ids(tokens, "drafts.tokens")
-        form = self._config.draft_logits.form
-        if form == cfg.NONE:
-            return tokens, None, None
-        width = self._config.draft_logits.n if form == cfg.TOP_N else session.stream.head.draft_vocab_size
-        logits = decode_tensor(drafts.logits, "drafts.logits", torch.float32, (total, width))
-        if form == cfg.DENSE:
-            return tokens, logits, None
-        ids = decode_tensor(drafts.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
-        self._check_ids(ids, "drafts.logits_token_ids")
-        return tokens, logits, ids
-
-    def _check_ids(self, ids: torch.Tensor, name: str) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocab_size:
-            raise InvalidArgumentError(name, low if low < 0 else high, f"token ids must be in [0, {self._vocab_size})")
-
-    def _give(self, binding: _Binding, ready: ReadyDrafts) -> None:
+    def _give(self, binding: _Binding, drafts: ReadyDrafts) -> None:
         request = binding.request
+        if len(drafts.tokens) > binding.asked_drafts:
+            raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")
         binding.wait_until = None
-        if (ready.committed_length, ready.last_token) != (len(request.tokens), request.tokens[-1]):
+        if (drafts.committed_length, drafts.last_token) != (len(request.tokens), request.tokens[-1]):
             return
-        is_sampled = ready.logits is not None and request.params.temperature > 0
+        is_sampled = drafts.logits is not None and request.params.temperature > 0
         if is_sampled and random.random() < REDRAW_SHARE:
-            self._check_redraw(binding, ready)
-        request.drafts = ready
+            self._check_redraw(binding, drafts)
+        request.drafts = drafts
 
-    def _check_redraw(self, binding: _Binding, ready: ReadyDrafts) -> None:
+    def _check_redraw(self, binding: _Binding, drafts: ReadyDrafts) -> None:
         session = binding.session
         session.redrawn += 1
-        session.mismatches += not self._redraws(binding, ready)
+        session.mismatches += not is_drawn_from_logits(
+            drafts, binding.request, session.stream.head.draft_token_ids, self._config.use_fp64_gumbel
+        )
         if session.mismatches >= max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn):
-            raise InvalidArgumentError("drafts.tokens", ready.tokens.tolist(), "are not what its logits sample")
-
-    def _redraws(self, binding: _Binding, ready: ReadyDrafts) -> bool:
-        """Whether the drafts are what the logits sent with them sample under the request's proposal noise."""
-        assert ready.logits is not None
-        request, head = binding.request, binding.session.stream.head
-        count = len(ready.tokens)
-        temperature = torch.full((1,), request.params.temperature)
-        key = torch.tensor([request.keys.proposal])
-        for j in range(count):
-            ids = head.draft_token_ids if ready.logits_token_ids is None else ready.logits_token_ids[j].to(torch.int64)
-            drawn = gumbel_sample(
-                ready.logits[j : j + 1],
-                temperature,
-                key,
-                torch.tensor([ready.committed_length + j]),
-                draft_offset=j,
-                token_ids=ids,
-                use_fp64=self._config.use_fp64_gumbel,
-            )
-            token = drawn if ids is None else ids[drawn]
-            if int(token) != int(ready.tokens[j]):
-                return False
-        return True
+            raise InvalidArgumentError("drafts.tokens", drafts.tokens.tolist(), "are not what its logits sample")
 
     def _unbind(self, binding: _Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""
-        del binding.session.sequences[binding.sequence_id]
+        self._unlink(binding)
         del self._bindings[binding.request]
         _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
         self._reopen[binding.request] = (now + delay, min(2 * delay, REOPEN_DELAY_S[1]))
+
+    def _unlink(self, binding: _Binding) -> None:
+        binding.session.bindings.remove(binding)
+        binding.session.sequences.pop(binding.sequence_id, None)
 
     def _give_up(self, session: _Session, reason: str, *, expel: bool = False) -> None:
         session.stream.fail(reason, expel=expel)
@@ -394,6 +336,7 @@ class Drafting:
 
     def _drop(self, session: _Session) -> None:
         self._sessions.pop(session.stream, None)
-        for binding in session.sequences.values():
+        for binding in session.bindings:
             del self._bindings[binding.request]
+        session.bindings.clear()
         session.sequences.clear()
