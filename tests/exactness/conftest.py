@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from exact_pair import Pair, make_pair
 from draftwire.processes import start_drafter
 from verifier_service.target import Target, load_target
 
-PROMPTS = ((1, 5, 2, 7), (2, 0, 6, 4))
+PROMPTS = ((3, 0, 6, 6, 4, 1), (7, 7, 2))
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -21,8 +21,8 @@ REFUTED = 1e-6
 """Probability below which a statistic refutes the law."""
 SMALLEST_CELL = 5.0
 """Expected count below which cells are merged."""
-WINDOWS = tuple((first, first + size) for size in (2, 3) for first in range(LENGTH - size + 1))
-"""Runs of output positions whose joint law is tested: all pairs and triples of neighbours."""
+WINDOWS = tuple((first, first + size) for size in (1, 2, 3) for first in range(LENGTH - size + 1))
+"""Runs of output positions whose joint law is tested: single ones, and pairs and triples of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Law:
     pair: Pair
     prompt: tuple[int, ...]
     _laws: dict[Sampling, Array] = field(default_factory=dict)
+    _targets: dict[tuple[Sampling, int], Array] = field(default_factory=dict)
     _drafts: dict[str, list[Array]] = field(default_factory=dict)
 
     @cached_property
@@ -71,6 +72,11 @@ class Law:
 
     def target_rows(self, sampling: Sampling, depth: int) -> Array:
         """[VOCAB ** depth, VOCAB]: the target's distribution after each output of `depth` tokens."""
+        if (sampling, depth) not in self._targets:
+            self._targets[sampling, depth] = self._target_rows(sampling, depth)
+        return self._targets[sampling, depth]
+
+    def _target_rows(self, sampling: Sampling, depth: int) -> Array:
         logits = self._of_prefixes(self._rows[0][:, len(self.prompt) - 1 :], depth)
         digits = VOCAB ** np.arange(depth - 1, -1, -1)
         outputs = np.arange(VOCAB**depth)[:, None] // digits % VOCAB
@@ -78,7 +84,7 @@ class Law:
         return distribution(logits, sampling, np.isin(np.arange(VOCAB), self.prompt), counts)
 
     def draft_rows(self, head: str, temperature: float, depth: int) -> Array:
-        """[VOCAB ** depth, VOCAB], depth at least 1: the head's first distribution after each output of `depth` tokens."""
+        """[VOCAB ** depth, VOCAB], depth from 1: the head's first distribution after each output of `depth` tokens."""
         if head not in self._drafts:
             self._drafts[head] = self._draft_logits(head)
         logits = self._drafts[head][depth - 1]
@@ -108,7 +114,11 @@ class Law:
         return self._laws[sampling]
 
     def refutation(self, outputs: Sequence[Sequence[int]], sampling: Sampling) -> float:
-        """Largest chi-square over its quantile at 1 - REFUTED, of all windows; above 1 refutes the law."""
+        """Largest chi-square over its quantile at 1 - REFUTED; above 1 refutes the law.
+
+        Of all windows, and of the steps from token to token at all positions together, each against its own prefix's
+        distribution.
+        """
         law = self.law(sampling)
         drawn = np.array(outputs)
         assert drawn.shape == (len(outputs), LENGTH)
@@ -118,7 +128,22 @@ class Law:
             np.add.at(counts, tuple(drawn[:, first:end].T), 1)
             others = tuple(axis for axis in range(LENGTH) if not first <= axis < end)
             ratios.append(_ratio(counts.flatten(), law.sum(others).flatten()))
-        return max(ratios)
+        return max(*ratios, self._transitions(drawn, sampling))
+
+    def _transitions(self, drawn: NDArray[np.int64], sampling: Sampling) -> float:
+        """The chi-square of (last token, next token) over all positions, over its quantile.
+
+        Counts less what was expected of each prefix are a martingale, and a mixture of distributions varies less than
+        draws from their mean, so the quantile is on the safe side.
+        """
+        counts, expected = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB))
+        for depth in range(1, LENGTH):
+            numbers = drawn[:, :depth] @ VOCAB ** np.arange(depth - 1, -1, -1)
+            np.add.at(counts, (drawn[:, depth - 1], drawn[:, depth]), 1)
+            np.add.at(expected, drawn[:, depth - 1], self.target_rows(sampling, depth)[numbers])
+        common = expected >= SMALLEST_CELL
+        statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+        return float(statistic / stats.chi2.isf(REFUTED, int(common.sum())))
 
 
 def _ratio(counts: Array, law: Array) -> float:

@@ -50,21 +50,36 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
+        self.run(_cancel_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
 
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 @contextlib.contextmanager
-def serve_verifier(target: Target, config: dict[str, Any], drafters: Sequence[str]) -> Iterator[str]:
-    """Address of a verifier in this process, whose drafters are all connected; it waits for drafts without limit."""
+def serve_verifier(
+    target: Target, config: dict[str, Any], drafters: Sequence[str], draft_deadline_s: float | None = None
+) -> Iterator[str]:
+    """Address of a verifier in this process, whose drafters are all connected; by default drafts are waited for."""
     limits = EngineLimits(
-        max_num_seqs=IN_FLIGHT, max_queue=1024, max_prefill_rows=4096, num_blocks=1025, draft_deadline_s=None
+        max_num_seqs=IN_FLIGHT,
+        max_queue=1024,
+        max_prefill_rows=4096,
+        num_blocks=1025,
+        draft_deadline_s=draft_deadline_s,
     )
     loop = Loop()
 
     async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
-        servicer = GenerationServicer(target, None, speculative_config_from_mapping(config), limits, list(drafters))
+        settings = speculative_config_from_mapping(config)
+        servicer = GenerationServicer(target, None, settings, limits, list(drafters), lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")

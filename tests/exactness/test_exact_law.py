@@ -1,4 +1,4 @@
-"""What clients sample through both services follows the target's law, whatever drafts; and drafts help as they should."""
+"""What clients sample through both services follows the target's law, and drafts help as they should."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from verifier_service.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_law")
 
-REQUESTS = 2500
+REQUESTS = 1500
 FILTERED = Sampling(temperature=0.6, top_p=0.9, min_p=0.03, repetition_penalty=1.2, frequency_penalty=0.3)
 PENALISED = Sampling(temperature=1.3, top_k=6, presence_penalty=0.6)
 
 CASES = [
     Case("greedy"),
     Case("greedy", head="reduced", prompt=1),
-    Case("greedy", sampling=FILTERED, prompt=1),
+    Case("greedy", sampling=FILTERED),
     Case("gumbel", prompt=1),
     Case("gumbel", head="reduced", k=4),
     Case("gumbel", sampling=PENALISED),
@@ -39,18 +39,20 @@ CASES = [
 ]
 COUPLED = [
     Case("gumbel", method="coupled", prompt=1),
-    Case("gumbel", head="reduced", method="coupled", sampling=FILTERED, prompt=1),
+    Case("gumbel", head="reduced", method="coupled", sampling=FILTERED),
 ]
 
 
 def check(samples: list[Sample], case: Case, law: Law) -> None:
     """The law, and acceptance at the first place of a step against its closed form."""
-    assert law.refutation([one.tokens for one in samples], case.sampling) < 1
+    ratio = law.refutation([one.tokens for one in samples], case.sampling)
+    assert ratio < 1
     assert not any(one.statistics.synthetic_acceptance for one in samples)
     assert sum(len(one.step_sizes) > 2 for one in samples) > len(samples) / 4, "hardly a request took two verify steps"
     first = count_first_drafts(samples, case, law)
     assert first.drafted == sum(one.statistics.drafted[0] for one in samples)
     assert first.accepted == sum(one.statistics.accepted[0] for one in samples)
+    print(f"{ratio:.2f} of the threshold, first drafts accepted {first.accepted / first.drafted:.3f}")
     assert 0.2 < first.accepted / first.drafted < 0.8
     if case.method != "block":
         assert first.deviations < MAX_DEVIATIONS
@@ -83,7 +85,8 @@ def test_samples_of_two_processes_follow_the_target(pair: Pair, laws: list[Law],
     with start_verifier(
         pair.target_dir,
         [drafters[case.head]],
-        *("--speculative-config", json.dumps(case.config()), "--max-num-seqs", "256", "--device", "cpu"),
+        *("--speculative-config", json.dumps(case.config()), "--draft-deadline-ms", "off"),
+        *("--max-num-seqs", "256", "--device", "cpu"),
     ) as verifier:
         wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY)
         requests = [(law.prompt, seed) for seed in range(REQUESTS) for law in laws]

@@ -1,0 +1,124 @@
+"""At temperature 0 the system accepts draft for draft what the head's chain, walked over transformers' states, accepts.
+
+Wrong features never change the output, so the chi-square cannot see them; this comparison must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from exact_pair import VOCAB, Pair, run_target
+from exact_services import sample_prompts, serve_verifier
+
+from verifier_service.features import FeatureStore
+from verifier_service.target import Target
+
+pytestmark = pytest.mark.xdist_group("exactness_wrong")
+
+K = 3
+OUTPUT = 24
+PROMPT_LENGTHS = (2, 7, 15, 19)
+PROMPTS_OF_EACH = 20
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A prompt, its greedy output, and the tokens that each verify step should emit."""
+
+    prompt: list[int]
+    output: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def walk_all(pair: Pair, head: str) -> list[Walk]:
+    """The greedy continuations of random prompts, and how the head's drafts do on each."""
+    draw = torch.Generator().manual_seed(17)
+    walks = []
+    for length in PROMPT_LENGTHS:
+        tokens = torch.randint(VOCAB, (PROMPTS_OF_EACH, length), generator=draw)
+        for _ in range(OUTPUT):
+            tokens = torch.cat([tokens, pair.target(tokens).logits[:, -1:].argmax(-1)], 1)
+        matches = _matches(pair, head, tokens)
+        for row, own in zip(tokens.tolist(), matches.tolist(), strict=True):
+            walks.append(Walk(row[:length], tuple(row[length:]), tuple(_steps(own, length))))
+    return walks
+
+
+def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T - 1, K]: whether greedy draft s after true row i is token i + 2 + s; False past the end."""
+    model = pair.heads[head]
+    following = tokens[:, 1:]
+    chain = model.chain(
+        run_target(pair.target, tokens[:, :-1])[1],
+        pair.target.get_input_embeddings().weight,
+        lambda s, logits: following if s == 0 else model.draft_ids[logits.argmax(-1)],
+        K,
+    )
+    matches = torch.zeros(*following.shape, K, dtype=torch.bool)
+    for s, logits in enumerate(chain):
+        wanted = tokens[:, 2 + s :]
+        count = wanted.shape[1]
+        matches[:, :count, s] = model.draft_ids[logits[:, :count].argmax(-1)] == wanted
+    return matches
+
+
+def _steps(matches: list[list[bool]], prompt_length: int) -> Iterable[int]:
+    committed, end = prompt_length + 1, prompt_length + OUTPUT
+    while committed < end:
+        num_drafts = min(K, end - committed - 1)
+        row = matches[committed - 2][:num_drafts]
+        accepted = row.index(False) if False in row else num_drafts
+        yield accepted + 1
+        committed += accepted + 1
+
+
+def emitted_steps(walks: Sequence[Walk], target: Target, drafter: str) -> list[tuple[int, ...]]:
+    """Tokens of each verify step of each request; checks the outputs."""
+    with serve_verifier(target, {"num_speculative_tokens": K}, [drafter]) as address:
+        samples = sample_prompts(
+            address, [(walk.prompt, 0) for walk in walks], max_tokens=OUTPUT, temperature=0.0, ignore_eos=True
+        )
+    assert [one.tokens for one in samples] == [walk.output for walk in walks]
+    return [one.step_sizes[1:] for one in samples]
+
+
+def _acceptance_length(steps: Sequence[tuple[int, ...]]) -> float:
+    return sum(sum(own) for own in steps) / sum(len(own) for own in steps)
+
+
+@pytest.mark.parametrize("head", ["full", "reduced"])
+def test_every_step_accepts_what_the_offline_walk_accepts(
+    head: str, pair: Pair, target: Target, drafters: dict[str, str]
+) -> None:
+    walks = walk_all(pair, head)
+    steps = emitted_steps(walks, target, drafters[head])
+    assert steps == [walk.steps for walk in walks]
+    assert 1.5 < _acceptance_length(steps) < K + 0.5
+
+
+@pytest.mark.parametrize("shift", [-1, 1], ids=["earlier", "later"])
+def test_features_of_the_neighbouring_row_fail(
+    shift: int, pair: Pair, target: Target, drafters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FeatureStore.read
+
+    def read_shifted(
+        store: FeatureStore, spans: Sequence[tuple[Sequence[int], int, int]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows = [
+            (blocks, max(row + shift, 0), max(row + shift, 0) + 1)
+            for blocks, first, last in spans
+            for row in range(first, last)
+        ]
+        return read(store, rows, dtype)
+
+    monkeypatch.setattr(FeatureStore, "read", read_shifted)
+    walks = walk_all(pair, "full")
+    steps = emitted_steps(walks, target, drafters["full"])
+    expected = [walk.steps for walk in walks]
+    assert sum(a != b for a, b in zip(steps, expected, strict=True)) > len(walks) / 4
+    assert _acceptance_length(steps) < _acceptance_length(expected)
+    print(_acceptance_length(steps), _acceptance_length(expected))
