@@ -22,7 +22,7 @@ from verifier_service.target import Target
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 
 K = 3
-REQUESTS = 1000
+REQUESTS = 700
 READY, REFUSED = generate_pb2.DRAFTER_STATE_READY, generate_pb2.DRAFTER_STATE_REFUSED
 DEADLINE_S = 0.05
 

@@ -17,7 +17,7 @@ from verifier_service.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_law")
 
-REQUESTS = 1500
+REQUESTS = 1200
 FILTERED = Sampling(temperature=0.6, top_p=0.9, min_p=0.03, repetition_penalty=1.2, frequency_penalty=0.3)
 PENALISED = Sampling(temperature=1.3, top_k=6, presence_penalty=0.6)
 
@@ -73,14 +73,14 @@ def test_coupled_samples_follow_the_target_and_do_not_depend_on_drafts(
     law, options = laws[case.prompt], case.sampling.options()
     with serve_verifier(target, case.config(), [drafters[case.head]]) as address:
         drafted = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH, **options)
-        alone = sample(address, law.prompt, range(500), max_tokens=LENGTH, num_speculative_tokens=0, **options)
+        alone = sample(address, law.prompt, range(400), max_tokens=LENGTH, num_speculative_tokens=0, **options)
     check(drafted, case, law)
     assert all(one.step_sizes == (1,) * LENGTH for one in alone)
     assert [one.tokens for one in alone] == [one.tokens for one in drafted[: len(alone)]]
 
 
 def test_samples_of_two_processes_follow_the_target(pair: Pair, laws: list[Law], drafters: dict[str, str]) -> None:
-    """Requests with two prompts, with and without drafts, in one batch."""
+    """Requests with two prompts in one batch, then such without drafts."""
     case = Case("dense")
     with start_verifier(
         pair.target_dir,
@@ -91,9 +91,8 @@ def test_samples_of_two_processes_follow_the_target(pair: Pair, laws: list[Law],
         wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY)
         requests = [(law.prompt, seed) for seed in range(REQUESTS) for law in laws]
         samples = sample_prompts(verifier.address, requests, max_tokens=LENGTH)
-        undrafted = sample(
-            verifier.address, laws[0].prompt, range(REQUESTS), max_tokens=LENGTH, num_speculative_tokens=0
-        )
+        prompt, seeds = laws[0].prompt, range(REQUESTS, 2 * REQUESTS)
+        undrafted = sample(verifier.address, prompt, seeds, max_tokens=LENGTH, num_speculative_tokens=0)
     for number, law in enumerate(laws):
         check(samples[number :: len(laws)], replace(case, prompt=number), law)
     assert laws[0].refutation([one.tokens for one in undrafted], case.sampling) < 1

@@ -23,8 +23,8 @@ from verifier_service.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 
-REQUESTS = 1500
-MORE_REQUESTS = 5000
+REQUESTS = 1200
+MORE_REQUESTS = 4000
 """For one draft a step, the mutants whose bias is small: noise that was used twice."""
 BLOWN = 2.0
 """Times the chi-square quantile that refutes the law; the mutants reach 3 to 10."""
