@@ -6,6 +6,10 @@ from functools import cache
 
 import numpy as np
 import torch
+from sampling_oracle import Array, Options, distribution
+from scipy import stats
+from torch import Tensor
+
 from draftwire_kernels import (
     DraftLogits,
     LogitsSampling,
@@ -16,9 +20,6 @@ from draftwire_kernels import (
     process_logits,
     rejection_sample,
 )
-from sampling_oracle import Array, Options, distribution
-from scipy import stats
-from torch import Tensor
 
 VOCAB = 4
 LENGTH = 5

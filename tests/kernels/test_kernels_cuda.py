@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from draftwire_kernels import (
     DraftLogits,
     LogitBias,

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftwire_kernels import (
     DraftLogits,
     LogitBias,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from draftwire_kernels import derive_stream_keys, gumbel_sample
 from scipy import stats
+
+from draftwire_kernels import derive_stream_keys, gumbel_sample
 
 KEYS = derive_stream_keys(range(4096)).proposal
 INF = float("inf")

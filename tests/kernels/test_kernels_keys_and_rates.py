@@ -1,8 +1,9 @@
 """Stream keys from seeds, and the schedules of synthetic acceptance."""
 
-import draftwire_kernels
 import pytest
 import torch
+
+import draftwire_kernels
 from draftwire_kernels import acceptance_length_to_rates, derive_stream_keys, unconditional_to_conditional_rates
 
 

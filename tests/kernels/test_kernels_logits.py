@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
-from draftwire_kernels import LogitBias, LogitsSampling, Penalties, Suppression, process_logits
 from sampling_oracle import Options
 from torch import Tensor
+
+from draftwire_kernels import LogitBias, LogitsSampling, Penalties, Suppression, process_logits
 
 INF = float("inf")
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from draftwire_kernels import DraftLogits, StreamKeys
-from draftwire_kernels.reference import distribution, noise, rejection
 from markov import Case, chi_square_ratio, simulate
 from torch import Tensor
+
+from draftwire_kernels import DraftLogits, StreamKeys
+from draftwire_kernels.reference import distribution, noise, rejection
 
 BLOWN = 3.0
 """Times the chi-square quantile at 1 - 1e-6."""

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
-from draftwire_kernels.reference import noise
 from scipy import stats
 from torch import Tensor
+
+from draftwire_kernels.reference import noise
 
 INT32 = torch.int32
 

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
+from sampling_oracle import Request
+from torch import Tensor
+
 from draftwire_kernels import (
     DraftLogits,
     StreamKeys,
@@ -13,8 +16,6 @@ from draftwire_kernels import (
     rejection_sample,
     unconditional_to_conditional_rates,
 )
-from sampling_oracle import Request
-from torch import Tensor
 
 INF = float("inf")
 NAN = float("nan")
