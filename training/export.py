@@ -37,7 +37,6 @@ def common_config(shape: LlamaShape, end: int) -> dict:
         "initializer_range": 0.02,
         "mlp_bias": False,
         "model_type": "llama",
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
         "torch_dtype": "bfloat16",
         "use_cache": True,
         **shape.as_dict(),
@@ -63,7 +62,13 @@ def rounded(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def export_target(model: Llama, directory: Path, end: int) -> None:
     """config.json, generation_config.json and bf16 shards of a transformers LlamaForCausalLM."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **common_config(model.shape, end)}
+    rope = {"rope_theta": model.shape.rope_theta, "rope_type": "default"}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_parameters": rope,
+        **common_config(model.shape, end),
+    }
     write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
     for stale in directory.glob("*.safetensors*"):
@@ -86,9 +91,13 @@ def export_head(state: dict[str, Tensor], shape: LlamaShape, layers: list[int], 
         "tie_word_embeddings": False,
         **common_config(shape, end),
         "draft_vocab_size": state["lm_head.weight"].shape[0],
-        "target_hidden_size": state["fc.weight"].shape[1] // len(layers),
+        "rope_scaling": None,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
+    # EAGLE's code reads the target's embedding only where this key is absent: it stands for another width alone.
+    target_hidden_size = state["fc.weight"].shape[1] // len(layers)
+    if target_hidden_size != shape.hidden_size:
+        config["target_hidden_size"] = target_hidden_size
     write_json(directory / "config.json", config)
     save_weights(rounded(state), directory / "model.safetensors")
 
