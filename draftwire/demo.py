@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,8 @@ def compare(client: Client, name: str, prompt: str, options: Options, max_tokens
 
 @contextmanager
 def _services(head: Path, target: Path, console: Console) -> Iterator[Client]:
+    # Two processes share the machine: with more threads than cores they slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
         status.update("starting the verifier")
         with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
