@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
+from draftwire.cli.options import service_options, start_logging
 
 
 @click.command()
 @click.option("--head", required=True, metavar="DIR", help="Head: a directory, or a hub id organisation/model.")
 @click.option("--target", required=True, metavar="DIR", help="Target of the head: a directory or hub id.")
 @click.option("--listen", default="127.0.0.1:50052", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
-@click.option("--device", metavar="cpu|cuda[:INDEX]", help="Default: cuda where there is some, else cpu.")
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Compute type. auto: the target's 16-bit type on cuda, float32 on cpu.",
-)
 @click.option("--max-num-seqs", default=256, show_default=True, help="Sequences open at once, over all verifiers.")
 @click.option("--max-model-len", type=int, help="Positions of a sequence. Default: what head and target allow.")
 @click.option("--kv-cache-tokens", type=int, help="Positions of all sequences together. Default: what memory allows.")
@@ -33,22 +25,10 @@ from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
 )
 @click.option("--max-sessions", default=64, show_default=True, help="Verifiers connected at once.")
 @click.option("--max-batch-rows", default=2048, show_default=True, help="Rows of one forward pass.")
-@click.option(
-    "--load-format",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "dummy"]),
-    help="dummy: random weights, for benchmarks.",
-)
-@click.option(
-    "--log-level",
-    default="info",
-    show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
-)
+@service_options
 def drafter(log_level: str, **options: Any) -> None:
     """Serve drafts from an EAGLE head to verifiers."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level)
     # Loading torch takes seconds; --help does not wait for it.
     from drafter_service.main import run
 

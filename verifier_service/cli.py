@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
+from draftwire.cli.options import service_options, start_logging
 from verifier_service.options import VerifierOptions
 
 
@@ -16,14 +16,6 @@ from verifier_service.options import VerifierOptions
 @click.option("--listen", default="127.0.0.1:50051", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option(
     "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Keys as vLLM's; see the README."
-)
-@click.option("--device", metavar="cpu|cuda[:INDEX]", help="Default: cuda where there is some, else cpu.")
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Compute type. auto: the target's 16-bit type on cuda, float32 on cpu.",
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at once.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="Requests that may wait.")
@@ -39,22 +31,10 @@ from verifier_service.options import VerifierOptions
     metavar="MS|off",
     help="How long a step waits for drafts; off: until the drafter answers or is lost.",
 )
-@click.option(
-    "--load-format",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "dummy"]),
-    help="dummy: random weights, for benchmarks.",
-)
-@click.option(
-    "--log-level",
-    default="info",
-    show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
-)
+@service_options
 def verifier(log_level: str, **options: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level)
     # Loading torch takes seconds; --help does not wait for it.
     from verifier_service.main import run
 
