@@ -2,10 +2,10 @@
 
     python benchmarks/kernels.py [--json FILE] [--peer DIR] [--batches 1,8,32,128,256] [--only NAME]
 
-DIR holds vLLM's `gumbel.py` and `rejection_sampler_utils.py` (Model Runner V2, from its wheel); they run alone, on the same
-tensors, in the same process. Every call is captured in a CUDA graph together with calls on enough copies of the input
-to pass through the L2 cache several times; a replay is timed with CUDA events, the median of several is divided by
-the number of calls. V = 128256, k = 5, temperature 1; drafts are accepted about 3 of 5 on average.
+DIR holds vLLM's `gumbel.py` and `rejection_sampler_utils.py` (Model Runner V2, from its wheel); they run alone, on the
+same tensors, in the same process. Every call is captured in a CUDA graph together with calls on enough copies of the
+input to pass through the L2 cache several times; a replay is timed with CUDA events, the median of several is divided
+by the number of calls. V = 128256, k = 5, temperature 1; drafts are accepted about 3 of 5 on average.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from draftwire_kernels import (
     DraftLogits,
-    LogitsSampling,
     StreamKeys,
     derive_stream_keys,
     gumbel_sample,
-    process_logits,
     rejection_sample,
 )
-from torch import Tensor
 
 V, K, TOP_N = 128256, 5, 64
 ACCEPTANCE = 0.82
@@ -154,9 +153,17 @@ def replay_time(call: Callable[[int], object], copies: int) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes per second of a device-to-device copy, read and written."""
-    source = torch.randn(2**29, device=DEVICE)
+    source = torch.randn(2**30, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (replay_time(lambda _: target.copy_(source), 3) * 1e-6)
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * source.nbytes / statistics.median(times)
 
 
 def ours(x: Inputs, **options: Any) -> object:
@@ -256,10 +263,12 @@ def gumbel_rows(batch: int, peer: Peer | None, bandwidth: float, only: str) -> l
         if peer is not None:
             request = torch.arange(batch, device=DEVICE, dtype=torch.int32)
 
-            def peer_call(i: int, x: list[Tensor] = logits, fp64: bool = fp64) -> object:
-                return peer.gumbel.gumbel_sample(
-                    x[i], request, temperature, key, position, apply_temperature=True, is_drafting=True, use_fp64=fp64
-                )  # noqa: B023  # fmt: skip
+            arguments = (request, temperature, key, position)
+
+            def peer_call(
+                i: int, x: list[Tensor] = logits, a: tuple[Tensor, ...] = arguments, fp64: bool = fp64
+            ) -> object:
+                return peer.gumbel.gumbel_sample(x[i], *a, apply_temperature=True, is_drafting=True, use_fp64=fp64)
 
             peer_us = replay_time(peer_call, copies)
         size = logits[0].nbytes

@@ -42,7 +42,7 @@ def gumbel_sample(
     use_fp64 : bool
         Draw and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes the torch reference.
+        "auto" takes the torch reference; "triton" needs CUDA tensors, or Triton's interpreter.
 
     Returns
     -------

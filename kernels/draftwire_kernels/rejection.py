@@ -52,8 +52,9 @@ def rejection_sample(
         [R - B] int64 target ids, the k_b drafts of each request, request after request; k_b may be 0. An id outside
         [0, V), or outside the support of its own q, ends the request's drafts there, and p is sampled.
     cu_rows : Tensor
-        [B + 1] int32, prefix sums of k_b + 1. May lie on the CPU whatever the device of the rest, which spares the
-        reference a wait for the device; its values are checked only there.
+        [B + 1] int32, prefix sums of k_b + 1. May lie on the CPU whatever the device of the rest, which spares a
+        wait for the device; its values are checked only there. While a CUDA graph is captured it must lie on the CPU,
+        pinned when the requests differ in length.
     temperature : Tensor
         [B] float32.
     keys : StreamKeys
@@ -68,7 +69,7 @@ def rejection_sample(
     use_fp64 : bool
         Compute, draw and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes the torch reference.
+        "auto" takes the torch reference; "triton" needs CUDA tensors, or Triton's interpreter.
 
     Returns
     -------

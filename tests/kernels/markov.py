@@ -45,6 +45,8 @@ class Case:
     k: int = 3
     use_fp64: bool = False
     sequences: int = 60_000
+    backend: str = "auto"
+    device: str = "cpu"
     edit_keys: Callable[[StreamKeys], StreamKeys] = lambda keys: keys
     edit_draft_logits: Callable[[DraftLogits], DraftLogits] = lambda logits: logits
 
@@ -58,19 +60,20 @@ REDUCED = torch.tensor([3, 0, 2])
 def simulate(case: Case) -> tuple[np.ndarray, float]:
     """Continuations [sequences, LENGTH] after START, and the mean acceptance length of full verify steps."""
     n, k = case.sequences, case.k
-    keys = case.edit_keys(stream_keys(n))
-    tokens = torch.full((n, LENGTH + k + 2), START)
-    size = torch.ones(n, dtype=torch.int64)  # START is the prompt, at position 0
-    rows = torch.arange(n)
+    keys = case.edit_keys(stream_keys(n)).to(case.device)
+    tokens = torch.full((n, LENGTH + k + 2), START, device=case.device)
+    size = torch.ones(n, dtype=torch.int64, device=case.device)  # START is the prompt, at position 0
+    rows = torch.arange(n, device=case.device)
+    target = TARGET.to(case.device)
     emitted_total, steps = 0, 0
     while rows.numel():
         drafts, logits = _draft(case, keys, tokens, size, rows)
         context = torch.cat([tokens[rows, size[rows] - 1][:, None], drafts], 1)
         cu_rows = torch.arange(rows.numel() + 1, dtype=torch.int32) * (k + 1)
-        temperature = torch.full((rows.numel(),), case.options.temperature)
+        temperature = torch.full((rows.numel(),), case.options.temperature, device=case.device)
         sampling = _sampling(case.options, cu_rows, temperature, drafts, tokens[rows], size[rows])
         result = rejection_sample(
-            process_logits(TARGET[context.flatten()], sampling),
+            process_logits(target[context.flatten()], sampling),
             drafts.flatten(),
             cu_rows,
             temperature,
@@ -79,6 +82,7 @@ def simulate(case: Case) -> tuple[np.ndarray, float]:
             draft_logits=logits,
             method=case.method,
             use_fp64=case.use_fp64,
+            backend=case.backend,
         )
         for j in range(k + 1):
             new = rows[j < result.num_emitted]
@@ -87,24 +91,25 @@ def simulate(case: Case) -> tuple[np.ndarray, float]:
         steps += rows.numel()
         size[rows] += result.num_emitted
         rows = rows[size[rows] <= LENGTH]
-    return tokens[:, 1 : LENGTH + 1].numpy(), emitted_total / steps
+    return tokens[:, 1 : LENGTH + 1].cpu().numpy(), emitted_total / steps
 
 
 def _draft(
     case: Case, keys: StreamKeys, tokens: Tensor, size: Tensor, rows: Tensor
 ) -> tuple[Tensor, DraftLogits | None]:
     key = keys.resample if case.method == "coupled" else keys.proposal
-    temperature = torch.full((rows.numel(),), case.options.temperature)
+    temperature = torch.full((rows.numel(),), case.options.temperature, device=case.device)
     last = tokens[rows, size[rows] - 1]
+    drafter, reduced = DRAFTER.to(case.device), REDUCED.to(case.device)
     drafts, logits, all_ids = [], [], []
     for i in range(case.k):
-        row = DRAFTER[last]
+        row = drafter[last]
         ids = None
         if case.form == "reduced":
-            ids, row = REDUCED, row[:, REDUCED]
+            ids, row = reduced, row[:, reduced]
         elif case.form == "top-n":
             row, ids = row.topk(2)
-            row = torch.full_like(DRAFTER[last], -torch.inf).scatter(1, ids, row)
+            row = torch.full_like(drafter[last], -torch.inf).scatter(1, ids, row)
         offset = 0 if case.method == "coupled" else i
         greedy = case.form == "greedy"
         column = gumbel_sample(
@@ -115,13 +120,14 @@ def _draft(
             draft_offset=offset,
             token_ids=ids if case.form == "reduced" else None,
             use_fp64=case.use_fp64,
+            backend=case.backend,
         )
-        last = REDUCED[column] if case.form == "reduced" else column
+        last = reduced[column] if case.form == "reduced" else column
         drafts.append(last)
         logits.append(row.gather(1, ids) if case.form == "top-n" and ids is not None else row)
         all_ids.append(ids)
     stacked = torch.stack(logits, 1).flatten(0, 1)
-    token_ids = {"reduced": REDUCED}.get(case.form)
+    token_ids = {"reduced": reduced}.get(case.form)
     if case.form == "top-n":
         token_ids = torch.stack([ids for ids in all_ids if ids is not None], 1).flatten(0, 1)
     with_logits = case.form in ("dense", "reduced", "top-n")
@@ -132,11 +138,13 @@ def _sampling(
     options: Options, cu_rows: Tensor, temperature: Tensor, drafts: Tensor, tokens: Tensor, size: Tensor
 ) -> LogitsSampling:
     n = temperature.shape[0]
-    used = (torch.arange(tokens.shape[1]) < size[:, None]) & (torch.arange(tokens.shape[1]) > 0)
-    counts = torch.zeros(n, VOCAB, dtype=torch.int32).scatter_add_(1, tokens, used.int())
+    device = tokens.device
+    place = torch.arange(tokens.shape[1], device=device)
+    used = (place < size[:, None]) & (place > 0)
+    counts = torch.zeros(n, VOCAB, dtype=torch.int32, device=device).scatter_add_(1, tokens, used.int())
     penalties = None
     if (options.repetition, options.presence, options.frequency) != (1, 0, 0):
-        prompt = torch.zeros(n, VOCAB, dtype=torch.bool)
+        prompt = torch.zeros(n, VOCAB, dtype=torch.bool, device=device)
         prompt[:, START] = True
         penalties = Penalties(
             repetition=torch.full((n,), options.repetition),

@@ -18,6 +18,14 @@ from draftwire_kernels import (
 )
 
 KEYS = derive_stream_keys([1, 2])
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton's interpreter: its kernels need CUDA."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 CU_ROWS = torch.tensor([0, 3, 4], dtype=torch.int32)
 
 
@@ -76,7 +84,7 @@ INT = torch.int64
         ({"draft_offset": 0.5}, "draft_offset: got 0.5"),
         ({"draft_offset": torch.arange(2)}, "draft_offset: got dtype torch.int64, expected torch.int32"),
         ({"token_ids": torch.arange(4)}, r"token_ids: got shape \[4\], expected \[5\]"),
-        ({"backend": "triton"}, "backend: got 'triton', expected 'auto' or 'reference'"),
+        ({"backend": "triton"}, "backend: got 'triton'"),
         ({"backend": "cuda"}, "backend: got 'cuda', expected one of 'auto', 'reference', 'triton'"),
     ],
 )

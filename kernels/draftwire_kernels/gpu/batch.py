@@ -26,12 +26,13 @@ class Batch(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Draft logits; `token_ids` is None when they are dense."""
+    """Draft logits; without `token_ids` and `column_of` they are dense."""
 
     logits: Any  # [D, n] float32
     logits_stride: Any
-    token_ids: Any  # [n] or [D, n] int64
-    token_ids_stride: Any  # 0 for [n]
+    token_ids: Any  # [D, n] int64, when each row lists its own
+    token_ids_stride: Any
+    column_of: Any  # [V] int32, of a reduced vocabulary: the column of each target id, -1 for none
     width: Any
 
 
@@ -39,7 +40,7 @@ class Scratch(NamedTuple):
     """What programs hand to each other."""
 
     group_top: Any  # [R, G] float32
-    group_floor: Any  # [R, G] float32
+    lane_floor: Any  # [R, G, LANES] float32
     num_groups: Any
     part_top: Any  # [R, S] float32
     part_mass: Any  # [R, S] float32 or float64; at temperature 0 the index of the largest logit
@@ -49,8 +50,17 @@ class Scratch(NamedTuple):
     num_splits: Any
     arrived: Any  # [launches, B] int32, zero
     done: Any  # [B] int32, zero: the request's tokens are written
-    tested: Any  # [B] int32, block verification: accepted drafts under test
-    weight: Any  # [R] block verification: weight of p after as many drafts
+    block: Any  # `Block`, or None
+
+
+class Block(NamedTuple):
+    """What block verification leaves for its tests."""
+
+    weight: Any  # [R] float32 or float64: weight of p after as many drafts
+    statistics: Any  # [R, 4] of the same: top and mass of target and draft
+    num_candidates: Any  # [B] int32
+    candidates: Any  # [R] int32, a request's prefixes to test, the longest first
+    mass: Any  # [B, count, S]
 
 
 class Output(NamedTuple):

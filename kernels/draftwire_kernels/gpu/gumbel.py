@@ -5,7 +5,7 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import is_last
 from draftwire_kernels.gpu.noise import row_state
-from draftwire_kernels.gpu.race import group_bounds, race_of_target
+from draftwire_kernels.gpu.race import lane_bounds, race_of_target
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, maximum_or_nan, scan_greedy, scan_sampled
 
 
@@ -21,7 +21,7 @@ def gumbel_kernel(
     same_offset,
     token_ids,  # [V] int64, or None
     group_top,  # [N, G] float32
-    group_floor,  # [N, G] float32
+    lane_floor,  # [N, G] float32
     num_groups,
     part_top,  # [N, S] float32
     part_index,  # [N, S] int32
@@ -45,8 +45,8 @@ def gumbel_kernel(
     group = row * num_groups
     if temperature > 0:
         top, _ = scan_sampled(
-            logits, token_ids, vocab, temperature, state, split, num_splits, group_top + group, group_floor + group,
-            False, False, TILE, GROUP, TURNS,
+            logits, token_ids, vocab, temperature, state, split, num_splits, group_top + group, lane_floor + group,
+            False, False, TILE, GROUP, 1, TURNS,
         )  # fmt: skip
         tl.store(part_top + part, top)
     else:
@@ -61,9 +61,9 @@ def gumbel_kernel(
         winner = tl.full([], -1, tl.int32)
         if top > -INFINITY:
             if temperature > 0:
-                bound = group_bounds(group_top + group, group_floor + group, num_groups, top, temperature, GROUPS)
+                bound = lane_bounds(group_top + group, lane_floor + group, num_groups, top, temperature, GROUPS, 1)
                 _, winner = race_of_target(
-                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS
+                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, 1
                 )
             else:
                 index = tl.load(part_index + parts, mask=splits < num_splits, other=0, cache_modifier=".cg")

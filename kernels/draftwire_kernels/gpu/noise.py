@@ -72,15 +72,14 @@ def accept_uniform(key, position, offset, USE_FP64: tl.constexpr):
     high = (state >> 32).to(tl.uint32)
     if USE_FP64:
         return uniform64(high, state.to(tl.uint32))
-    else:
-        return uniform32(high)
+    return uniform32(high)
 
 
 @triton.jit
 def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
     """-log(-log1p(-u)) of uint32 token ids. log1p by Kahan's correction of the rounding of 1 - u."""
     words = token_words(state, ids)
-    if USE_FP64:
+    if USE_FP64:  # noqa: SIM108
         u = uniform64(words, token_words(mix64(state + _GOLDEN), ids))
     else:
         u = uniform32(words)

@@ -1,22 +1,24 @@
-"""The exact end of a race whose groups `draftwire_kernels.gpu.scan` has bounded."""
+"""The exact end of a race that `draftwire_kernels.gpu.scan` has bounded.
+
+Every turn takes, for each of the LANES lanes, the group where it is bounded highest, and looks at the lane's tokens
+there exactly; the race ends when no bound is left above the best score.
+"""
 
 import triton
 import triton.language as tl
 
 from draftwire_kernels.gpu.noise import gumbel_noise
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_logits
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, RUN, load_logits
 
-_MARGIN = tl.constexpr(1e-4)
-"""Over the rounding of a bound, in units of a score; so is the next, relative to the size of the score."""
-_RELATIVE_MARGIN = tl.constexpr(2e-6)
+_MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
+_RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, relative to the size of the score
 
 
 @triton.jit
 def compute_type(x, USE_FP64: tl.constexpr):
     if USE_FP64:
         return x.to(tl.float64)
-    else:
-        return x.to(tl.float32)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -24,8 +26,7 @@ def scale(x, top, temperature, USE_FP64: tl.constexpr):
     """(x - top) / temperature, at most 0."""
     if USE_FP64:
         return (x.to(tl.float64) - top.to(tl.float64)) / temperature.to(tl.float64)
-    else:
-        return tl.div_rn(x - top, temperature)
+    return tl.div_rn(x - top, temperature)
 
 
 @triton.jit
@@ -34,21 +35,34 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 
 @triton.jit
-def group_bounds(group_top, group_floor, num_groups, top, temperature, GROUPS: tl.constexpr):
-    """What no score of a group exceeds, (logit - top) / temperature + noise being the score: float32 [GROUPS]."""
+def lane_bounds(group_top, lane_floor, num_groups, top, temperature, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """What no score (logit - top) / temperature + noise of a lane of a group exceeds: [GROUPS, LANES]."""
     group = tl.arange(0, GROUPS)
-    largest = tl.load(group_top + group, mask=group < num_groups, other=-INFINITY, cache_modifier=".cg")
-    floor = tl.load(group_floor + group, mask=group < num_groups, other=1.0, cache_modifier=".cg")
+    exists = group < num_groups
+    largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
+    lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    floor = tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
     score = (largest - top) / temperature
-    bound = score - tl.log(floor) + (_MARGIN - _RELATIVE_MARGIN * score)
-    return tl.where(score > -INFINITY, bound, -INFINITY)
+    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - tl.log(floor)
+    return tl.where((score > -INFINITY)[:, None], bound, -INFINITY)
+
+
+@triton.jit
+def leaders(bound, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """The highest bound of each lane, the group that has it [LANES], and the lane's columns there."""
+    group = tl.argmax(bound, 0)
+    lane = tl.arange(0, LANES)
+    token = tl.arange(0, GROUP // LANES)
+    within = (token // RUN) * (RUN * LANES) + token % RUN
+    column = (group * GROUP + lane * RUN)[:, None] + within[None, :]
+    return tl.max(bound, 0), group, column
 
 
 @triton.jit
 def best_token(score, tokens):
     """The largest score and the lowest token that has it."""
-    best = tl.max(score, 0)
-    return best, tl.min(tl.where(score == best, tokens, NO_INDEX), 0)
+    best = tl.max(score)
+    return best, tl.min(tl.where(score == best, tokens, NO_INDEX))
 
 
 @triton.jit
@@ -64,25 +78,34 @@ def race_of_target(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Draws from softmax(logits / temperature): the best score, -inf if nothing runs, and its column."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
-    highest = tl.max(bound, 0)
+    highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        group = tl.argmax(bound, 0)
-        column = group * GROUP + tl.arange(0, GROUP)
-        inside = (column < num_columns) & (column != excluded)
-        x = load_logits(logits + column, inside)
-        ids = column if token_ids is None else tl.load(token_ids + column, mask=inside, other=0)
+        bounds, group, column = leaders(bound, GROUP, LANES)
+        runs = (column < num_columns) & (column != excluded) & (bounds >= best)[:, None]
+        x = load_logits(logits + column, runs)
+        ids = column if token_ids is None else tl.load(token_ids + column, mask=runs, other=0)
         score = scale(x, top, temperature, USE_FP64) + gumbel_noise(state, ids.to(tl.uint32), USE_FP64)
-        group_best, group_winner = best_token(score, column)
-        better = (group_best > best) | ((group_best == best) & (group_winner < winner))
-        winner = tl.where(better, group_winner, winner)
-        best = tl.maximum(best, group_best)
-        bound = tl.where(tl.arange(0, GROUPS) == group, -INFINITY, bound)
-        highest = tl.max(bound, 0)
+        turn_best, turn_winner = best_token(score, column)
+        better = (turn_best > best) | ((turn_best == best) & (turn_winner < winner))
+        winner = tl.where(better, turn_winner, winner)
+        best = tl.maximum(best, turn_best)
+        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
+        highest = tl.max(bound)
     return best, winner
+
+
+@triton.jit
+def load_dense_draft(draft_logits, column_of, column, mask):
+    """Draft logits of target ids, through the table of a reduced vocabulary if there is one."""
+    if column_of is None:
+        return load_logits(draft_logits + column, mask)
+    place = tl.load(column_of + column, mask=mask, other=-1)
+    return load_logits(draft_logits + place, place >= 0)
 
 
 @triton.jit
@@ -90,6 +113,7 @@ def race_of_residual(
     logits,
     num_columns,
     draft_logits,
+    column_of,
     temperature,
     top,
     mass,
@@ -101,27 +125,27 @@ def race_of_residual(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Draws from max(weight p - q, 0) for dense q. A residual is at most weight p, so the bounds of p hold."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     bound += tl.log(weight).to(tl.float32) - tl.log(mass).to(tl.float32)
-    highest = tl.max(bound, 0)
+    highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        group = tl.argmax(bound, 0)
-        column = group * GROUP + tl.arange(0, GROUP)
-        inside = column < num_columns
-        x = load_logits(logits + column, inside)
-        y = load_logits(draft_logits + column, inside)
+        bounds, group, column = leaders(bound, GROUP, LANES)
+        runs = (column < num_columns) & (bounds >= best)[:, None]
+        x = load_logits(logits + column, runs)
+        y = load_dense_draft(draft_logits, column_of, column, runs)
         p = probability(x, top, mass, temperature, USE_FP64)
         residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
         score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, column.to(tl.uint32), USE_FP64)
-        group_best, group_winner = best_token(tl.where(residual > 0, score, -INFINITY), column)
-        better = (group_best > best) | ((group_best == best) & (group_winner < winner))
-        winner = tl.where(better, group_winner, winner)
-        best = tl.maximum(best, group_best)
-        bound = tl.where(tl.arange(0, GROUPS) == group, -INFINITY, bound)
-        highest = tl.max(bound, 0)
+        turn_best, turn_winner = best_token(tl.where(residual > 0, score, -INFINITY), column)
+        better = (turn_best > best) | ((turn_best == best) & (turn_winner < winner))
+        winner = tl.where(better, turn_winner, winner)
+        best = tl.maximum(best, turn_best)
+        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
+        highest = tl.max(bound)
     return best, winner
 
 
@@ -143,13 +167,14 @@ def race_of_sparse_residual(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
     """Draws from max(weight p - q, 0) for q on a list of distinct ids.
 
-    First the listed tokens; then the others, group by group. A listed token that leads its group is passed over, and
-    its score bounds what is left of the group.
+    First the listed tokens; then the others. A listed token that leads its lane is passed over, and its score bounds
+    what is left of the lane in that group.
     """
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
@@ -170,24 +195,25 @@ def race_of_sparse_residual(
 
     log_weight = tl.log(weight) - tl.log(mass)
     bound = compute_type(bound, USE_FP64) + log_weight
-    highest = tl.max(bound, 0)
+    highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        group = tl.argmax(bound, 0)
-        column = group * GROUP + tl.arange(0, GROUP)
-        x = load_logits(logits + column, column < num_columns)
+        bounds, group, column = leaders(bound, GROUP, LANES)
+        x = load_logits(logits + column, (column < num_columns) & (bounds >= best)[:, None])
         score = scale(x, top, temperature, USE_FP64) + log_weight
         score += gumbel_noise(state, column.to(tl.uint32), USE_FP64)
-        group_best, group_winner = best_token(tl.where(score < highest, score, -INFINITY), column)
-        matches = tl.zeros([LIST], tl.int32)
+        score = tl.where(score < bounds[:, None], score, -INFINITY)
+        lane_best = tl.max(score, 1)
+        lane_winner = tl.min(tl.where(score == lane_best[:, None], column, NO_INDEX), 1)
+        is_listed = tl.zeros([LANES], tl.int32)
         for turn in range(LISTS):
             place = turn * LIST + tl.arange(0, LIST)
             token = tl.load(draft_ids + place, mask=place < draft_width, other=-1)
-            matches += (token == group_winner).to(tl.int32)
-        is_listed = tl.sum(matches, 0) > 0
-        better = (group_best > best) & (is_listed == 0)
-        winner = tl.where(better, group_winner, winner)
-        best = tl.where(better, group_best, best)
-        rest = tl.where(is_listed, group_best, -INFINITY)
-        bound = tl.where(tl.arange(0, GROUPS) == group, rest, bound)
-        highest = tl.max(bound, 0)
+            is_listed += tl.sum((token[None, :] == lane_winner[:, None]).to(tl.int32), 1)
+        turn_best, turn_winner = best_token(tl.where(is_listed > 0, -INFINITY, lane_best), lane_winner)
+        better = turn_best > best
+        winner = tl.where(better, turn_winner, winner)
+        best = tl.where(better, turn_best, best)
+        rest = tl.where(is_listed > 0, lane_best, -INFINITY)
+        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], rest[None, :], bound)
+        highest = tl.max(bound)
     return best, winner

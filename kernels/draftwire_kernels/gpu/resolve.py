@@ -9,7 +9,8 @@ from draftwire_kernels.gpu.batch import at, emit, request_rows
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
-    group_bounds,
+    lane_bounds,
+    load_dense_draft,
     probability,
     race_of_residual,
     race_of_sparse_residual,
@@ -36,7 +37,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def combined(top_ptr, mass_ptr, row, exists, num_splits, temperature, USE_FP64: tl.constexpr, SPLITS: tl.constexpr):
+def combined(top_ptr, mass_ptr, row, exists, num_splits, temperature, SPLITS: tl.constexpr):
     """Maximum and mass [ROWS] of rows whose parts [SPLITS] were left by several programs."""
     split = tl.arange(0, SPLITS)[None, :]
     index = row[:, None] * num_splits + split
@@ -44,7 +45,7 @@ def combined(top_ptr, mass_ptr, row, exists, num_splits, temperature, USE_FP64: 
     part_top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
     part_mass = tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
     top = maximum_or_nan(part_top, 1)
-    return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature, USE_FP64), 1)
+    return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature), 1)
 
 
 @triton.jit
@@ -72,23 +73,22 @@ def load_rows(
     token = tl.load(batch.draft_tokens + draft_row, mask=drafted, other=-1)
     known = (token >= 0) & (token < batch.vocab)
     num_splits = scratch.num_splits
-    top, mass = combined(
-        scratch.part_top, scratch.part_mass, row, exists, num_splits, temperature, USE_FP64, SPLITS
-    )
+    top, mass = combined(scratch.part_top, scratch.part_mass, row, exists, num_splits, temperature, SPLITS)
     x = load_logits(batch.logits + row * batch.logits_stride + token, drafted & known)
     p = probability(x, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~known
     if HAS_DRAFT_LOGITS:
         draft_top, draft_mass = combined(
-            scratch.draft_top, scratch.draft_mass, draft_row, drafted, num_splits, temperature, USE_FP64, SPLITS
+            scratch.draft_top, scratch.draft_mass, draft_row, drafted, num_splits, temperature, SPLITS
         )
         if draft.token_ids is None:
-            y = load_logits(draft.logits + draft_row * draft.logits_stride + token, drafted & known)
+            y = load_dense_draft(
+                draft.logits + draft_row * draft.logits_stride, draft.column_of, token, drafted & known
+            )
             q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
         else:
             _, token_mass = combined(
-                scratch.draft_top, scratch.draft_token_mass, draft_row, drafted, num_splits, temperature, USE_FP64,
-                SPLITS,
+                scratch.draft_top, scratch.draft_token_mass, draft_row, drafted, num_splits, temperature, SPLITS
             )  # fmt: skip
             q = token_mass / draft_mass
         ended |= ~(q > 0)
@@ -116,6 +116,7 @@ def draw(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -126,8 +127,14 @@ def draw(
     state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     group = row * scratch.num_groups
-    bound = group_bounds(
-        scratch.group_top + group, scratch.group_floor + group, scratch.num_groups, top, temperature, GROUPS
+    bound = lane_bounds(
+        scratch.group_top + group,
+        scratch.lane_floor + group * LANES,
+        scratch.num_groups,
+        top,
+        temperature,
+        GROUPS,
+        LANES,
     )
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
@@ -139,25 +146,25 @@ def draw(
             draft_logits = draft.logits + (first_draft + place) * draft.logits_stride
             if draft.token_ids is None:
                 best, winner = race_of_residual(
-                    logits, batch.vocab, draft_logits, temperature, top, mass, draft_top, draft_mass, weight, state,
-                    bound, USE_FP64, GROUP, GROUPS,
+                    logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
+                    weight, state, bound, USE_FP64, GROUP, GROUPS, LANES,
                 )  # fmt: skip
             else:
                 ids = draft.token_ids + (first_draft + place) * draft.token_ids_stride
                 best, winner = race_of_sparse_residual(
                     logits, batch.vocab, draft_logits, ids, draft.width, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, GROUPS, LIST, LISTS,
+                    weight, state, bound, USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS,
                 )  # fmt: skip
         else:
             best, winner = race_of_target(
-                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS
+                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LANES
             )
     else:
         excluded = tl.full([], -1, tl.int64)
         if EXCLUDES_DRAFT:
             excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
         best, winner = race_of_target(
-            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, GROUPS
+            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, GROUPS, LANES
         )
     return best, winner
 
@@ -179,6 +186,7 @@ def resolve(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -198,13 +206,13 @@ def resolve(
         wants_residual = is_draft & (at(rows.ended.to(tl.int32), rows.offset, accepted) == 0) & (is_plain == 0)
         weight = 1.0
         if METHOD == "block":
-            weight = tl.load(scratch.weight + first_row + accepted, cache_modifier=".cg")
+            weight = tl.load(scratch.block.weight + first_row + accepted, cache_modifier=".cg")
         score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
                 batch, draft, scratch, request, temperature, rows, accepted, wants_residual, weight, HAS_DRAFT_LOGITS,
-                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LIST, LISTS,
+                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

@@ -26,6 +26,7 @@ def verify_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
     TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
     DRAFT_TURNS: tl.constexpr,
@@ -43,7 +44,7 @@ def verify_kernel(
     first_row, first_draft, num_drafts = request_rows(batch, request)
     if offset > num_drafts:
         return
-    if begin > 0:
+    if begin > 0:  # noqa: SIM102
         if tl.load(scratch.done + request) != 0:
             return
     row = first_row + offset
@@ -56,11 +57,11 @@ def verify_kernel(
         group = row * scratch.num_groups
         top, mass = scan_sampled(
             logits, None, batch.vocab, temperature, state, split, num_splits, scratch.group_top + group,
-            scratch.group_floor + group, METHOD != "coupled", USE_FP64, TILE, GROUP, TURNS,
+            scratch.lane_floor + group * LANES, METHOD != "coupled", USE_FP64, TILE, GROUP, LANES, TURNS,
         )  # fmt: skip
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
-        if HAS_DRAFT_LOGITS:
+        if HAS_DRAFT_LOGITS:  # noqa: SIM102
             if offset < num_drafts:
                 draft_row = first_draft + offset
                 token = tl.load(batch.draft_tokens + draft_row)
@@ -89,8 +90,8 @@ def verify_kernel(
             )
             if METHOD == "block":
                 begin_block(
-                    batch, draft, scratch, out, request, temperature, rows, USE_FP64, GROUP, GROUPS, LIST, LISTS, ROWS,
-                    WIDTH,
+                    batch, draft, scratch, out, request, temperature, rows, USE_FP64, GROUP, GROUPS, LANES, LIST,
+                    LISTS, ROWS, WIDTH,
                 )  # fmt: skip
             else:
                 usable = (rows.ended == 0) & (rows.top > -INFINITY)
@@ -107,7 +108,7 @@ def verify_kernel(
                     accepted = tl.minimum(tl.min(tl.where(refused, rows.offset, NO_INDEX), 0), num_drafts)
                 resolve(
                     batch, draft, scratch, out, request, temperature, rows, refused, accepted, end, METHOD,
-                    HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS, WIDTH,
+                    HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS, WIDTH,
                 )  # fmt: skip
         else:
             resolve_greedy(batch, scratch, out, request, begin, end, METHOD, USE_FP64, ROWS, SPLITS, WIDTH)
@@ -151,7 +152,5 @@ def resolve_greedy(
     accepted = tl.minimum(tl.min(tl.where(refused, offset, NO_INDEX), 0), num_drafts)
     if accepted < end:
         emitted = tl.where(top > -INFINITY, best, -1)
-        emit(
-            batch, out, request, first_draft, accepted, tl.sum(tl.where(offset == accepted, emitted, 0), 0), WIDTH
-        )
+        emit(batch, out, request, first_draft, accepted, tl.sum(tl.where(offset == accepted, emitted, 0), 0), WIDTH)
         tl.store(scratch.done + request, 1)

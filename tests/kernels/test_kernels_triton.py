@@ -1,0 +1,220 @@
+"""The Triton kernels against the reference: compiled on CUDA, through Triton's interpreter elsewhere."""
+
+import pytest
+import torch
+from markov import Case, chi_square_ratio, simulate
+from test_kernels_law import CASES, _name
+from test_kernels_rejection import COMBINATIONS, RATES, Batch
+from torch import Tensor
+
+from draftwire_kernels import DraftLogits, RejectionResult, StreamKeys, derive_stream_keys, gumbel_sample
+from draftwire_kernels import rejection_sample as public_rejection_sample
+
+pytest.importorskip("triton")
+from draftwire_kernels.gpu import launch
+from draftwire_kernels.gpu.launch import Tuning
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA")
+INF, NAN = float("inf"), float("nan")
+KEYS = derive_stream_keys(range(64))
+
+
+def _moved(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.to(DEVICE)
+
+
+def _both(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning) -> None:
+    """Every request gets the reference's tokens."""
+    target, drafts, cu_rows, temperature, keys, position = batch.args()
+    arguments = (
+        target.to(DEVICE),
+        drafts.to(DEVICE),
+        cu_rows,
+        temperature.to(DEVICE),
+        keys.to(DEVICE),
+        position.to(DEVICE),
+    )
+    if logits is not None:
+        logits = DraftLogits(logits.logits.to(DEVICE), _moved(logits.token_ids))
+    rates = RATES.to(DEVICE) if method == "synthetic" else None
+    expected = public_rejection_sample(
+        *arguments,
+        draft_logits=logits,
+        method=method,
+        synthetic_rates=rates,
+        use_fp64=use_fp64,
+        backend="reference",
+    )
+    result = launch.rejection_sample(*arguments, logits, method, rates, use_fp64, tuning)
+    assert result.tokens.tolist() == expected.tokens.tolist()
+    assert result.num_emitted.tolist() == expected.num_emitted.tolist()
+    assert result.tokens.dtype == torch.int64
+    assert result.num_emitted.dtype == torch.int32
+
+
+SIZES = [(5003, 64), (40_000, 24)] if CUDA else [(37, 5)]
+
+
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(("method", "form"), COMBINATIONS)
+@pytest.mark.parametrize(("vocab", "requests"), SIZES)
+def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use_fp64: bool) -> None:
+    batch = Batch(3, requests=requests, vocab=vocab, spread=0.7, max_k=5 if CUDA else 3)
+    logits = batch.draft_logits(form)
+    if method == "coupled":
+        batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
+    _both(batch, logits, method, use_fp64, Tuning())
+
+
+@pytest.mark.parametrize("form", ["one-hot", "dense", "top-n"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_a_row_is_read_by_several_programs_and_rows_by_several_launches(method: str, form: str) -> None:
+    batch = Batch(8, requests=4, vocab=1100, spread=0.5, max_k=3)
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, rows_at_once=2, tests_at_once=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("vocab", [5, 600, *([128256] if CUDA else [])])
+def test_gumbel_sample(vocab: int, use_fp64: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(9, vocab, generator=g) * 2
+    rows[5, 1], rows[6, 2], rows[7] = INF, NAN, -INF
+    rows[8, 1:] = -INF
+    temperature = torch.tensor([0.0, 0.5, 1.0, 1.7, 0.0, 1.0, 1.0, 1.0, 1.0])
+    ids = torch.randperm(vocab, generator=g)
+    for token_ids in [ids.to(DEVICE), *([None] if CUDA or vocab == 5 else [])]:
+        arguments = (
+            rows.to(dtype).to(DEVICE),
+            temperature.to(DEVICE),
+            KEYS.proposal[:9].to(DEVICE),
+            torch.arange(9, device=DEVICE) * 11,
+            torch.arange(9, dtype=torch.int32, device=DEVICE),
+            token_ids,
+            use_fp64,
+        )
+        tokens = launch.gumbel_sample(*arguments, Tuning(programs=27))
+        expected = gumbel_sample(
+            *arguments[:4],
+            draft_offset=arguments[4],
+            token_ids=token_ids,
+            use_fp64=use_fp64,
+            backend="reference",
+        )
+        assert tokens.tolist() == expected.tolist()
+        assert tokens[5:].tolist() == [1, -1, -1, 0]
+
+
+@pytest.mark.parametrize("row", [[0.0, NAN, 0.0, 0.0], [-INF] * 4, [INF, 0.0, INF, 0.0], [3e38, -3e38, 0.0, 3e38]])
+@pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
+def test_rows_without_a_distribution_and_infinite_logits(method: str, form: str, row: list[float]) -> None:
+    batch = Batch(5, requests=4, vocab=4, max_k=2)
+    logits = batch.draft_logits(form)
+    batch.target[1] = torch.tensor(row)
+    batch.target[4] = torch.tensor(row)
+    _both(batch, logits, method, False, Tuning())
+
+
+@pytest.mark.parametrize("token", [2, 4, 99, -1])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_a_draft_outside_its_q_ends_the_drafts(method: str, token: int) -> None:
+    batch = Batch(5, requests=4, vocab=4, max_k=2)
+    batch.draft[:, 2] = -INF
+    batch.drafts[::2] = token
+    _both(batch, DraftLogits(batch.draft), method, False, Tuning())
+
+
+def test_equal_distributions_accept_every_draft() -> None:
+    batch = Batch(7, requests=6, vocab=50, spread=0.0, max_k=3)
+    batch.temperature[:] = 1.0
+    result = _public(batch, DraftLogits(batch.draft), "standard")
+    assert result.num_emitted.tolist() == (batch.k + 1).tolist()
+
+
+def _public(batch: Batch, logits: DraftLogits, method: str) -> RejectionResult:
+    target, drafts, cu_rows, temperature, keys, position = batch.args()
+    return public_rejection_sample(
+        target.to(DEVICE),
+        drafts.to(DEVICE),
+        cu_rows,
+        temperature.to(DEVICE),
+        keys.to(DEVICE),
+        position.to(DEVICE),
+        draft_logits=DraftLogits(logits.logits.to(DEVICE)),
+        method=method,
+        backend="triton",
+    )
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_a_million_continuations_follow_the_target(case: Case) -> None:
+    from dataclasses import replace
+
+    case = replace(case, sequences=1_000_000, backend="triton", device="cuda")
+    continuations, _ = simulate(case)
+    assert chi_square_ratio(continuations, case.options) < 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_captured_graph_replays_on_new_inputs(ragged: bool) -> None:
+    batches = [Batch(seed, requests=8, vocab=3001, spread=0.5) for seed in (1, 2)]
+    if not ragged:
+        batches = [_uniform(batch) for batch in batches]
+    else:
+        batches[1] = batches[0]
+    static = [t.cuda() for t in _flat(batches[0])]
+    cu_rows = batches[0].cu_rows.pin_memory()
+
+    def call() -> RejectionResult:
+        target, drafts, temperature, accept, resample, position, draft = static
+        keys = StreamKeys(accept, accept, resample)
+        return public_rejection_sample(
+            target, drafts, cu_rows, temperature, keys, position, draft_logits=DraftLogits(draft), backend="triton"
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for batch in batches:
+        for into, value in zip(static, _flat(batch), strict=True):
+            into.copy_(value)
+        graph.replay()
+        tokens = captured.tokens.clone()
+        assert torch.equal(tokens, call().tokens)
+
+
+def _uniform(batch: Batch) -> Batch:
+    n, k, vocab = 8, 3, 3001
+    batch.k = torch.full((n,), k)
+    batch.cu_rows = torch.arange(n + 1, dtype=torch.int32) * (k + 1)
+    g = torch.Generator().manual_seed(int(batch.position[0]))
+    batch.target = torch.randn(n * (k + 1), vocab, generator=g)
+    batch.request = torch.arange(n).repeat_interleave(k)
+    batch.offset = torch.arange(k).repeat(n)
+    batch.draft = batch.target.view(n, k + 1, vocab)[:, :k].reshape(-1, vocab) + 0.3
+    batch.drafts = batch.sample_drafts(batch.draft)
+    return batch
+
+
+def _flat(batch: Batch) -> list[Tensor]:
+    keys = batch.keys
+    return [batch.target, batch.drafts, batch.temperature, keys.accept, keys.resample, batch.position, batch.draft]
+
+
+@needs_cuda
+def test_a_capture_refuses_what_would_wait_for_the_device() -> None:
+    batch = Batch(1, requests=4, vocab=37)
+    target, drafts, cu_rows, temperature, keys, position = batch.args()
+    rest = (temperature.cuda(), keys.to("cuda"), position.cuda())
+    target, drafts = target.cuda(), drafts.cuda()
+    for rows, message in ((cu_rows.cuda(), "cu_rows: got a tensor on the device"), (cu_rows, "cu_rows: got ragged")):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ValueError, match=message), torch.cuda.graph(graph):
+            public_rejection_sample(target, drafts, rows, *rest, backend="triton")
