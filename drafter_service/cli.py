@@ -11,8 +11,8 @@ from draftwire.cli.options import service_options, start_logging
 
 
 @click.command()
-@click.option("--head", required=True, metavar="DIR", help="Head: a directory, or a hub id organisation/model.")
-@click.option("--target", required=True, metavar="DIR", help="Target of the head: a directory or hub id.")
+@click.option("--head", required=True, metavar="DIR|ID", help="Head: a directory, or a hub id organisation/model.")
+@click.option("--target", required=True, metavar="DIR|ID", help="Target of the head: a directory or hub id.")
 @click.option("--listen", default="127.0.0.1:50052", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option("--max-num-seqs", default=256, show_default=True, help="Sequences open at once, over all verifiers.")
 @click.option("--max-model-len", type=int, help="Positions of a sequence. Default: what head and target allow.")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from draftwire.errors import InvalidArgumentError
+from draftwire.errors import Described, InvalidArgumentError
 from draftwire.v1 import config_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -107,26 +107,27 @@ def _check_draft_logits(config: pb.SpeculativeConfig, prefix: str) -> None:
 
 def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
     k = config.num_speculative_tokens
-    rates = list(config.synthetic_acceptance_rates)
+    rates = [_rounded(rate) for rate in config.synthetic_acceptance_rates]
     has_length = config.HasField("synthetic_acceptance_length")
     if config.rejection_sample_method != SYNTHETIC:
-        for name, given in (("rates", rates), ("length", config.synthetic_acceptance_length if has_length else None)):
+        length = _rounded(config.synthetic_acceptance_length) if has_length else None
+        for name, given in (("rates", rates), ("length", length)):
             if given:
                 raise InvalidArgumentError(
                     f"{prefix}synthetic_acceptance_{name}", given, "needs rejection_sample_method synthetic"
                 )
         return
     if bool(rates) == has_length:
-        length = config.synthetic_acceptance_length if has_length else None
         raise InvalidArgumentError(
             f"{prefix}rejection_sample_method",
-            {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": length},
-            "synthetic needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length",
+            "synthetic",
+            "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length, "
+            f"got {'both' if has_length else 'neither'}",
         )
     if has_length and config.synthetic_acceptance_length > k + 1:
         raise InvalidArgumentError(
             f"{prefix}synthetic_acceptance_length",
-            config.synthetic_acceptance_length,
+            _rounded(config.synthetic_acceptance_length),
             f"allowed range [1, num_speculative_tokens + 1 = {k + 1}]",
         )
     if rates and len(rates) != k:
@@ -151,7 +152,9 @@ def check_limits(message: Message, prefix: str = "") -> None:
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
         entries = list(value.values()) if is_map else list(value) if field.is_repeated else [value]
         if limits.HasField("max_items") and len(entries) > limits.max_items:
-            raise InvalidArgumentError(path, f"{len(entries)} entries", f"at most {limits.max_items} entries")
+            raise InvalidArgumentError(
+                path, Described(f"{len(entries)} entries"), f"at most {limits.max_items} entries"
+            )
         for entry in entries:
             if field.enum_type is not None:
                 _check_enum(field.enum_type, entry, path)

@@ -7,6 +7,15 @@ class DraftwireError(Exception):
     """Base of the errors that users can act on; the message says what was given, what is allowed and what to do."""
 
 
+class Described(str):
+    """A description that stands for a value in an error: shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class InvalidArgumentError(DraftwireError, ValueError):
     """A value that breaks the contract. gRPC status INVALID_ARGUMENT."""
 

@@ -11,11 +11,15 @@ from verifier_service.options import VerifierOptions
 
 
 @click.command()
-@click.option("--target", required=True, metavar="DIR", help="Target: a directory, or a hub id organisation/model.")
+@click.option("--target", required=True, metavar="DIR|ID", help="Target: a directory, or a hub id organisation/model.")
 @click.option("--drafters", default="", metavar="HOST:PORT,...", help="Drafters to use; none serves without drafts.")
 @click.option("--listen", default="127.0.0.1:50051", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option(
-    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Keys as vLLM's; see the README."
+    "--speculative-config",
+    default="{}",
+    show_default=True,
+    metavar="JSON|FILE",
+    help="vLLM's main keys and ours; see the README.",
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at once.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="Requests that may wait.")

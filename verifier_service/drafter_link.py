@@ -125,15 +125,16 @@ class DrafterLink:
             except _ExpelledError as error:
                 self._note(generate_pb2.DRAFTER_STATE_REFUSED, f"expelled: {error}")
                 delay = EXPELLED_RETRY_S
-            except (MismatchError, InvalidArgumentError) as error:
-                self._note(generate_pb2.DRAFTER_STATE_REFUSED, str(error))
-                delay = REFUSED_RETRY_S
             except Exception as error:
-                if not isinstance(error, (grpc.aio.AioRpcError, TimeoutError)):
-                    logger.exception("drafter %s: the stream failed", self._address)
-                self._note(generate_pb2.DRAFTER_STATE_CONNECTING, _text(error))
-                has_served = time.monotonic() - began > CONNECT_TIMEOUT_S
-                delay = BACKOFF_S[0] if has_served else min(2 * delay, BACKOFF_S[1])
+                if _is_refusal(error):
+                    self._note(generate_pb2.DRAFTER_STATE_REFUSED, _text(error))
+                    delay = REFUSED_RETRY_S
+                else:
+                    if not isinstance(error, (grpc.aio.AioRpcError, TimeoutError)):
+                        logger.exception("drafter %s: the stream failed", self._address)
+                    self._note(generate_pb2.DRAFTER_STATE_CONNECTING, _text(error))
+                    has_served = time.monotonic() - began > CONNECT_TIMEOUT_S
+                    delay = BACKOFF_S[0] if has_served else min(2 * delay, BACKOFF_S[1])
             await asyncio.sleep(delay * random.uniform(0.5, 1))
 
     def _note(self, state: generate_pb2.DrafterState, detail: str) -> None:
@@ -267,8 +268,6 @@ async def _ending(call: _Call) -> Exception:
     call.cancel()
     status = await call.code()
     details = await call.details() or "no details"
-    if status == grpc.StatusCode.FAILED_PRECONDITION:
-        return MismatchError(details)
     return TimeoutError(f"{status.name}: {details}")
 
 
@@ -295,6 +294,13 @@ def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int) -> HeadInfo:
         max_sequences=info.max_sequences,
         max_model_len=info.max_model_len,
     )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether one side finds that the two do not fit."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    return isinstance(error, (MismatchError, InvalidArgumentError))
 
 
 def _text(error: Exception) -> str:

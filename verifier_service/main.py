@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import parse_speculative_config
@@ -92,6 +94,8 @@ async def _serve(
 
 def _load(options: VerifierOptions) -> tuple[Target, TextCodec | None]:
     """The target and its tokenizer; a directory without one serves token ids alone."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # transformers' own bar, where nobody watches
     device = choose_device(options.device)
     make_current(device)
     with Console(stderr=True).status(f"loading the target {options.target}"):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
-from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError
+from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError
 from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
 from draftwire_kernels import derive_stream_keys
@@ -119,7 +119,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         longest = self._target.max_model_len
         if len(prompt) >= longest:
             raise InvalidArgumentError(
-                "prompt", f"{len(prompt)} tokens", f"allowed range [1, {longest - 1}] tokens: the context has {longest}"
+                "prompt",
+                Described(f"{len(prompt)} tokens"),
+                f"allowed range [1, {longest - 1}] tokens: the context has {longest}",
             )
         if params.stop and self._codec is None:
             raise InvalidArgumentError("sampling_params.stop", list(params.stop), "this server has no tokenizer")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from draftwire.errors import CheckpointError, InvalidArgumentError
+from draftwire.errors import CheckpointError, Described, InvalidArgumentError
 from draftwire.v1 import generate_pb2 as pb
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -49,7 +49,7 @@ class TextCodec:
         """
         if not self._tokenizer.chat_template:
             raise InvalidArgumentError(
-                "chat", f"{len(messages)} messages", "the target's tokenizer has no chat template; send text"
+                "chat", Described(f"{len(messages)} messages"), "the target's tokenizer has no chat template; send text"
             )
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:

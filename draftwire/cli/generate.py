@@ -97,8 +97,11 @@ def _write_text(stream: Iterable[Chunk], show_drafts: bool) -> None:
         write_chunk(chunk, coloured, terminal)
         chunks.append(chunk)
     completion = Completion.from_chunks(chunks)
-    if terminal and not completion.text.endswith("\n"):
-        click.echo()
+    if not completion.text.endswith("\n"):
+        if terminal:
+            click.echo()
+        elif sys.stderr.isatty():
+            click.echo(err=True)
     click.echo(statistics_text(completion.statistics), err=True)
 
 

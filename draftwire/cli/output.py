@@ -44,6 +44,8 @@ def statistics_text(statistics: Statistics) -> str:
         f"{statistics.tokens_per_second:.1f} tokens/s",
         f"first token {statistics.time_to_first_token_s * 1000:.0f} ms",
     ]
+    if statistics.queue_time_s >= 1:
+        parts.append(f"of it {statistics.queue_time_s:.1f} s in the queue")
     if statistics.acceptance_length is not None and any(statistics.drafted):
         parts.append(f"acceptance length {statistics.acceptance_length:.2f} (per position {rates_text(statistics)})")
     else:

@@ -95,7 +95,7 @@ BAD_SAMPLING = [
     ({"logit_bias": {-1: 1}}, "logit_bias = {-1: 1}: "),
     ({"logit_bias": {"the": 1}}, "logit_bias = {'the': 1}: "),
     ({"logit_bias": [1]}, "logit_bias = [1]: "),
-    ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias = '1025 entries': at most 1024 entries"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias = 1025 entries: at most 1024 entries"),
     ({"seed": INT64}, "must be a 64-bit integer"),
     ({"seed": 0.5}, "seed = 0.5: must be a 64-bit integer"),
     ({"max_tokens": 0}, "max_tokens = 0: allowed range [1, 2147483647]"),
@@ -103,13 +103,13 @@ BAD_SAMPLING = [
     ({"min_tokens": 17}, "min_tokens = 17: allowed range [0, max_tokens = 16]"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens = 5: allowed range [0, max_tokens = 4]"),
     ({"min_tokens": -1}, "min_tokens = -1: allowed range [0, 2147483647]"),
-    ({"stop": ["a"] * 17}, "stop = '17 entries': at most 16 entries"),
+    ({"stop": ["a"] * 17}, "stop = 17 entries: at most 16 entries"),
     ({"stop": [""]}, "stop = '': allowed length 1 to 1024 bytes, got 0"),
     ({"stop": ["é" * 513]}, "allowed length 1 to 1024 bytes, got 1026"),
     ({"stop": "END"}, "stop = 'END': must be a list of text (expected a list)"),
     ({"stop": [1]}, "stop = [1]: must be a list of text"),
     ({"stop": ["\ud800"]}, "must be a list of text"),
-    ({"stop_token_ids": [0] * 129}, "stop_token_ids = '129 entries': at most 128 entries"),
+    ({"stop_token_ids": [0] * 129}, "stop_token_ids = 129 entries: at most 128 entries"),
     ({"stop_token_ids": [-1]}, "stop_token_ids = [-1]: must be a list of a number"),
     ({"stop_token_ids": 7}, "stop_token_ids = 7: must be a list of a number"),
     ({"ignore_eos": 1}, "ignore_eos = 1: must be true or false"),
@@ -171,7 +171,7 @@ DEFAULT_CONFIG = {
 GUMBEL = {"draft_sample_method": "gumbel"}
 SYNTHETIC = {"rejection_sample_method": "synthetic", "num_speculative_tokens": 2}
 COUPLED = {"rejection_sample_method": "coupled"}
-EITHER = "synthetic needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length"
+EITHER = "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length"
 
 GOOD_CONFIGS = [
     {},
