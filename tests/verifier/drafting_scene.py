@@ -1,0 +1,222 @@
+"""Drafting with all that surrounds it played by hand: the target, its requests, the drafters' streams and the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
+from draftwire.kv_cache import BlockPool, RaggedBatch, SequenceRows, blocks_for
+from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service.drafter_link import Answered, Connected, Disconnected, HeadInfo, Stream
+from verifier_service.drafting import Drafting
+from verifier_service.features import FeatureStore
+from verifier_service.output import OutputBuilder
+from verifier_service.request import NoiseKeys, Request
+
+CPU = torch.device("cpu")
+VOCAB = 20
+HIDDEN = 2
+LAYERS = (1, 3)
+WIDTH = len(LAYERS) * HIDDEN
+NUM_BLOCKS = 1000
+K = 3
+
+
+def make_head(**changes: Any) -> HeadInfo:
+    """A head of the whole vocabulary without limits to speak of, but for `changes`."""
+    layers = changes.get("layers", LAYERS)
+    values: dict[str, Any] = {
+        "fingerprint": "f00d",
+        "layers": layers,
+        "dtype": torch.float32,
+        "draft_vocab_size": VOCAB,
+        "draft_token_ids": None,
+        "row_bytes": len(layers) * HIDDEN * 4,
+        "max_drafts": 16,
+        "max_sequences": 100,
+        "max_model_len": 4096,
+    }
+    return HeadInfo(**{**values, **changes})
+
+
+def make_request(
+    prompt: Sequence[int], *, k: int = K, temperature: float = 0.0, max_tokens: int = 100, keys: int = 100
+) -> Request:
+    """A request that has just arrived; its keys are `keys` + 1, + 2 and + 3."""
+    params = resolve_sampling_params(build_sampling_params(temperature=temperature, max_tokens=max_tokens))
+    return Request(
+        request_id=f"request-{keys}",
+        prompt=list(prompt),
+        params=params,
+        num_speculative_tokens=k,
+        keys=NoiseKeys(keys + 1, keys + 2, keys + 3),
+        output=OutputBuilder(params, frozenset(), None),
+        max_length=len(prompt) + max_tokens,
+    )
+
+
+class RecordedStream(Stream):
+    """A stream of which nothing comes back by itself; `on_send` may answer."""
+
+    def __init__(self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None) -> None:
+        self.address = "drafter:1"
+        self.head = head
+        self.steps: list[pb.DraftStep] = []
+        self.failure: str | None = None
+        self.is_expelled = False
+        self.on_send = on_send
+
+    def send(self, step: pb.DraftStep) -> None:
+        self.steps.append(step)
+        self.on_send(step)
+
+    def fail(self, reason: str, *, expel: bool = False) -> None:
+        assert self.failure is None
+        self.failure, self.is_expelled = reason, expel
+
+    @property
+    def last(self) -> pb.DraftStep:
+        return self.steps[-1]
+
+
+def rows_of(step: pb.DraftStep) -> list[tuple[int, int, int]]:
+    """(sequence id, first row, rows) of a step."""
+    return list(zip(step.sequence_ids, step.first_rows, step.num_rows, strict=True))
+
+
+def tokens_of(step: pb.DraftStep) -> list[int]:
+    return decode_tensor(step.tokens, "tokens", torch.int32, (sum(step.num_rows),)).tolist()
+
+
+def answer_to(step: pb.DraftStep, tokens: Sequence[int] = (5, 6, 7), logits: torch.Tensor | None = None) -> pb.Drafts:
+    """The answer that is due: the first `tokens` for each sequence that wants drafts, with their `logits`."""
+    drafts = pb.Drafts(step_id=step.step_id)
+    sent = tokens_of(step) if step.num_rows else []
+    drawn: list[int] = []
+    scores = []
+    end = 0
+    for (sequence_id, first, rows), wanted in zip(rows_of(step), step.num_drafts, strict=True):
+        end += rows
+        if wanted:
+            drafts.sequence_ids.append(sequence_id)
+            drafts.statuses.append(pb.SEQUENCE_STATUS_OK)
+            drafts.committed_lengths.append(first + rows + 1)
+            drafts.last_tokens.append(sent[end - 1])
+            drafts.num_drafts.append(len(tokens[:wanted]))
+            drawn += tokens[:wanted]
+            scores += [] if logits is None else [logits[:wanted]]
+    encode_tensor(torch.tensor(drawn, dtype=torch.int32), drafts.tokens)
+    if scores:
+        encode_tensor(torch.cat(scores), drafts.logits)
+    return drafts
+
+
+def refusal_of(step: pb.DraftStep, status: pb.SequenceStatus) -> pb.Drafts:
+    """The answer of a drafter that has no state of any sequence of the step."""
+    count = len(step.sequence_ids)
+    return pb.Drafts(
+        step_id=step.step_id,
+        sequence_ids=step.sequence_ids,
+        statuses=[status] * count,
+        committed_lengths=[0] * count,
+        last_tokens=[0] * count,
+        num_drafts=[0] * count,
+    )
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class _HandTarget:
+    """Of a target, what a store of features needs. Each feature of row i of request r is 10000 r + i."""
+
+    hidden_size = HIDDEN
+    dtype = torch.float32
+    device = CPU
+
+    def __init__(self) -> None:
+        self.rows = torch.empty(0)
+
+    def features(self, layers: Sequence[int]) -> torch.Tensor:
+        return self.rows[:, None].expand(-1, len(layers) * HIDDEN)
+
+
+class Scene:
+    """An engine's drafting, the requests that run and the drafters that are connected."""
+
+    def __init__(self, config: dict[str, Any] | None = None, deadline_s: float | None = None) -> None:
+        settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
+        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU)
+        self.requests: list[Request] = []
+        self.stores: dict[tuple[int, ...], FeatureStore] = {}
+        self._target = _HandTarget()
+        self._pool = BlockPool(NUM_BLOCKS)
+        self._count = 0
+
+    def connect(self, **head: Any) -> RecordedStream:
+        """A drafter with that head connects."""
+        stream = RecordedStream(make_head(**head))
+        layers = stream.head.layers
+        if layers not in self.stores:
+            target: Any = self._target
+            self.stores[layers] = FeatureStore(target, layers, NUM_BLOCKS, self.requests)
+        self.drafting.handle(Connected(stream))
+        return stream
+
+    def disconnect(self, stream: RecordedStream) -> None:
+        self.drafting.handle(Disconnected(stream))
+
+    def admit(self, prompt_length: int, **options: Any) -> Request:
+        """A request runs; nothing of it has been computed."""
+        number = self._count = self._count + 1
+        prompt = [(7 * number + i) % VOCAB for i in range(prompt_length)]
+        request = make_request(prompt, keys=100 * number, **options)
+        request.blocks = self._pool.allocate(blocks_for(request.max_length)) or []
+        assert request.blocks
+        self.requests.append(request)
+        return request
+
+    def compute(self, request: Request, rows: int) -> None:
+        """The target runs over so many more rows."""
+        number = request.keys.proposal // 100
+        start = request.num_computed
+        self._target.rows = 10000.0 * number + torch.arange(start, start + rows)
+        for store in self.stores.values():
+            store.capture(RaggedBatch([SequenceRows(request.blocks, start, rows)], CPU))
+        request.num_computed += rows
+
+    def verify(self, request: Request, *tokens: int) -> None:
+        """A verify step of the request draws `tokens`."""
+        request.drafts = None
+        self.compute(request, len(tokens))
+        request.tokens += tokens
+
+    def decode(self, prompt_length: int = 4, **options: Any) -> Request:
+        """A request whose prompt has run and whose first token, 9, has been drawn."""
+        request = self.admit(prompt_length, **options)
+        self.compute(request, prompt_length)
+        request.tokens.append(9)
+        return request
+
+    def end(self, request: Request) -> None:
+        """The request has ended."""
+        self.requests.remove(request)
+        self.drafting.release(request)
+
+    def flush(self) -> None:
+        self.drafting.flush(self.requests, self.stores)
+
+    def answer(self, stream: RecordedStream, drafts: pb.Drafts | None = None) -> None:
+        """An answer comes; by default the one that is due to the last step."""
+        self.drafting.handle(Answered(stream, drafts or answer_to(stream.last)))

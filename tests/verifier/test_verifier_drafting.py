@@ -1,0 +1,742 @@
+"""Which sequences draft where, what drafters are sent, how long they are waited for and which drafts are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drafting_scene import (
+    CPU,
+    VOCAB,
+    WIDTH,
+    Clock,
+    K,
+    RecordedStream,
+    Scene,
+    answer_to,
+    refusal_of,
+    rows_of,
+    tokens_of,
+)
+
+from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.v1 import draft_pb2 as pb
+from draftwire_kernels import gumbel_sample
+from verifier_service import drafting
+from verifier_service.request import Request
+
+DEADLINE_S = 0.05
+GUMBEL = {"draft_sample_method": "gumbel"}
+DENSE = {**GUMBEL, "draft_logits": "dense"}
+TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(drafting, "time", made)
+    return made
+
+
+def start(config: dict[str, Any] | None = None, deadline_s: float | None = None, **request: Any) -> Any:
+    """(scene, stream, request): the request's rows are sent and drafts asked for."""
+    scene = Scene(config, deadline_s)
+    stream = scene.connect()
+    one = scene.decode(**request)
+    scene.flush()
+    return scene, stream, one
+
+
+# What is sent.
+
+
+def test_a_decoding_sequence_is_opened_with_all_its_rows_and_drafts_are_asked():
+    _, stream, one = start(temperature=0.5)
+    (step,) = stream.steps
+    assert (step.step_id, list(step.opened.ids), list(step.opened.first_rows)) == (1, [1], [0])
+    assert list(step.opened.temperatures) == [0.5]
+    assert (rows_of(step), list(step.num_drafts)) == ([(1, 0, 4)], [K])
+    assert tokens_of(step) == one.tokens[1:]
+
+
+def test_row_i_has_the_features_of_position_i_and_the_token_after_it():
+    scene, stream, one = start()
+    other = scene.decode()
+    scene.verify(one, 3, 8)
+    scene.flush()
+    features = decode_tensor(stream.last.features, "features", torch.float32, (6, WIDTH))
+    assert rows_of(stream.last) == [(1, 4, 2), (2, 0, 4)]
+    assert tokens_of(stream.last) == [3, 8, *other.tokens[1:]]
+    assert features[:, 0].tolist() == features[:, -1].tolist() == [10004, 10005, 20000, 20001, 20002, 20003]
+
+
+def test_features_are_sent_in_the_type_of_the_head():
+    scene = Scene()
+    stream = scene.connect(dtype=torch.bfloat16, row_bytes=2 * WIDTH)
+    scene.decode()
+    scene.flush()
+    assert (stream.last.features.dtype, len(stream.last.features.data)) == (pb.DTYPE_BFLOAT16, 4 * 2 * WIDTH)
+
+
+def test_a_prompt_that_is_computed_in_pieces_feeds_the_head_and_asks_for_nothing():
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.admit(10)
+    scene.compute(one, 6)
+    scene.flush()
+    assert (rows_of(stream.last), list(stream.last.num_drafts)) == ([(1, 0, 6)], [0])
+    scene.compute(one, 4)
+    one.tokens.append(9)
+    scene.flush()
+    assert (rows_of(stream.last), list(stream.last.num_drafts)) == ([(1, 6, 4)], [K])
+
+
+def test_where_nothing_is_new_nothing_is_sent():
+    scene, stream, _ = start()
+    scene.flush()
+    assert len(stream.steps) == 1
+
+
+def test_a_request_without_speculation_goes_to_no_drafter():
+    scene, stream, one = start(k=0)
+    assert not stream.steps
+    assert scene.drafting.is_ready(one)
+
+
+@pytest.mark.parametrize(("left", "asked"), [(10, K), (5, K), (4, K), (3, 2), (2, 1), (1, 0)])
+def test_no_more_drafts_are_asked_than_the_request_has_room_for(left, asked):
+    """A verify step emits one token more than it has drafts; `left` tokens remain of max_tokens."""
+    scene, stream, one = start(max_tokens=left + 1)
+    assert list(stream.last.num_drafts) == [asked]
+    assert scene.drafting.is_ready(one) == (asked == 0)
+
+
+def test_no_more_drafts_are_asked_than_the_head_makes():
+    scene = Scene()
+    stream = scene.connect(max_drafts=2)
+    scene.decode()
+    scene.flush()
+    assert list(stream.last.num_drafts) == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [({}, 0), (GUMBEL, 101), (DENSE, 101), ({**GUMBEL, "rejection_sample_method": "coupled"}, 103)],
+    ids=["greedy", "gumbel", "dense", "coupled"],
+)
+def test_a_drafter_gets_the_one_key_that_it_draws_with(config, key):
+    _, stream, one = start(config)
+    assert (one.keys.proposal, one.keys.resample) == (101, 103)
+    assert list(stream.last.opened.proposal_keys) == [key]
+
+
+# Histories.
+
+
+def move(scene: Scene, *lengths: int) -> tuple[RecordedStream, list[Request]]:
+    """Requests with so long prompts lose their drafter; the one that comes has to be sent their histories."""
+    first = scene.connect()
+    requests = [scene.decode(length) for length in lengths]
+    scene.flush()
+    scene.disconnect(first)
+    return scene.connect(), requests
+
+
+def test_a_history_is_sent_in_pieces_and_drafts_are_asked_with_the_last(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", 8)
+    scene = Scene()
+    stream, _ = move(scene, 20)
+    for _ in range(4):
+        scene.flush()
+    assert [rows_of(step) for step in stream.steps] == [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 4)]]
+    assert [list(step.num_drafts) for step in stream.steps] == [[0], [0], [K]]
+    assert [len(step.opened.ids) for step in stream.steps] == [1, 0, 0]
+
+
+def test_a_piece_of_a_history_has_at_most_max_history_rows():
+    scene = Scene()
+    stream, _ = move(scene, drafting.MAX_HISTORY_ROWS + 1)
+    scene.flush()
+    scene.flush()
+    assert [list(step.num_rows) for step in stream.steps] == [[drafting.MAX_HISTORY_ROWS], [1]]
+
+
+def test_new_rows_of_other_sequences_go_whole_in_the_message_with_a_piece(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", 8)
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 8 * 4 * WIDTH)
+    scene = Scene()
+    stream, _ = move(scene, 20)
+    scene.flush()
+    scene.decode(40)
+    scene.flush()
+    assert rows_of(stream.last) == [(1, 8, 8), (2, 0, 40)]
+    assert list(stream.last.num_drafts) == [0, K]
+
+
+def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 10 * 4 * WIDTH)
+    scene = Scene()
+    stream, _ = move(scene, 6, 6, 6)
+    scene.flush()
+    scene.flush()
+    assert [list(step.num_rows) for step in stream.steps] == [[6, 4], [2, 6]]
+
+
+def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 1)
+    scene = Scene()
+    stream, _ = move(scene, 3)
+    for _ in range(4):
+        scene.flush()
+    assert [list(step.num_rows) for step in stream.steps] == [[1], [1], [1]]
+
+
+def test_ids_of_opened_sequences_rise_when_later_sequences_open_before_a_paced_one(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+    scene = Scene()
+    stream, (_, paced) = move(scene, 8, 6)
+    scene.decode(5)
+    for _ in range(5):
+        scene.flush()
+    assert rows_of(stream.steps[0]) == [(1, 0, 4), (2, 0, 5)]
+    opened = [sequence_id for step in stream.steps for sequence_id in step.opened.ids]
+    assert opened == [1, 2, 3]
+    third = [tokens_of(step) for step in stream.steps if 3 in step.sequence_ids]
+    assert [token for piece in third for token in piece] == paced.tokens[1:]
+
+
+def test_a_history_begins_at_the_first_row_that_has_features():
+    scene = Scene()
+    one = scene.decode(6)  # before any drafter: nothing keeps its features
+    stream = scene.connect()
+    scene.flush()
+    assert not stream.steps
+    scene.verify(one, 2)
+    scene.flush()
+    assert (list(stream.last.opened.first_rows), rows_of(stream.last)) == ([6], [(1, 6, 1)])
+    assert list(stream.last.num_drafts) == [K]
+
+
+# Which drafter.
+
+
+def test_a_request_with_more_rows_than_the_head_has_positions_is_not_bound():
+    scene = Scene()
+    small = scene.connect(max_model_len=7)
+    fits, too_long = scene.decode(7), scene.decode(8)
+    scene.flush()
+    assert list(small.last.num_rows) == [7]
+    assert (scene.drafting.is_ready(fits), scene.drafting.is_ready(too_long)) == (False, True)
+    large = scene.connect(max_model_len=8)
+    scene.flush()
+    assert list(large.last.num_rows) == [8]
+
+
+def test_a_new_sequence_goes_to_the_drafter_with_the_fewest_and_stays():
+    scene = Scene()
+    first, second = scene.connect(), scene.connect()
+    one = scene.decode()
+    scene.flush()
+    scene.decode()
+    scene.flush()
+    assert (len(first.steps), len(second.steps)) == (1, 1)
+    assert scene.drafting.sequences_at("drafter:1") == 2
+    scene.verify(one, 3)
+    scene.flush()
+    assert (rows_of(first.last), len(second.steps)) == ([(1, 4, 1)], 1)
+
+
+def test_a_drafter_gets_no_more_sequences_than_it_takes():
+    scene = Scene()
+    stream = scene.connect(max_sequences=1)
+    one, other = scene.decode(), scene.decode()
+    scene.flush()
+    assert list(stream.last.sequence_ids) == [1]
+    assert scene.drafting.is_ready(other)
+    scene.end(one)
+    scene.flush()
+    assert (list(stream.last.closed_ids), list(stream.last.opened.ids)) == ([1], [2])
+
+
+def test_requests_of_a_drafter_that_is_gone_move_to_another_and_are_sent_from_the_first_row():
+    scene, stream, one = start()
+    scene.verify(one, 3)
+    scene.flush()
+    scene.disconnect(stream)
+    assert scene.drafting.is_ready(one)
+    other = scene.connect()
+    scene.flush()
+    assert (list(other.last.opened.ids), rows_of(other.last)) == ([1], [(1, 0, 5)])
+    assert list(other.last.num_drafts) == [K]
+    assert not scene.drafting.is_ready(one)
+
+
+def test_heads_of_different_layers_get_their_own_features():
+    scene = Scene()
+    wide, narrow = scene.connect(), scene.connect(layers=(2,))
+    scene.decode()
+    scene.decode()
+    assert scene.drafting.feature_layers == {(1, 3), (2,)}
+    scene.flush()
+    assert [list(stream.last.features.shape) for stream in (wide, narrow)] == [[4, 4], [4, 2]]
+
+
+@pytest.mark.parametrize("status", [pb.SEQUENCE_STATUS_UNKNOWN, pb.SEQUENCE_STATUS_NO_CAPACITY])
+def test_a_sequence_that_the_drafter_has_not_got_is_opened_anew_after_a_delay_that_doubles(status, clock):
+    scene, stream, one = start()
+    shortest, longest = drafting.REOPEN_DELAY_S
+    for delay in (shortest, 2 * shortest, 4 * shortest):
+        scene.answer(stream, refusal_of(stream.last, status))
+        assert scene.drafting.is_ready(one)
+        steps = len(stream.steps)
+        clock.now += 0.99 * delay
+        scene.flush()
+        assert len(stream.steps) == steps
+        clock.now += 0.02 * delay
+        scene.flush()
+        assert len(stream.steps) == steps + 1
+        assert (list(stream.last.opened.ids), rows_of(stream.last)) == ([steps + 1], [(steps + 1, 0, 4)])
+    for _ in range(10):
+        scene.answer(stream, refusal_of(stream.last, status))
+        clock.now += longest
+        scene.flush()
+    assert len(stream.steps) == 14
+    assert not any(step.closed_ids for step in stream.steps)
+
+
+def test_a_sequence_that_the_drafter_has_not_got_disturbs_no_other(clock):  # noqa: ARG001
+    scene, stream, lost = start()
+    kept = scene.decode()
+    scene.flush()
+    answer = answer_to(stream.last)
+    answer.MergeFrom(refusal_of(stream.steps[0], pb.SEQUENCE_STATUS_UNKNOWN))
+    answer.step_id = 2
+    scene.answer(stream, answer)
+    assert (lost.drafts, kept.drafts.tokens.tolist()) == (None, [5, 6, 7])
+    assert stream.failure is None
+
+
+# The end of a request.
+
+
+def test_an_ended_request_is_closed_with_the_next_step():
+    scene, stream, one = start()
+    scene.end(one)
+    scene.flush()
+    assert (list(stream.last.closed_ids), rows_of(stream.last)) == ([1], [])
+    scene.flush()
+    assert len(stream.steps) == 2
+
+
+def test_an_ended_request_that_was_never_opened_is_not_closed(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+    scene = Scene()
+    stream, (_, paced) = move(scene, 8, 6)
+    scene.flush()
+    scene.end(paced)
+    scene.flush()
+    scene.flush()
+    assert not any(step.closed_ids for step in stream.steps)
+
+
+def test_drafts_for_an_ended_request_are_ignored():
+    scene, stream, one = start()
+    scene.end(one)
+    scene.answer(stream)
+    assert (one.drafts, stream.failure) == (None, None)
+
+
+# Which drafts are used.
+
+
+def test_drafts_that_continue_the_request_are_given_to_it():
+    scene, stream, one = start()
+    scene.answer(stream)
+    assert (one.drafts.committed_length, one.drafts.last_token) == (5, 9)
+    assert one.drafts.tokens.tolist() == [5, 6, 7]
+    assert scene.drafting.is_ready(one)
+
+
+@pytest.mark.parametrize(("field", "value"), [("committed_lengths", 4), ("committed_lengths", 6), ("last_tokens", 8)])
+def test_drafts_that_continue_something_else_are_not_used(field, value):
+    scene, stream, one = start()
+    answer = answer_to(stream.last)
+    getattr(answer, field)[0] = value
+    scene.answer(stream, answer)
+    assert (one.drafts, stream.failure) == (None, None)
+    assert scene.drafting.is_ready(one)
+
+
+def test_drafts_for_what_the_request_was_before_are_not_used():
+    scene, stream, one = start()
+    scene.verify(one, 3)
+    scene.flush()
+    scene.answer(stream, answer_to(stream.steps[0]))
+    assert one.drafts is None
+    assert not scene.drafting.is_ready(one)
+    scene.answer(stream)
+    assert one.drafts.committed_length == 6
+
+
+def test_fewer_drafts_than_asked_are_used():
+    scene, stream, one = start()
+    scene.answer(stream, answer_to(stream.last, [5]))
+    assert one.drafts.tokens.tolist() == [5]
+
+
+def test_a_request_that_the_answer_leaves_out_goes_on_without_drafts():
+    scene, stream, one = start()
+    scene.answer(stream, pb.Drafts(step_id=1))
+    assert (one.drafts, stream.failure) == (None, None)
+    assert scene.drafting.is_ready(one)
+
+
+Change = Callable[[pb.Drafts], Any]
+
+
+def tokens(*values: int) -> Change:
+    def change(answer: pb.Drafts) -> None:
+        answer.num_drafts[0] = len(values)
+        answer.tokens.CopyFrom(encode_tensor(torch.tensor(values, dtype=torch.int32)))
+
+    return change
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "more than asked": (tokens(1, 2, 3, 4), "drafts.num_drafts = 4: 3 were asked"),
+    "above the vocabulary": (tokens(1, VOCAB), f"drafts.tokens = {VOCAB}: token ids must be in [0, {VOCAB})"),
+    "negative": (tokens(-1, 2), "drafts.tokens = -1: token ids must be in [0"),
+    "fewer tokens than counted": (lambda a: a.num_drafts.__setitem__(0, 2), "drafts.tokens.shape = (3,): must be [2]"),
+    "no tokens": (lambda a: a.ClearField("tokens"), "drafts.tokens.dtype"),
+    "cut data": (lambda a: setattr(a.tokens, "data", a.tokens.data[:-1]), "drafts.tokens.data = '11 bytes'"),
+    "statuses": (lambda a: a.statuses.append(1), "drafts.statuses = '2 entries': must be 1"),
+    "committed_lengths": (lambda a: a.ClearField("committed_lengths"), "drafts.committed_lengths = '0 entries'"),
+    "last_tokens": (lambda a: a.last_tokens.append(1), "drafts.last_tokens = '2 entries': must be 1"),
+    "num_drafts": (lambda a: a.num_drafts.append(0), "drafts.num_drafts = '2 entries': must be 1"),
+    "a step to come": (lambda a: setattr(a, "step_id", 2), "answered step 2, which had no answer due"),
+    "no step": (lambda a: setattr(a, "step_id", 0), "answered step 0, which had no answer due"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_drafter_that_answers_what_it_must_not_is_expelled(name):
+    change, text = WRONG[name]
+    scene, stream, one = start()
+    answer = answer_to(stream.last)
+    change(answer)
+    scene.answer(stream, answer)
+    assert stream.is_expelled
+    assert text in stream.failure
+    assert one.drafts is None
+    assert scene.drafting.is_ready(one)
+    assert scene.drafting.sequences_at(stream.address) == 0
+
+
+def test_a_step_that_is_answered_twice_expels():
+    scene, stream, _ = start()
+    scene.answer(stream)
+    scene.answer(stream)
+    assert stream.is_expelled
+
+
+def test_an_answer_takes_all_steps_before_it():
+    scene, stream, one = start()
+    scene.verify(one, 3)
+    scene.flush()
+    scene.answer(stream)
+    assert one.drafts.committed_length == 6
+    assert scene.drafting.next_deadline() is None
+
+
+def test_requests_of_an_expelled_drafter_go_to_another_one():
+    scene, stream, one = start()
+    other = scene.connect()
+    scene.answer(stream, answer_to(stream.last, [VOCAB]))
+    scene.flush()
+    scene.answer(other)
+    assert one.drafts.tokens.tolist() == [5, 6, 7]
+
+
+def test_what_still_comes_from_a_drafter_that_was_given_up_is_ignored():
+    scene, stream, one = start()
+    scene.answer(stream, answer_to(stream.last, [VOCAB]))
+    scene.answer(stream)
+    scene.disconnect(stream)
+    assert one.drafts is None
+
+
+# How long a request waits.
+
+
+def test_a_request_waits_for_its_drafts_until_the_deadline(clock):
+    scene, _, one = start(deadline_s=DEADLINE_S)
+    assert scene.drafting.next_deadline() == clock.now + DEADLINE_S
+    clock.now += 0.9 * DEADLINE_S
+    assert not scene.drafting.is_ready(one)
+    clock.now += 0.2 * DEADLINE_S
+    assert scene.drafting.is_ready(one)
+
+
+def test_a_drafter_whose_answer_is_late_is_not_waited_for_until_it_has_answered_everything(clock):
+    scene, stream, one = start(deadline_s=DEADLINE_S)
+    other = scene.decode()
+    scene.flush()
+    clock.now += 2 * DEADLINE_S
+    assert scene.drafting.is_ready(one)
+    scene.verify(one, 3)
+    scene.verify(other, 3)
+    scene.flush()
+    assert len(stream.steps) == 2  # it has enough to do
+    assert scene.drafting.is_ready(one)
+    assert scene.drafting.is_ready(other)
+    scene.answer(stream, answer_to(stream.steps[0]))
+    scene.flush()
+    assert len(stream.steps) == 2
+    assert scene.drafting.is_ready(one)
+    scene.answer(stream)
+    scene.flush()
+    assert rows_of(stream.last) == [(1, 4, 1), (2, 4, 1)]
+    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.is_ready(other)
+
+
+def test_no_sequence_is_bound_to_a_late_drafter(clock):
+    scene, _, one = start(deadline_s=DEADLINE_S)
+    clock.now += 2 * DEADLINE_S
+    assert scene.drafting.is_ready(one)
+    scene.decode()
+    scene.flush()
+    assert scene.drafting.sequences_at("drafter:1") == 1
+
+
+def test_without_a_deadline_a_request_waits_for_its_drafts(clock):
+    scene, stream, one = start()
+    clock.now += 3600
+    assert not scene.drafting.is_ready(one)
+    scene.answer(stream)
+    assert scene.drafting.is_ready(one)
+
+
+def test_a_drafter_with_many_unanswered_steps_is_sent_no_more_and_its_requests_wait(clock, monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_UNANSWERED_STEPS", 1)
+    scene, stream, one = start(deadline_s=DEADLINE_S)
+    scene.verify(one, 3)
+    scene.flush()
+    assert len(stream.steps) == 1
+    assert not scene.drafting.is_ready(one)
+    scene.answer(stream)
+    scene.flush()
+    assert rows_of(stream.last) == [(1, 4, 1)]
+    clock.now += 2 * DEADLINE_S
+    assert scene.drafting.is_ready(one)
+
+
+# Drafters that are lost.
+
+
+def test_a_drafter_whose_oldest_step_is_unanswered_for_long_is_given_up(clock):
+    scene, stream, one = start()
+    assert scene.drafting.next_deadline() == clock.now + drafting.LOST_AFTER_S
+    clock.now += 0.6 * drafting.LOST_AFTER_S
+    scene.verify(one, 3)
+    scene.flush()
+    scene.drafting.drop_lost()
+    assert stream.failure is None
+    clock.now += 0.6 * drafting.LOST_AFTER_S
+    scene.drafting.drop_lost()
+    assert (stream.failure, stream.is_expelled) == ("no answer in 10 s", False)
+    assert scene.drafting.is_ready(one)
+    assert scene.drafting.next_deadline() is None
+
+
+def test_a_later_step_that_is_unanswered_counts_from_its_own_time(clock):
+    scene, stream, one = start()
+    clock.now += 0.6 * drafting.LOST_AFTER_S
+    scene.verify(one, 3)
+    scene.flush()
+    scene.answer(stream, answer_to(stream.steps[0]))
+    clock.now += 0.6 * drafting.LOST_AFTER_S
+    scene.drafting.drop_lost()
+    assert stream.failure is None
+
+
+def test_an_answer_that_was_taken_after_long_still_counts(clock):
+    scene, stream, one = start()
+    clock.now += 2 * drafting.LOST_AFTER_S
+    scene.answer(stream)
+    scene.drafting.drop_lost()
+    assert stream.failure is None
+    assert one.drafts is not None
+
+
+def test_a_drafter_that_has_answered_everything_is_never_lost(clock):
+    scene, stream, _ = start()
+    scene.answer(stream)
+    clock.now += 3600
+    scene.drafting.drop_lost()
+    assert stream.failure is None
+
+
+def test_a_drafter_with_too_many_unanswered_bytes_is_given_up(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_UNANSWERED_BYTES", 5 * 4 * WIDTH)
+    scene, stream, one = start()
+    scene.verify(one, 3)
+    scene.flush()
+    assert stream.failure is None
+    scene.verify(one, 3)
+    scene.flush()
+    assert (stream.failure, stream.is_expelled) == (f"more than {5 * 4 * WIDTH} bytes are unanswered", False)
+    assert scene.drafting.is_ready(one)
+
+
+# Draft logits.
+
+REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
+
+
+def start_sampled(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], ids: torch.Tensor | None = None) -> Any:
+    """(scene, stream, request) at temperature 0.8, where every draft is drawn again."""
+    monkeypatch.setattr(drafting, "REDRAW_SHARE", 1)
+    scene = Scene(config)
+    stream = scene.connect(draft_token_ids=ids, draft_vocab_size=VOCAB if ids is None else len(ids))
+    one = scene.decode(temperature=0.8, max_tokens=1000)
+    scene.flush()
+    return scene, stream, one
+
+
+def honest_answer(step: pb.DraftStep, key: int, config: dict[str, Any], ids: torch.Tensor | None) -> pb.Drafts:
+    """Drafts drawn as a drafter draws them."""
+    ((_, first, rows),), (count,) = rows_of(step), step.num_drafts
+    draw = torch.Generator().manual_seed(step.step_id)
+    width = VOCAB if ids is None else len(ids)
+    form = config["draft_logits"]
+    if form != "dense":
+        width = form["top_n"]
+    logits = 2 * torch.randn(count, width, generator=draw)
+    drawn, columns = [], []
+    for j in range(count):
+        own = ids if form == "dense" else torch.randperm(VOCAB, generator=draw)[:width]
+        column = gumbel_sample(
+            logits[j : j + 1],
+            torch.tensor([0.8]),
+            torch.tensor([key]),
+            torch.tensor([first + rows + 1 + j]),
+            draft_offset=j,
+            token_ids=own,
+            use_fp64=config.get("use_fp64_gumbel", False),
+        )
+        drawn.append(int(column if own is None else own[column]))
+        columns.append(own)
+    answer = answer_to(step, drawn, logits)
+    if form != "dense":
+        encode_tensor(torch.stack(columns).int(), answer.logits_token_ids)
+    return answer
+
+
+HONEST = [
+    (DENSE, None),
+    (DENSE, REDUCED),
+    ({**DENSE, "use_fp64_gumbel": True}, REDUCED),
+    (TOP_N, None),
+    (TOP_N, REDUCED),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "ids"), HONEST, ids=["dense", "dense reduced", "dense reduced fp64", "top_n", "top_n reduced"]
+)
+def test_drafts_that_are_drawn_from_their_logits_never_expel(config, ids, monkeypatch):
+    scene, stream, one = start_sampled(monkeypatch, config, ids)
+    for _ in range(40):
+        scene.answer(stream, honest_answer(stream.last, one.keys.proposal, config, ids))
+        assert stream.failure is None
+        assert one.drafts is not None
+        scene.verify(one, 3)
+        scene.flush()
+
+
+@pytest.mark.parametrize(("config", "ids"), [HONEST[0], HONEST[1], HONEST[3]], ids=["dense", "dense reduced", "top_n"])
+def test_drafts_that_are_not_drawn_from_their_logits_expel_at_the_third(config, ids, monkeypatch):
+    scene, stream, one = start_sampled(monkeypatch, config, ids)
+    for mismatches in range(1, drafting.REDRAW_MISMATCHES + 1):
+        assert stream.failure is None
+        scene.answer(stream, replace_last(honest_answer(stream.last, one.keys.proposal, config, ids)))
+        assert (one.drafts is None) == (mismatches == drafting.REDRAW_MISMATCHES)
+        scene.verify(one, 3)
+        scene.flush()
+    assert stream.is_expelled
+    assert "are not what its logits sample" in stream.failure
+
+
+def replace_last(answer: pb.Drafts) -> pb.Drafts:
+    """The answer with another last draft."""
+    drawn = decode_tensor(answer.tokens, "tokens", torch.int32, (K,)).tolist()
+    answer.ClearField("tokens")
+    encode_tensor(torch.tensor([*drawn[:-1], (drawn[-1] + 1) % VOCAB], dtype=torch.int32), answer.tokens)
+    return answer
+
+
+def test_a_few_mismatches_among_many_answers_are_rounding_and_do_not_expel(monkeypatch):
+    monkeypatch.setattr(drafting, "REDRAW_MISMATCH_SHARE", 0.1)
+    scene, stream, one = start_sampled(monkeypatch, DENSE)
+    for number in range(1, 101):
+        answer = honest_answer(stream.last, one.keys.proposal, DENSE, None)
+        scene.answer(stream, replace_last(answer) if number % 20 == 0 else answer)
+        scene.verify(one, 3)
+        scene.flush()
+    assert stream.failure is None
+
+
+def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
+    monkeypatch.setattr(drafting, "REDRAW_SHARE", 1)
+    scene, stream, one = start(DENSE)
+    for _ in range(5):
+        scene.answer(stream, answer_to(stream.last, logits=torch.zeros(K, VOCAB)))
+        assert one.drafts is not None
+        scene.verify(one, 3)
+        scene.flush()
+    assert stream.failure is None
+
+
+def test_drafts_keep_the_columns_of_their_head_when_it_is_gone():
+    scene = Scene(DENSE)
+    stream = scene.connect(draft_token_ids=REDUCED, draft_vocab_size=len(REDUCED))
+    one = scene.decode()
+    scene.flush()
+    logits = torch.randn(K, len(REDUCED))
+    scene.answer(stream, answer_to(stream.last, logits=logits))
+    scene.disconnect(stream)
+    scene.connect(draft_token_ids=REDUCED + 1, draft_vocab_size=len(REDUCED))
+    scene.flush()
+    assert torch.equal(one.drafts.draft_token_ids, REDUCED)
+    assert torch.equal(one.drafts.logits, logits)
+    assert one.drafts.draft_token_ids.device == CPU
+
+
+@pytest.mark.parametrize(
+    ("config", "logits", "text"),
+    [
+        (DENSE, None, "drafts.logits.dtype"),
+        (DENSE, torch.zeros(K, VOCAB + 1), f"drafts.logits.shape = (3, {VOCAB + 1}): must be [3, {VOCAB}]"),
+        (DENSE, torch.zeros(K, VOCAB).half(), "drafts.logits.dtype"),
+        (TOP_N, torch.zeros(K, 5), "drafts.logits.shape = (3, 5): must be [3, 4]"),
+        (TOP_N, torch.zeros(K, 4), "drafts.logits_token_ids.dtype"),
+    ],
+    ids=["missing", "wide", "half", "more than n", "without ids"],
+)
+def test_logits_that_are_not_those_configured_expel(config, logits, text):
+    scene, stream, _ = start(config)
+    scene.answer(stream, answer_to(stream.last, logits=logits))
+    assert stream.is_expelled
+    assert text in stream.failure
+
+
+def test_ids_of_logits_outside_the_vocabulary_expel():
+    scene, stream, _ = start(TOP_N)
+    answer = answer_to(stream.last, logits=torch.zeros(K, 4))
+    encode_tensor(torch.full((K, 4), VOCAB, dtype=torch.int32), answer.logits_token_ids)
+    scene.answer(stream, answer)
+    assert stream.is_expelled
+    assert f"drafts.logits_token_ids = {VOCAB}" in stream.failure

@@ -1,0 +1,523 @@
+"""The stream to a drafter: which drafters are taken, how a stream ends and when it is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from draftwire.config import speculative_config_from_mapping
+from draftwire.tensors import encode_tensor
+from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.version import PROTOCOL_VERSION
+from draftwire.wire import CHANNEL_OPTIONS
+from draftwire_kernels import NOISE_VERSION
+from verifier_service import drafter_link
+from verifier_service.drafter_link import Answered, Connected, Disconnected, DrafterLink, LinkEvent, Stream
+
+READY = generate_pb2.DRAFTER_STATE_READY
+REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
+CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
+WAIT_S = 5.0
+AT_ONCE_S = 1.5
+"""Longer than anything that is to happen at once takes on a busy machine, and less than any time-out."""
+VOCAB, HIDDEN, NUM_LAYERS = 20, 2, 4
+TARGET: Any = SimpleNamespace(
+    name="org/target",
+    fingerprint="beef",
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    num_layers=NUM_LAYERS,
+    max_model_len=64,
+)
+RUNNER = asyncio.Runner()  # one loop for all tests: gRPC's threads outlive a test
+GUMBEL = {"draft_sample_method": "gumbel"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_link, "BACKOFF_S", (0.02, 0.05))
+    monkeypatch.setattr(drafter_link, "REFUSED_RETRY_S", 0.05)
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        RUNNER.run(asyncio.wait_for(test(*args, **kwargs), 4 * WAIT_S))
+
+    return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close_runner() -> Iterator[None]:
+    yield
+    RUNNER.close()
+
+
+def make_info(**changes: Any) -> pb.GetDrafterInfoResponse:
+    """A head that fits the target, but for `changes`; `layers`, `width` and `dtype` are those of its features."""
+    layers = changes.pop("layers", [1, 3])
+    features = pb.FeatureSpec(
+        layers=layers,
+        width=changes.pop("width", len(layers) * HIDDEN),
+        dtype=changes.pop("dtype", pb.DTYPE_BFLOAT16),
+    )
+    values: dict[str, Any] = {
+        "method": "eagle3",
+        "head": "org/head",
+        "head_fingerprint": "f00d",
+        "target_vocab_size": VOCAB,
+        "target_hidden_size": HIDDEN,
+        "target_num_layers": NUM_LAYERS,
+        "features": features,
+        "draft_vocab_size": VOCAB,
+        "max_num_speculative_tokens": 6,
+        "max_sequences": 5,
+        "max_model_len": 48,
+        "draft_logits_forms": [config_pb2.DRAFT_LOGITS_FORM_NONE, config_pb2.DRAFT_LOGITS_FORM_TOP_N],
+        "protocol_version": PROTOCOL_VERSION,
+        "noise_version": NOISE_VERSION,
+    }
+    return pb.GetDrafterInfoResponse(**{**values, **changes})
+
+
+class Drafter(draft_pb2_grpc.DraftingServicer):
+    """Says what it is told to say and answers each step with nothing but its number."""
+
+    def __init__(self, info: pb.GetDrafterInfoResponse | None = None, hello: dict[str, Any] | None = None) -> None:
+        self.info = info or make_info()
+        self.hello = hello or {}  # changes of the hello
+        self.hellos: list[pb.VerifierHello] = []
+        self.reads = True
+        self.abort: tuple[grpc.StatusCode, str] | None = None
+
+    async def GetDrafterInfo(self, request: Any, context: Any) -> pb.GetDrafterInfoResponse:  # noqa: ARG002, N802
+        return self.info
+
+    async def Draft(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.DraftRequest], context: Any
+    ) -> AsyncIterator[pb.DraftResponse]:
+        self.hellos.append((await anext(request_iterator)).hello)
+        if self.abort is not None:
+            await context.abort(*self.abort)
+        yield pb.DraftResponse(hello=pb.DrafterHello(**{"info": self.info, "carrier": pb.CARRIER_BYTES, **self.hello}))
+        if not self.reads:
+            await asyncio.Event().wait()
+        async for request in request_iterator:
+            yield pb.DraftResponse(drafts=pb.Drafts(step_id=request.step.step_id))
+
+
+async def serve(drafter: Drafter, port: int = 0) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    draft_pb2_grpc.add_DraftingServicer_to_server(drafter, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server, port
+
+
+class Linked:
+    """A link that runs and what it has posted."""
+
+    def __init__(self, port: int, config: dict[str, Any]) -> None:
+        self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
+        settings = speculative_config_from_mapping(config)
+        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self.events.put_nowait)
+        self.task = asyncio.create_task(self.link.run())
+
+    async def next(self, timeout_s: float = WAIT_S) -> LinkEvent:
+        return await asyncio.wait_for(self.events.get(), timeout_s)
+
+    async def connected(self) -> Stream:
+        event = await self.next()
+        assert isinstance(event, Connected)
+        assert self.link.status.state == READY
+        return event.stream
+
+    async def noted(self, state: int) -> str:
+        """Waits for that state; its detail."""
+        end = time.monotonic() + WAIT_S
+        while self.link.status.state != state or not self.link.status.detail:
+            assert time.monotonic() < end, self.link.status
+            await asyncio.sleep(0.005)
+        return self.link.status.detail
+
+    async def refused(self) -> str:
+        """Waits until the drafter is refused; why."""
+        return await self.noted(REFUSED)
+
+
+@contextlib.asynccontextmanager
+async def linked(drafter: Drafter, config: dict[str, Any] | None = None) -> AsyncIterator[Linked]:
+    server, port = await serve(drafter)
+    own = Linked(port, config or {})
+    try:
+        yield own
+    finally:
+        own.task.cancel()
+        await asyncio.gather(own.task, return_exceptions=True)
+        await server.stop(None)
+
+
+# A drafter that fits.
+
+
+@on_loop
+async def test_a_drafter_that_fits_is_connected():
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        assert (stream.address, stream.failure) == (own.link.status.address, None)
+        head = stream.head
+        assert (head.fingerprint, head.layers, head.dtype) == ("f00d", (1, 3), torch.bfloat16)
+        assert (head.draft_vocab_size, head.draft_token_ids, head.row_bytes) == (VOCAB, None, 2 * 2 * HIDDEN)
+        assert (head.max_drafts, head.max_sequences, head.max_model_len) == (6, 5, 48)
+        assert (own.link.status.head_fingerprint, own.link.status.detail) == ("f00d", "")
+
+
+@on_loop
+async def test_the_hello_says_what_the_target_is_and_what_will_be_sent():
+    drafter = Drafter()
+    async with linked(drafter, {"num_speculative_tokens": 2}) as own:
+        await own.connected()
+    (hello,) = drafter.hellos
+    assert (hello.protocol_version, hello.noise_version) == (PROTOCOL_VERSION, NOISE_VERSION)
+    assert (hello.verifier, hello.target.name, hello.target.fingerprint) == ("target", "org/target", "beef")
+    target = hello.target
+    assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCAB, HIDDEN, NUM_LAYERS)
+    assert hello.features == drafter.info.features
+    assert hello.speculative_config.num_speculative_tokens == 2
+    assert (hello.max_sequences, list(hello.carriers)) == (5, [pb.CARRIER_BYTES])
+
+
+@on_loop
+async def test_target_ids_of_a_reduced_vocabulary_come_with_the_hello():
+    ids = torch.tensor([2, 3, 19], dtype=torch.int32)
+    async with linked(Drafter(make_info(draft_vocab_size=3), {"draft_token_ids": encode_tensor(ids)})) as own:
+        head = (await own.connected()).head
+        assert (head.draft_vocab_size, head.draft_token_ids.dtype) == (3, torch.int64)
+        assert head.draft_token_ids.tolist() == [2, 3, 19]
+
+
+@on_loop
+async def test_a_head_that_does_not_say_how_many_layers_its_target_has_is_taken():
+    async with linked(Drafter(make_info(target_num_layers=0))) as own:
+        await own.connected()
+
+
+@on_loop
+async def test_steps_go_out_in_order_and_answers_are_posted():
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        for step_id in (1, 2, 3):
+            stream.send(pb.DraftStep(step_id=step_id))
+        for step_id in (1, 2, 3):
+            event = await own.next()
+            assert isinstance(event, Answered)
+            assert (event.stream, event.drafts.step_id) == (stream, step_id)
+
+
+# Drafters that do not fit.
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "protocol": ({"protocol_version": 99}, f"protocol_version does not match: verifier {PROTOCOL_VERSION}, drafter 99"),
+    "vocabulary": ({"target_vocab_size": 21}, "vocab_size does not match: verifier 20, drafter 21"),
+    "hidden size": ({"target_hidden_size": 3}, "hidden_size does not match: verifier 2, drafter 3"),
+    "number of layers": ({"target_num_layers": 5}, "num_layers does not match: verifier 4, drafter 5"),
+    "layer too high": ({"layers": [1, 5]}, "drafter layers [1, 5], verifier different ones of 0 to 4, ascending"),
+    "layers descend": ({"layers": [3, 1]}, "drafter layers [3, 1], verifier different ones of 0 to 4"),
+    "layer twice": ({"layers": [1, 1]}, "drafter layers [1, 1], verifier different ones of 0 to 4"),
+    "no layers": ({"layers": []}, "drafter layers [], verifier different ones of 0 to 4"),
+    "width": ({"width": 5}, "drafter width 5 of dtype 2, verifier width 4"),
+    "unknown dtype": ({"dtype": 77}, "drafter width 4 of dtype 77, verifier width 4 of dtypes [1, 2, 3]"),
+    "integer features": ({"dtype": pb.DTYPE_INT32}, "drafter width 4 of dtype 4"),
+    "drafts": ({"max_num_speculative_tokens": 3}, "num_speculative_tokens does not fit: verifier 4, drafter at most 3"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@on_loop
+async def test_a_drafter_that_does_not_fit_is_refused_with_both_values(name):
+    changes, text = MISFITS[name]
+    drafter = Drafter(make_info(**changes))
+    async with linked(drafter) as own:
+        assert text in await own.refused()
+        assert not drafter.hellos
+        assert own.events.empty()
+
+
+@on_loop
+async def test_a_head_of_another_kind_than_configured_is_refused():
+    async with linked(Drafter(), {"method": "eagle"}) as own:
+        assert "method does not match: verifier 'eagle', drafter 'eagle3'" in await own.refused()
+
+
+@pytest.mark.parametrize(
+    ("logits", "text"),
+    [
+        ("dense", f"verifier dense, drafter forms [1, 3] of {VOCAB} logits"),
+        ({"top_n": VOCAB + 1}, f"drafter forms [1, 3] of {VOCAB} logits"),
+    ],
+    ids=["form", "more than there are"],
+)
+@on_loop
+async def test_a_head_without_the_logits_that_are_configured_is_refused(logits, text):
+    async with linked(Drafter(), {**GUMBEL, "draft_logits": logits}) as own:
+        detail = await own.refused()
+        assert detail.startswith("draft_logits do not fit")
+        assert text in detail
+
+
+@on_loop
+async def test_noise_of_another_version_is_refused_where_drafts_are_sampled():
+    async with linked(Drafter(make_info(noise_version=NOISE_VERSION + 1)), GUMBEL) as own:
+        versions = f"verifier {NOISE_VERSION}, drafter {NOISE_VERSION + 1}"
+        assert f"noise_version does not match: {versions}" in await own.refused()
+
+
+@on_loop
+async def test_noise_of_another_version_does_not_matter_to_greedy_drafts():
+    async with linked(Drafter(make_info(noise_version=NOISE_VERSION + 1))) as own:
+        await own.connected()
+
+
+@on_loop
+async def test_what_the_drafter_itself_refuses_is_noted_in_its_words():
+    drafter = Drafter()
+    drafter.abort = (grpc.StatusCode.FAILED_PRECONDITION, "model: the verifier has a, the drafter has b")
+    async with linked(drafter, {"model": "a"}) as own:
+        assert await own.refused() == "FAILED_PRECONDITION: model: the verifier has a, the drafter has b"
+        assert drafter.hellos[0].speculative_config.model == "a"
+
+
+def ids_message(*ids: int) -> pb.Tensor:
+    return encode_tensor(torch.tensor(ids, dtype=torch.int32))
+
+
+WRONG_HELLOS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"info": make_info(layers=[1, 9])}, "drafter layers [1, 9], verifier different ones of 0 to 4"),
+    "dtype": ({"info": make_info(dtype=77)}, "drafter width 4 of dtype 77, verifier width 4 of dtypes [1, 2, 3]"),
+    "vocabulary": ({"info": make_info(target_vocab_size=9)}, "vocab_size does not match: verifier 20, drafter 9"),
+    "no info": ({"info": None}, "protocol_version does not match"),
+    "empty ids": ({"draft_token_ids": pb.Tensor()}, "draft_token_ids.dtype = 0: must be 4"),
+    "no ids": (
+        {"info": make_info(draft_vocab_size=0), "draft_token_ids": ids_message()},
+        "draft_token_ids must be in [0, 20), at least one",
+    ),
+    "too few ids": ({"draft_token_ids": ids_message(1, 2)}, "draft_token_ids.shape = (2,): must be [20]"),
+    "ids outside": (
+        {"info": make_info(draft_vocab_size=2), "draft_token_ids": ids_message(1, 20)},
+        "draft_token_ids must be in [0, 20)",
+    ),
+    "missing ids": ({"info": make_info(draft_vocab_size=7)}, "draft_token_ids are missing: drafter vocabulary 7, 20"),
+    "carrier": ({"carrier": 0}, f"must be a hello with carrier {pb.CARRIER_BYTES}"),
+    "unknown carrier": ({"carrier": 77}, f"must be a hello with carrier {pb.CARRIER_BYTES}"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HELLOS)
+@on_loop
+async def test_a_hello_that_does_not_fit_is_refused_until_it_does(name):
+    changes, text = WRONG_HELLOS[name]
+    drafter = Drafter(hello=changes)
+    async with linked(drafter) as own:
+        assert text in await own.refused()
+        assert own.events.empty()
+        drafter.hello = {}
+        await own.connected()
+        assert own.link.status.detail == ""
+
+
+@on_loop
+async def test_a_head_that_has_changed_since_the_info_call_is_taken_as_the_hello_says():
+    changed = make_info(layers=[2], head_fingerprint="0ddb")
+    async with linked(Drafter(hello={"info": changed})) as own:
+        head = (await own.connected()).head
+        assert (head.fingerprint, head.layers, head.row_bytes) == ("0ddb", (2,), 2 * HIDDEN)
+
+
+@on_loop
+async def test_a_first_message_that_is_no_hello_is_refused():
+    class Early(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002, N802
+            yield pb.DraftResponse(drafts=pb.Drafts(step_id=1))
+
+    async with linked(Early()) as own:
+        assert "first message must be a hello" in await own.refused()
+
+
+@on_loop
+async def test_a_drafter_that_says_no_hello_is_tried_again(monkeypatch):
+    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", 0.2)
+    drafter = Drafter()
+
+    class Silent(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            if len(drafter.hellos) == 0:
+                drafter.hellos.append((await anext(request_iterator)).hello)
+                await asyncio.Event().wait()
+            async for response in drafter.Draft(request_iterator, context):
+                yield response
+
+    async with linked(Silent()) as own:
+        await own.connected()
+        assert len(drafter.hellos) == 2
+
+
+# The end of a stream.
+
+
+@on_loop
+async def test_a_stream_that_is_failed_ends_at_once_and_a_new_one_is_opened():
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        stream.fail("no answer in 10 s")
+        event = await own.next(AT_ONCE_S)
+        assert isinstance(event, Disconnected)
+        assert event.stream is stream
+        assert await own.connected() is not stream
+
+
+@on_loop
+async def test_the_first_failure_of_a_stream_counts():
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        stream.fail("first")
+        stream.fail("second", expel=True)
+        assert (stream.failure, stream.is_expelled) == ("first", False)
+        await own.next()
+        await own.connected()
+
+
+@on_loop
+async def test_a_stream_whose_peer_never_reads_ends_when_it_is_failed():
+    drafter = Drafter()
+    drafter.reads = False
+    async with linked(drafter) as own:
+        stream = await own.connected()
+        features = pb.Tensor(data=bytes(8 << 20))
+        for step_id in range(1, 5):
+            stream.send(pb.DraftStep(step_id=step_id, features=features))
+        await asyncio.sleep(0.2)
+        assert not stream.outbox.empty()  # a message is stuck on its way
+        began = time.monotonic()
+        stream.fail("too much is unanswered")
+        assert isinstance(await own.next(AT_ONCE_S), Disconnected)
+        drafter.reads = True
+        await own.connected()
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+@on_loop
+async def test_a_failure_from_another_thread_ends_the_stream():
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        await asyncio.to_thread(stream.fail, "lost")
+        assert isinstance(await own.next(AT_ONCE_S), Disconnected)
+
+
+@on_loop
+async def test_an_expelled_drafter_is_left_alone():
+    drafter = Drafter()
+    async with linked(drafter) as own:
+        (await own.connected()).fail("wrong answer: drafts.tokens", expel=True)
+        assert isinstance(await own.next(AT_ONCE_S), Disconnected)
+        assert await own.refused() == "expelled: wrong answer: drafts.tokens"
+        await asyncio.sleep(0.3)
+        assert own.events.empty()
+        assert len(drafter.hellos) == 1
+
+
+@on_loop
+async def test_an_expelled_drafter_is_taken_back_after_a_while(monkeypatch):
+    monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", 0.1)
+    async with linked(Drafter()) as own:
+        (await own.connected()).fail("wrong answer", expel=True)
+        await own.next()
+        await own.connected()
+
+
+@on_loop
+async def test_a_stream_that_the_drafter_ends_is_posted_and_opened_anew():
+    class Brief(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            async for response in super().Draft(request_iterator, context):
+                yield response
+                if response.HasField("drafts") and len(self.hellos) == 1:
+                    await context.abort(grpc.StatusCode.INTERNAL, "the head is on fire")
+
+    async with linked(Brief()) as own:
+        stream = await own.connected()
+        stream.send(pb.DraftStep(step_id=1))
+        assert isinstance(await own.next(), Answered)
+        event = await own.next()
+        assert isinstance(event, Disconnected)
+        assert event.stream is stream
+        assert await own.noted(CONNECTING) == "INTERNAL: the head is on fire"
+        await own.connected()
+
+
+@on_loop
+async def test_an_unreachable_drafter_is_tried_again_until_it_is_there():
+    server, port = await serve(Drafter())
+    await server.stop(None)
+    own = Linked(port, {})
+    assert "UNAVAILABLE" in await own.noted(CONNECTING)
+    server, _ = await serve(Drafter(), port)
+    await own.connected()
+    own.task.cancel()
+    await asyncio.gather(own.task, return_exceptions=True)
+    await server.stop(None)
+
+
+@on_loop
+async def test_a_drafter_that_was_restarted_is_connected_again():
+    server, port = await serve(Drafter())
+    own = Linked(port, {})
+    first = await own.connected()
+    await server.stop(None)
+    event = await own.next()
+    assert isinstance(event, Disconnected)
+    assert event.stream is first
+    server, _ = await serve(Drafter(make_info(head_fingerprint="1234")), port)
+    second = await own.connected()
+    assert (second.head.fingerprint, own.link.status.head_fingerprint) == ("1234", "1234")
+    own.task.cancel()
+    await asyncio.gather(own.task, return_exceptions=True)
+    await server.stop(None)
+
+
+async def end(own: Linked) -> float:
+    """Cancels the link; how long its end took."""
+    began = time.monotonic()
+    own.task.cancel()
+    await asyncio.wait([own.task], timeout=WAIT_S)
+    assert own.task.cancelled()
+    return time.monotonic() - began
+
+
+@on_loop
+async def test_a_cancelled_link_ends_at_once_and_posts_the_end_of_its_stream():
+    async with linked(Drafter()) as own:
+        await own.connected()
+        assert await end(own) < AT_ONCE_S
+        assert isinstance(await own.next(), Disconnected)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.3])
+@pytest.mark.parametrize("expel", [False, True])
+@on_loop
+async def test_a_link_that_is_cancelled_after_its_stream_failed_ends_at_once(expel, pause_s, monkeypatch):
+    monkeypatch.setattr(drafter_link, "BACKOFF_S", (60.0, 60.0))
+    async with linked(Drafter()) as own:
+        (await own.connected()).fail("lost", expel=expel)
+        await asyncio.sleep(pause_s)
+        assert await end(own) < AT_ONCE_S
+        assert isinstance(await own.next(), Disconnected)
