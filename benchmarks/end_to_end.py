@@ -29,7 +29,9 @@ from draftwire import AsyncClient, Client, Completion
 from draftwire.processes import start_drafter, start_verifier
 from draftwire.v1 import generate_pb2 as pb
 
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "models" / "demo"
+SOURCES = sorted(path for folder in ("draftwire", "verifier_service") for path in (ROOT / folder).glob("*.py"))
 START_TIMEOUT_S = 300.0
 
 LLAMA_8B = {
@@ -133,12 +135,11 @@ def _wait_until_ready(address: str) -> None:
 
 
 def _prompts(target: Path, vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Beginnings of the held-out prompts for the demo pair, else random tokens."""
+    """Beginnings of our own source files, which the demo pair has never seen, else random tokens."""
     rng = random.Random(0)
-    held_out = target.parent / "prompts.jsonl"
-    if held_out.is_file():
+    if (target / "tokenizer.json").is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
+        texts = [path.read_text() for path in SOURCES if path.stat().st_size > 2000]
         return [tokenizer(texts[i % len(texts)]).input_ids[:length] for i in range(count)]
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 

@@ -1,7 +1,7 @@
 """Scores the demo pair: `python -m training.evaluate`.
 
 Reads the shipped bf16 weights, computes in float32, and prints and stores bits per byte on held-out files and
-acceptance on held-out prompts (models/demo/prompts.jsonl, or more of them drawn the same way), counted exactly in one
+acceptance on held-out prompts (those that `python -m training.prompts` draws), counted exactly in one
 process. With --server the acceptance is what the real system counts: HOST:PORT asks a verifier that serves the demo
 pair, `auto` starts drafter and verifier itself.
 
@@ -40,6 +40,8 @@ def load_head(directory: Path, target: Llama, device: str) -> tuple[Eagle3Head, 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
     """The first `length` tokens of every prompt."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: run `python -m training.data` and `python -m training.prompts` first")
     prompts = [tokenizer.encode(json.loads(line)["text"]).ids[:length] for line in path.read_text().splitlines()]
     shortest = min(map(len, prompts), default=0)
     if shortest < length:

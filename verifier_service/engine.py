@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -85,6 +86,7 @@ class Engine:
         self.drafting = Drafting(config, target.vocab_size, limits.draft_deadline_s, target.device)
         self._events: queue.SimpleQueue[_Arrived | _Cancelled | LinkEvent | None] = queue.SimpleQueue()
         self._items: list[tuple[Request, Item]] = []
+        self._ended: str | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -99,6 +101,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Hands a request over; its sink gets the output or the error."""
         self._events.put(_Arrived(request))
+        if self._ended is not None:
+            self._refuse_arrived()
 
     def cancel(self, request: Request) -> None:
         """Ends a request without further output."""
@@ -117,9 +121,19 @@ class Engine:
             logger.exception("the engine failed")
             reason = f"the engine failed: {error}"
             self._on_failure()
+        self._ended = reason
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._items.append((request, ServerError(reason)))
         self._hand_out()
+        self._refuse_arrived()
+
+    def _refuse_arrived(self) -> None:
+        """Ends the requests that nobody will take any more; from any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, _Arrived):
+                    self._deliver([(event.request, ServerError(str(self._ended)))])
 
     def _loop(self) -> None:
         works: list[Work] = []
