@@ -71,7 +71,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": EOS,
 }
-TARGETS = ("llama", "qwen3", "mistral")
+TARGETS = ("llama", "qwen3", "mistral", "random_llama")
 HEADS = ("good", "random", "other")
 
 
@@ -83,7 +83,7 @@ class ModelShelf:
         root.mkdir(parents=True, exist_ok=True)
 
     def target(self, name: str) -> Path:
-        """The target `llama`, `qwen3` or `mistral`."""
+        """The target `llama`, which knows some sentences, or `random_llama`, `qwen3` or `mistral` of random weights."""
         return self._once(name, lambda directory: _write_target(name, directory))
 
     def head(self, target: str, name: str) -> Path:
@@ -151,6 +151,8 @@ def _write_target(name: str, directory: Path) -> None:
     if name == "llama":
         model = LlamaForCausalLM(LlamaConfig(**_COMMON, initializer_range=0.05))
         _recite(model, [[*make_tokenizer().encode(sentence).ids, EOS] for sentence in SENTENCES])
+    elif name == "random_llama":
+        model = LlamaForCausalLM(LlamaConfig(**_COMMON, initializer_range=0.15))
     elif name == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**_COMMON, initializer_range=0.15))
     else:

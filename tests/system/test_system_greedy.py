@@ -6,7 +6,9 @@ import pytest
 from services import Reference, acceptance_rate, crowd
 from transformers import AutoTokenizer
 
-TARGETS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("llama", "qwen3", "mistral")]
+TARGETS = [
+    pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("llama", "random_llama", "qwen3", "mistral")
+]
 CODE = (
     "import os\nimport sys\n\n\ndef main():\n",
     "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n",
