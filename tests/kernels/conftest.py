@@ -1,11 +1,7 @@
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of a Triton kernel
 
 
 @pytest.fixture(autouse=True, scope="package")
