@@ -194,16 +194,13 @@ class Engine:
     def _drop_unused_stores(self) -> None:
         """Frees the features that no drafter takes any more, but for the last ones: their drafter may come back."""
         used = self.drafting.feature_layers
-        for layers in [layers for layers in self._stores if layers not in used]:
-            if used:
-                del self._stores[layers]
+        if used:
+            self._stores = {layers: store for layers, store in self._stores.items() if layers in used}
 
     def _step(self, works: Sequence[Work]) -> None:
         logits = self._forward(works)
         sampling = [work for work in works if work.samples]
-        drawn = []
-        if sampling:
-            drawn = self._sampler.draw(sampling, logits)
+        drawn = self._sampler.draw(sampling, logits) if sampling else []
         for work in works:
             if not work.samples:
                 work.request.num_computed = work.start + len(work.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.checkpoints import resolve_directory
-from draftwire.config import parse_speculative_config
+from draftwire.config import parse_speculative_config, speculative_config_to_mapping
 from draftwire.devices import choose_device, choose_dtype, free_memory, make_current
 from draftwire.errors import InvalidArgumentError, ServerError
 from draftwire.kv_cache import BLOCK_SIZE, blocks_for
@@ -58,6 +59,7 @@ def run(options: VerifierOptions) -> None:
         draft_deadline_s=deadline_s,
     )
     logger.info("%s on %s in %s; %s", options.target, target.device, target.dtype, limits)
+    logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(config)))
     asyncio.run(_serve(options.listen, target, codec, config, limits, drafters))
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
-_END = generate_pb2.FINISH_REASON_UNSPECIFIED
+_NOT_ENDED = generate_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServicer):
@@ -97,7 +97,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                     logger.log(logging.INFO if is_full else logging.WARNING, "request %s: %s", work.request_id, item)
                     await context.abort(code, str(item))
                     return
-                has_ended = item.finish_reason != _END
+                has_ended = item.finish_reason != _NOT_ENDED
                 item.request_id, name = name, ""
                 yield item
         finally:
