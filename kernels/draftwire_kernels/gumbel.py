@@ -42,7 +42,8 @@ def gumbel_sample(
     use_fp64 : bool
         Draw and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes the torch reference; "triton" needs CUDA tensors, or Triton's interpreter.
+        "auto" takes "triton" for CUDA tensors where Triton is installed and the torch reference otherwise; "triton"
+        needs CUDA tensors, or Triton's interpreter.
 
     Returns
     -------

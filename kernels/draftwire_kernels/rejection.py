@@ -69,7 +69,8 @@ def rejection_sample(
     use_fp64 : bool
         Compute, draw and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes the torch reference; "triton" needs CUDA tensors, or Triton's interpreter.
+        "auto" takes "triton" for CUDA tensors where Triton is installed and the torch reference otherwise; "triton"
+        needs CUDA tensors, or Triton's interpreter.
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -64,15 +65,20 @@ def choose_backend(backend: str, device: torch.device) -> str:
     """The backend that runs, "reference" or "triton"; ValueError where there is no such or it cannot run."""
     check_choice("backend", backend, ("auto", "reference", "triton"))
     if backend == "auto":
-        return "reference"
+        return "triton" if device.type == "cuda" and _has_triton() else "reference"
     if backend == "triton":
-        if find_spec("triton") is None:
+        if not _has_triton():
             raise ValueError("backend: got 'triton', expected 'auto' or 'reference': triton is not installed")
         if device.type != "cuda" and not _is_interpreted():
             raise ValueError(
                 f"backend: got 'triton' with tensors on {device}, expected tensors on CUDA, or TRITON_INTERPRET=1"
             )
     return backend
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _is_interpreted() -> bool:

@@ -70,9 +70,7 @@ def uniform64(words, low_words):
 def accept_uniform(key, position, offset, USE_FP64: tl.constexpr):
     state = row_state(key, position, offset)
     high = (state >> 32).to(tl.uint32)
-    if USE_FP64:
-        return uniform64(high, state.to(tl.uint32))
-    return uniform32(high)
+    return uniform64(high, state.to(tl.uint32)) if USE_FP64 else uniform32(high)
 
 
 @triton.jit

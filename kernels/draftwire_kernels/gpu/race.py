@@ -16,17 +16,18 @@ _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, relative to the size of the s
 
 @triton.jit
 def compute_type(x, USE_FP64: tl.constexpr):
-    if USE_FP64:
-        return x.to(tl.float64)
-    return x.to(tl.float32)
+    # One return only: a branch on a constant that returns does not end the function for Triton's compiler.
+    return x.to(tl.float64 if USE_FP64 else tl.float32)
 
 
 @triton.jit
 def scale(x, top, temperature, USE_FP64: tl.constexpr):
     """(x - top) / temperature, at most 0."""
     if USE_FP64:
-        return (x.to(tl.float64) - top.to(tl.float64)) / temperature.to(tl.float64)
-    return tl.div_rn(x - top, temperature)
+        scaled = (x.to(tl.float64) - top.to(tl.float64)) / temperature.to(tl.float64)
+    else:
+        scaled = tl.div_rn(x - top, temperature)
+    return scaled
 
 
 @triton.jit
@@ -103,9 +104,11 @@ def race_of_target(
 def load_dense_draft(draft_logits, column_of, column, mask):
     """Draft logits of target ids, through the table of a reduced vocabulary if there is one."""
     if column_of is None:
-        return load_logits(draft_logits + column, mask)
-    place = tl.load(column_of + column, mask=mask, other=-1)
-    return load_logits(draft_logits + place, place >= 0)
+        y = load_logits(draft_logits + column, mask)
+    else:
+        place = tl.load(column_of + column, mask=mask, other=-1)
+        y = load_logits(draft_logits + place, place >= 0)
+    return y
 
 
 @triton.jit

@@ -1,0 +1,104 @@
+"""Attention of a ragged batch over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from draftwire_kernels import validation
+from draftwire_kernels.ragged_batch import RaggedBatch
+from draftwire_kernels.reference import attention as reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Writes the rows' keys and values into the cache and attends causally over each row's own sequence.
+
+    A row that this call writes is seen by its own sequence alone: sequences may share blocks once an earlier call has
+    filled them. Nothing is read from the device; a CUDA graph may capture the call and replay it with other values in
+    the batch's tensors, within its bounds. The result of a sequence depends on those bounds, but not on the other
+    sequences.
+
+    Parameters
+    ----------
+    query, key, value
+        [T, H, D], [T, KV, D], [T, KV, Dv] of one dtype (float32, bfloat16 or float16); T = batch.num_rows, H a multiple
+        of KV, rotary embedding applied.
+    keys, values
+        [slots, KV, D] and [slots, KV, Dv], one layer of the cache, contiguous and of the same dtype; changed in place.
+    batch
+        Where the rows are written and what they attend to.
+    scale
+        Factor of the scores, usually D ** -0.5.
+    window
+        Size of a sliding window in positions, the row's own included; None for full attention.
+    softcap
+        Scores become softcap * tanh(score / softcap); None for none.
+    backend
+        "triton" needs CUDA tensors, or Triton's interpreter; "reference" is torch; "auto" takes Triton on CUDA where it
+        is installed, torch elsewhere.
+
+    Returns
+    -------
+    torch.Tensor
+        [T, H, Dv] of the query's dtype; zero in rows of padding.
+
+    Raises
+    ------
+    ValueError
+        When an argument has the wrong shape, dtype, device or range. The Triton kernels take heads of up to 256
+        elements, and up to 128 query heads for a key-value head.
+
+    Notes
+    -----
+    On CUDA a decoding step reads each row of the context once, 2 * KV * D elements. torch's own attention over a paged
+    cache (`torch.nn.attention.varlen`, from 2.12) is not used: FlashAttention 2 wants blocks of 256 rows, and no head
+    has a soft-cap.
+    """
+    _check(query, key, value, keys, values, batch)
+    if window is not None and window < 1:
+        raise ValueError(f"window: got {window}, expected at least 1 position, or None for full attention")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, expected a number above 0, or None for none")
+    arguments = (query, key, value, keys, values, batch, scale, window, softcap)
+    if validation.choose_backend(backend, query.device) == "triton":
+        from draftwire_kernels.gpu import paged_attention_launch
+
+        return paged_attention_launch.paged_attention(*arguments)
+    return reference.paged_attention(*arguments)
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: RaggedBatch,
+) -> None:
+    device = (batch.slot_mapping.device,)
+    validation.check_tensor("query", query, (batch.num_rows, "H", "D"), DTYPES, device)
+    dtype, heads, size = (query.dtype,), query.shape[1], query.shape[2]
+    validation.check_tensor("key", key, (batch.num_rows, "KV", size), dtype, device)
+    kv_heads = key.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query: got {heads} heads, expected a multiple of key's {kv_heads}")
+    validation.check_tensor("value", value, (batch.num_rows, kv_heads, "Dv"), dtype, device)
+    validation.check_tensor("keys", keys, ("slots", kv_heads, size), dtype, device)
+    validation.check_tensor("values", values, (keys.shape[0], kv_heads, value.shape[2]), dtype, device)
+    for name, cached in (("keys", keys), ("values", values)):
+        if not cached.is_contiguous():
+            raise ValueError(f"{name}: got strides {cached.stride()}, expected a contiguous tensor")

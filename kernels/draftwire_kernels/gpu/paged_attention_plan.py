@@ -1,0 +1,167 @@
+"""How a ragged batch is cut into launches, tiles and shares: a function of what the host knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+SHORT_ROWS = 32
+"""Most rows of a sequence (decoding, verification, the end of a prompt) that go into the launch for short ones."""
+
+SHARED_BYTES = 128 << 20
+"""Most memory that shares may take; they are larger, and fewer, where more would not hold them."""
+
+
+def power_of_2(count: int) -> int:
+    """The least power of two that is at least `count`."""
+    return 1 << (max(count, 1) - 1).bit_length()
+
+
+def ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Bounds and shapes of one call."""
+
+    num_rows: int
+    num_sequences: int
+    max_rows: int
+    max_length: int
+    kv_heads: int
+    group: int  # query heads of a key-value head
+    size: int  # the larger of the key's and the value's head size
+    itemsize: int  # bytes
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be chosen without changing a result but for rounding."""
+
+    block_m: int
+    """Pairs (row, head) of a tile."""
+    block_n: int
+    """Rows of the context that are taken at a time."""
+    warps: int
+    stages: int
+    programs_each: float = 1.0
+    """Programs of a launch for each multiprocessor, up to which contexts are divided into shares."""
+    most_shares: int = 32
+    share_rows: int | None = None
+    """Rows of a share at most, so that one long sequence does not hold up many short ones; None for no bound."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the attention kernel, and of the one that combines shares."""
+
+    tuning: Tuning
+    is_short: bool
+    least_rows: int  # of a sequence that belongs to it
+    most_rows: int
+    grid: tuple[int, int, int]  # sequences (or tiles of all), tiles of a sequence, shares; for each key-value head
+    is_searched: bool  # a tile looks for its sequence
+    fill: int  # shares that a context is divided into, unless they were larger than most_steps
+    most_shares: int
+    most_steps: int  # of block_n rows
+    num_shared_rows: int  # rows whose shares are kept
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of each sequence in what the shares leave; 0: the batch's own."""
+        return self.most_rows if self.is_short else 0
+
+    def heads_combined_by_a_program(self, problem: Problem) -> int:
+        """One, or as many as leave about a thousand programs."""
+        each, heads = 1, problem.kv_heads * problem.group
+        while problem.num_rows * heads > 1280 * each and heads % (2 * each) == 0:
+            each *= 2
+        return each
+
+
+def plan(
+    problem: Problem, multiprocessors: int, short: Tuning | None = None, long: Tuning | None = None
+) -> list[Launch]:
+    """Launches that together attend for every row; short and long sequences of one batch have one each.
+
+    They depend on the problem's bounds alone, so a sequence's result does not depend on the others within them.
+    """
+    short_problem = replace(problem, max_rows=min(problem.max_rows, SHORT_ROWS))
+    if problem.max_rows <= SHORT_ROWS or problem.num_sequences > 1:
+        launches = [_short(short_problem, multiprocessors, short or short_tuning(short_problem, multiprocessors))]
+    else:
+        launches = []
+    if problem.max_rows > SHORT_ROWS:
+        least_rows = SHORT_ROWS + 1 if launches else 1
+        launches.append(_long(problem, least_rows, multiprocessors, long or long_tuning(problem)))
+    return launches
+
+
+def _short(problem: Problem, multiprocessors: int, tuning: Tuning) -> Launch:
+    tiles = ceil_div(problem.max_rows, tuning.block_m // problem.group)
+    places, shared_rows = problem.num_sequences * tiles, problem.num_sequences * problem.max_rows
+    division = _division(problem, places, shared_rows, multiprocessors, tuning)
+    grid = (problem.num_sequences, tiles, division[1])
+    return Launch(tuning, True, 1, problem.max_rows, grid, False, *division, shared_rows)
+
+
+def _long(problem: Problem, least_rows: int, multiprocessors: int, tuning: Tuning) -> Launch:
+    tiles = ceil_div(problem.num_rows, tuning.block_m // problem.group)
+    places = tiles + problem.num_sequences - 1
+    division = _division(problem, places, problem.num_rows, multiprocessors, tuning)
+    is_searched = problem.num_sequences > 1
+    grid = (places, 1, division[1]) if is_searched else (1, tiles, division[1])
+    return Launch(tuning, False, least_rows, problem.num_rows, grid, is_searched, *division, problem.num_rows)
+
+
+def _division(
+    problem: Problem, places: int, shared_rows: int, multiprocessors: int, tuning: Tuning
+) -> tuple[int, int, int]:
+    """fill, most_shares and most_steps of `Launch`."""
+    context = problem.max_length
+    if problem.window is not None:
+        context = min(context, problem.window + tuning.block_n)
+    steps = ceil_div(context, tuning.block_n)
+    most_steps = steps if tuning.share_rows is None else max(tuning.share_rows // tuning.block_n, 1)
+    fill = max(int(multiprocessors * tuning.programs_each / (places * problem.kv_heads)), 1)
+    bytes_each = shared_rows * problem.kv_heads * problem.group * problem.size * 4
+    # Programs of shares that no sequence has are not free.
+    most_shares = min(max(fill, ceil_div(steps, most_steps)), max(fill, 4), tuning.most_shares, steps)
+    most_shares = max(min(most_shares, SHARED_BYTES // bytes_each), 1)
+    return min(fill, most_shares), most_shares, most_steps
+
+
+def short_tuning(problem: Problem, multiprocessors: int) -> Tuning:
+    """Bound by memory: the smallest tile that holds a sequence's rows, and much of the context in flight."""
+    size, pairs = power_of_2(problem.size), problem.max_rows * problem.group
+    programs = problem.num_sequences * problem.kv_heads
+    if problem.itemsize == 4:
+        return _without_matrix_units(problem, programs < multiprocessors)
+    block_m = max(power_of_2(min(pairs, 128 if size <= 128 else 64)), power_of_2(problem.group), 16)
+    few = programs < 1.5 * multiprocessors
+    if few and block_m == 128 and problem.group <= 64:
+        block_m = 64  # two tiles side by side
+    if block_m > 64 or size > 128:
+        return Tuning(block_m, 64 if size <= 128 else 32, warps=8 if block_m > 64 else 4, stages=3, share_rows=2048)
+    if block_m <= 32 and programs > 2 * multiprocessors:  # small programs, of which many run side by side
+        return Tuning(block_m, 32, warps=2, stages=3, share_rows=2048)
+    if few and block_m == 32:
+        block_m = 64  # the wide matrix instructions, though half of their rows are idle
+    return Tuning(block_m, 64, warps=4, stages=3, share_rows=2048)
+
+
+def long_tuning(problem: Problem) -> Tuning:
+    """Bound by arithmetic."""
+    if problem.itemsize == 4:
+        return _without_matrix_units(problem, False)
+    if power_of_2(problem.size) > 128:
+        return Tuning(max(64, power_of_2(problem.group)), 32, warps=4, stages=3, programs_each=2)
+    return Tuning(128, 64, warps=8, stages=3)
+
+
+def _without_matrix_units(problem: Problem, is_idle: bool) -> Tuning:
+    """float32: products by fused multiply-adds."""
+    is_small = is_idle or power_of_2(problem.size) <= 64
+    block_m = max(16 if is_small else 32, power_of_2(problem.group))
+    return Tuning(block_m, 32, warps=4 if block_m == 16 else 8, stages=2, share_rows=2048)

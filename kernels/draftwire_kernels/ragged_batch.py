@@ -1,0 +1,287 @@
+"""What a batch of sequences of unlike lengths writes into a paged cache and attends to.
+
+A cache is a pool of blocks of `BLOCK_SIZE` slots, a slot holding the keys and values of one row. Block 0 belongs to no
+sequence: padding is written there and nobody reads it. Roll-back is a shorter length: rows past it are overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftwire_kernels.reference.attention_groups import Group, groups_of
+from draftwire_kernels.validation import check_tensor
+
+BLOCK_SIZE = 16
+_ALIGNMENT = 16  # bytes; kernels load vectors of this width
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Rows start .. start + count - 1 of one sequence; each attends to the sequence's rows from 0 to itself.
+
+    `blocks` are the ids of the sequence's blocks, at least as many as hold its rows; a list, or an array of integers
+    (`array.array`, `numpy.ndarray`), which costs less for long contexts.
+    """
+
+    blocks: Sequence[int]
+    start: int
+    count: int
+
+
+class _Views(NamedTuple):
+    """The parts of a packed buffer."""
+
+    slot_mapping: torch.Tensor
+    cu_rows: torch.Tensor
+    lengths: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class RaggedBatch:
+    """Where the rows of a step's sequences are written and what they attend to.
+
+    Attributes
+    ----------
+    slot_mapping
+        [T] int64, the slot of the cache that each row is written to.
+    cu_rows
+        [B + 1] int32, prefix sums of the sequences' counts of rows; rows past the last sum are padding.
+    lengths
+        [B] int32, rows of each sequence in the cache once this batch is written.
+    block_tables
+        [B, W] int32, ids of each sequence's blocks, all of those given; padded with 0.
+    num_rows, num_sequences
+        T and B, padding included.
+    max_rows, max_length
+        Bounds, known to the host, of a sequence's rows in this batch and of its length.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceRows], device: torch.device) -> None:
+        """One pass over the sequences, one buffer on the host, one copy to the device.
+
+        Raises
+        ------
+        ValueError
+            When a sequence has fewer blocks than its rows need.
+        """
+        counts = np.array([sequence.count for sequence in sequences], np.int64)
+        lengths = np.array([sequence.start for sequence in sequences], np.int64) + counts
+        width = max((len(sequence.blocks) for sequence in sequences), default=0)
+        sizes = (int(counts.sum()), len(sequences), max(width, 1))
+        host = _buffer(_packed_bytes(*sizes), device)
+        views = _views(host, *sizes)
+        tables = views.block_tables.numpy()
+        _fill_tables(tables, sequences, lengths)
+        first_rows = np.concatenate([[0], counts.cumsum()])
+        views.cu_rows.numpy()[:] = first_rows
+        views.lengths.numpy()[:] = lengths
+        # Position of a row: its place among the batch's rows, less its sequence's first place, plus the start.
+        positions = np.arange(sizes[0]) + np.repeat(lengths - first_rows[1:], counts)
+        blocks = tables[np.repeat(np.arange(sizes[1]), counts), positions // BLOCK_SIZE]
+        views.slot_mapping.numpy()[:] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        self._host: _Views | None = views
+        on_device = _views(host.to(device, non_blocking=True), *sizes)
+        self._set(on_device, int(counts.max(initial=0)), int(lengths.max(initial=0)))
+
+    @classmethod
+    def from_tensors(
+        cls,
+        slot_mapping: torch.Tensor,
+        cu_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        max_rows: int,
+        max_length: int,
+    ) -> RaggedBatch:
+        """A batch whose tensors are computed on the device; they are kept, not copied. No value of theirs is read here.
+
+        The kernels read the tensors anew at every call. The torch reference reads them once: after a change in place
+        it needs a new batch.
+
+        Raises
+        ------
+        ValueError
+            When a tensor has the wrong shape, dtype or device, or a bound is not positive.
+        """
+        device = slot_mapping.device
+        check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), (device,))
+        check_tensor("lengths", lengths, ("B",), (torch.int32,), (device,))
+        check_tensor("cu_rows", cu_rows, (lengths.shape[0] + 1,), (torch.int32,), (device,))
+        check_tensor("block_tables", block_tables, (lengths.shape[0], "W"), (torch.int32,), (device,))
+        for name, bound in (("max_rows", max_rows), ("max_length", max_length)):
+            if bound < 1:
+                raise ValueError(f"{name}: got {bound}, expected at least 1")
+        batch = cls.__new__(cls)
+        batch._host = None
+        batch._set(_Views(slot_mapping, cu_rows, lengths, block_tables), max_rows, max_length)
+        return batch
+
+    def _set(self, views: _Views, max_rows: int, max_length: int) -> None:
+        self.slot_mapping, self.cu_rows, self.lengths, self.block_tables = views
+        self.num_rows, self.num_sequences = views.slot_mapping.shape[0], views.lengths.shape[0]
+        self.max_rows, self.max_length = max_rows, max_length
+
+    @property
+    def host(self) -> _Views:
+        """The tensors on the CPU; waits for the device when they were computed there."""
+        if self._host is None:
+            self._host = _Views(
+                self.slot_mapping.cpu(), self.cu_rows.cpu(), self.lengths.cpu(), self.block_tables.cpu()
+            )
+        return self._host
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """What the torch reference gathers, made on first use."""
+        _, cu_rows, lengths, block_tables = self.host
+        return groups_of(cu_rows.numpy(), lengths.numpy(), block_tables.numpy(), BLOCK_SIZE, self.slot_mapping.device)
+
+
+class BatchBuffers:
+    """The tensors of a `RaggedBatch` at fixed addresses: what a CUDA graph captures, filled anew before each replay.
+
+    They must live as long as the graphs that captured them.
+    """
+
+    def __init__(
+        self, max_rows_total: int, max_sequences: int, max_blocks_per_sequence: int, device: torch.device
+    ) -> None:
+        """Room for `max_rows_total` rows of `max_sequences` sequences of `max_blocks_per_sequence` blocks each."""
+        self._device = device
+        self._sizes = (max_rows_total, max_sequences, max_blocks_per_sequence)
+        self._packed = torch.zeros(_packed_bytes(*self._sizes), dtype=torch.uint8, device=device)
+        # A step's tables arrive packed to its own width, behind the other tensors, and are spread from there.
+        self._block_tables = torch.zeros(max_sequences, max_blocks_per_sequence, dtype=torch.int32, device=device)
+
+    def load(
+        self,
+        batch: RaggedBatch,
+        num_rows_padded: int,
+        num_sequences_padded: int,
+        *,
+        max_rows: int | None = None,
+        max_length: int | None = None,
+    ) -> RaggedBatch:
+        """Fills the buffers with `batch` and padding, in one copy from the host, on the current stream.
+
+        Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows, length 0 and
+        blocks 0.
+
+        Parameters
+        ----------
+        batch
+            Made with sequences; on the CPU, so that its tensors are not copied to the device a second time.
+        num_rows_padded, num_sequences_padded
+            T and B of the result.
+        max_rows
+            Bound of a sequence's rows that the captured kernels work with; by default
+            num_rows_padded / num_sequences_padded, rounded up.
+        max_length
+            Bound of a sequence's length that they work with; by default all that the buffers hold. Kernels captured
+            for short sequences are a little faster.
+
+        Returns
+        -------
+        RaggedBatch
+            Views of the buffers. Its `max_rows` and `max_length` are these bounds whatever the batch has, so that what
+            is captured with them serves every batch that fits.
+
+        Raises
+        ------
+        ValueError
+            When the batch is larger than the padded numbers, the bound or the buffers.
+        """
+        if max_rows is None:
+            max_rows = -(-num_rows_padded // max(num_sequences_padded, 1))
+        if max_length is None:
+            max_length = self._sizes[2] * BLOCK_SIZE
+        self._check(batch, num_rows_padded, num_sequences_padded, max_rows, max_length)
+        rows, count, width = batch.num_rows, batch.num_sequences, batch.block_tables.shape[1]
+        total, sequences, _ = self._sizes
+        num_bytes = _packed_bytes(total, sequences, 0) + num_sequences_padded * width * 4
+        host = _buffer(num_bytes, self._device)
+        views = _views(host, total, sequences, width, num_sequences_padded)
+        slot_mapping, cu_rows, lengths, block_tables = (view.numpy() for view in views)
+        slot_mapping[:rows] = batch.host.slot_mapping.numpy()
+        slot_mapping[rows:] = np.arange(total - rows) % BLOCK_SIZE
+        cu_rows[: count + 1] = batch.host.cu_rows.numpy()
+        cu_rows[count + 1 :] = rows
+        lengths[:count] = batch.host.lengths.numpy()
+        lengths[count:] = 0
+        block_tables[:count] = batch.host.block_tables.numpy()
+        block_tables[count:] = 0
+        self._packed[:num_bytes].copy_(host, non_blocking=True)
+        static = _views(self._packed, total, sequences, width, num_sequences_padded)
+        self._block_tables[:num_sequences_padded, :width].copy_(static.block_tables)
+        return RaggedBatch.from_tensors(
+            static.slot_mapping[:num_rows_padded],
+            static.cu_rows[: num_sequences_padded + 1],
+            static.lengths[:num_sequences_padded],
+            self._block_tables[:num_sequences_padded],
+            max_rows=max_rows,
+            max_length=max_length,
+        )
+
+    def _check(self, batch: RaggedBatch, num_rows: int, num_sequences: int, max_rows: int, max_length: int) -> None:
+        total, sequences, columns = self._sizes
+        for name, value, least, most in (
+            ("num_rows_padded", num_rows, batch.num_rows, total),
+            ("num_sequences_padded", num_sequences, batch.num_sequences, sequences),
+            ("max_rows", max_rows, max(batch.max_rows, 1), num_rows),
+            ("max_length", max_length, max(batch.max_length, 1), columns * BLOCK_SIZE),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{name}: got {value}, expected {least} (what the batch has) to {most}")
+        if batch.block_tables.shape[1] > columns:
+            raise ValueError(
+                f"batch: got a sequence of {batch.block_tables.shape[1]} blocks, expected at most {columns}, "
+                "the buffers' max_blocks_per_sequence"
+            )
+
+
+def _fill_tables(tables: np.ndarray, sequences: Sequence[SequenceRows], lengths: np.ndarray) -> None:
+    tables[:] = 0
+    needed = -(-lengths // BLOCK_SIZE)
+    for index, (row, sequence) in enumerate(zip(tables, sequences, strict=True)):
+        given = len(sequence.blocks)
+        if given < needed[index]:
+            raise ValueError(
+                f"sequences[{index}].blocks: got {given} blocks, expected at least {needed[index]} for "
+                f"{lengths[index]} rows"
+            )
+        row[:given] = sequence.blocks
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed_bytes(num_rows: int, num_sequences: int, width: int) -> int:
+    vectors = _aligned(num_rows * 8) + _aligned((num_sequences + 1) * 4) + _aligned(num_sequences * 4)
+    return vectors + num_sequences * width * 4
+
+
+def _views(
+    buffer: torch.Tensor, num_rows: int, num_sequences: int, width: int, num_tables: int | None = None
+) -> _Views:
+    """`num_tables` block tables of `width` blocks, by default one for each sequence, lie behind the vectors."""
+    views, begin = [], 0
+    for count, dtype in ((num_rows, torch.int64), (num_sequences + 1, torch.int32), (num_sequences, torch.int32)):
+        num_bytes = count * dtype.itemsize
+        views.append(buffer[begin : begin + num_bytes].view(dtype))
+        begin += _aligned(num_bytes)
+    num_tables = num_sequences if num_tables is None else num_tables
+    tables = buffer[begin : begin + num_tables * width * 4].view(torch.int32)
+    return _Views(views[0], views[1], views[2], tables.view(num_tables, width))
+
+
+def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes on the host; pinned for a CUDA device, and then not handed out again before the copy has been made."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
