@@ -1,0 +1,278 @@
+"""The target's forward pass beside its own linear layers, on one GPU, with random weights.
+
+    python benchmarks/forward.py [--target DIR] [--batches 1x1,1x5,8x5] [--context 512] [--json FILE]
+
+A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
+graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
+CUDA graph, measured in the same process; their ratio. Then the kernels of one step, and what the start takes with an
+empty and with a filled cache of compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from draftwire.bench.environment import describe
+from draftwire.block_pool import blocks_for
+from draftwire.checkpoints import read_config
+from draftwire.devices import make_current
+from draftwire.kv_cache import KVCache, SequenceRows
+from verifier_service.target import load_target
+from verifier_service.target_compile import use_compile_cache
+from verifier_service.target_runner import StepRows, TargetRunner
+
+SHAPE = Path(__file__).resolve().parent / "shapes" / "llama-3.1-8b"
+BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
+PREFILL_ROWS = 512
+DEVICE = torch.device("cuda:0")
+START = "start: "  # the line of a child process that holds what its start took
+
+
+@click.command()
+@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True, help="With a config.json.")
+@click.option("--batches", default=BATCHES, show_default=True)
+@click.option("--context", default=512, show_default=True, help="Rows of each sequence before the step.")
+@click.option("--max-num-seqs", default=64, show_default=True)
+@click.option("--rows-per-sequence", default=5, show_default=True)
+@click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
+@click.option("--start-only", is_flag=True, hidden=True)
+@click.option("--skip-warm-start", is_flag=True, help="Do not measure a second start.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+def main(
+    target: Path,
+    batches: str,
+    context: int,
+    max_num_seqs: int,
+    rows_per_sequence: int,
+    profiled: str,
+    start_only: bool,
+    skip_warm_start: bool,
+    json_path: Path | None,
+) -> None:
+    """Measures and prints."""
+    console = Console(width=120)
+    config = read_config(target)
+    with tempfile.TemporaryDirectory() as scratch:
+        if not start_only:
+            use_compile_cache(f"{scratch}/torch")
+            os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+        runner, start = _start(target, context, max_num_seqs, rows_per_sequence)
+        if start_only:
+            print(START + json.dumps(start), flush=True)
+            return
+        result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
+        result["command"] = shlex.join(["python", "benchmarks/forward.py", *_without_json(sys.argv[1:])])
+        with torch.inference_mode():
+            result["batches"] = [_measure(config, runner, batch, context) for batch in _parse(batches)]
+            result["kernels"] = {
+                f"{count}x{rows}": _kernels(runner, _step(count, rows, context)) for count, rows in _parse(profiled)
+            }
+        result["prefill_ms"] = _time(lambda: runner.run(_step(1, PREFILL_ROWS, 0)))[0]
+        if not skip_warm_start:
+            result["start"]["warm"] = _warm_start()
+    _print(result, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _parse(batches: str) -> list[tuple[int, int]]:
+    pairs = [batch.split("x") for batch in batches.split(",") if batch]
+    return [(int(count), int(rows)) for count, rows in pairs]
+
+
+def _start(
+    directory: Path, context: int, max_num_seqs: int, rows_per_sequence: int
+) -> tuple[TargetRunner, dict[str, float]]:
+    """What the verifier does before it serves, and the seconds and GiB of each part."""
+    make_current(DEVICE)
+    start: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        free, began = torch.cuda.mem_get_info(DEVICE)[0], time.monotonic()
+        made = work()
+        torch.cuda.synchronize(DEVICE)
+        start[f"{name}_s"] = time.monotonic() - began
+        start[f"{name}_gib"] = (free - torch.cuda.mem_get_info(DEVICE)[0]) / 2**30
+        start[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated(DEVICE) / 2**30
+        return made
+
+    target = timed("load", lambda: load_target(directory, "target", torch.bfloat16, DEVICE, dummy=True))
+    timed("compile", target.compile)
+    blocks = max_num_seqs * blocks_for(context + rows_per_sequence) + 1
+    cache = KVCache(target.layer_shapes, blocks, target.dtype, DEVICE)
+    longest = blocks_for(target.max_model_len)
+    runner = TargetRunner(target, cache, max_num_seqs, rows_per_sequence, longest)
+    timed("capture", runner.capture)
+    return runner, start
+
+
+def _warm_start() -> dict[str, float]:
+    child = subprocess.run(
+        [sys.executable, __file__, *_without_json(sys.argv[1:]), "--start-only"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith(START)]
+    if not lines:
+        raise click.ClickException(f"the second start failed: {child.stderr[-2000:]}")
+    start: dict[str, float] = json.loads(lines[-1][len(START) :])
+    return start
+
+
+def _without_json(arguments: list[str]) -> list[str]:
+    """The arguments but for the file of the result."""
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        return arguments[:at] + arguments[at + 2 :]
+    return arguments
+
+
+def _step(count: int, rows: int, context: int) -> StepRows:
+    rng = np.random.default_rng(count * 100 + rows)
+    each = blocks_for(context + rows)
+    return StepRows(
+        rng.integers(0, 1000, count * rows),
+        np.tile(np.arange(context, context + rows), count),
+        [SequenceRows(range(1 + each * i, 1 + each * (i + 1)), context, rows) for i in range(count)],
+        np.arange(count * rows),
+    )
+
+
+def _measure(config: dict[str, Any], runner: TargetRunner, batch: tuple[int, int], context: int) -> dict[str, Any]:
+    step = _step(*batch, context)
+    forward_ms, wall_ms = _time(lambda: runner.run(step))
+    host_ms = _host_ms(lambda: runner.run(step))
+    num_rows = batch[0] * batch[1]
+    linear_ms = _linear_ms(config, num_rows)
+    return {
+        "sequences": batch[0],
+        "rows": num_rows,
+        "forward_ms": forward_ms,
+        "wall_ms": wall_ms,
+        "host_ms": host_ms,
+        "linear_ms": linear_ms,
+        "ratio": forward_ms / linear_ms,
+    }
+
+
+def _time(run: Callable[[], object], repeats: int = 20, rounds: int = 7) -> tuple[float, float]:
+    """Milliseconds of one run: on the GPU, many back to back; on the host, alone until the GPU is done. Medians."""
+    for _ in range(3):
+        run()
+    on_gpu, on_host = [], []
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(rounds):
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        end.synchronize()
+        on_gpu.append(begin.elapsed_time(end) / repeats)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize(DEVICE)
+        on_host.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(on_gpu), statistics.median(on_host)
+
+
+def _host_ms(run: Callable[[], object], repeats: int = 20) -> float:
+    """Milliseconds until a run has been handed to an idle GPU; median."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize(DEVICE)
+        began = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
+    """Products with weights of the target's own sizes, merged, one after the other, in one CUDA graph."""
+    hidden, wide, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layer = [((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * wide, hidden), (hidden, wide)]
+    shapes = layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
+    weights = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * 0.02 for shape in shapes]
+    inputs = {
+        weight.shape[1]: torch.randn(num_rows, weight.shape[1], dtype=weight.dtype, device=DEVICE) for weight in weights
+    }
+
+    def products() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    products()
+    torch.cuda.synchronize(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products()
+    return _time(graph.replay)[0]
+
+
+def _kernels(runner: TargetRunner, step: StepRows, most: int = 15) -> list[dict[str, Any]]:
+    """Microseconds and launches of one step, by kernel."""
+    runner.run(step)
+    torch.cuda.synchronize(DEVICE)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        runner.run(step)
+        torch.cuda.synchronize(DEVICE)
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name].append(event.device_time)
+    rows = [{"kernel": name, "us": sum(times), "launches": len(times)} for name, times in spent.items()]
+    rows.sort(key=lambda row: -float(str(row["us"])))
+    others = rows[most:]
+    if others:
+        total = sum(float(str(row["us"])) for row in others)
+        launches = sum(int(str(row["launches"])) for row in others)
+        rows = [*rows[:most], {"kernel": f"{len(others)} others", "us": total, "launches": launches}]
+    return rows
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"forward pass, {result['context']} rows of context, milliseconds")
+    for column in ("sequences x rows", "forward", "alone, wall", "host", "linear layers", "ratio"):
+        table.add_column(column, justify="right")
+    for row in result["batches"]:
+        table.add_row(
+            f"{row['sequences']} x {row['rows'] // row['sequences']}",
+            *(f"{row[name]:.2f}" for name in ("forward_ms", "wall_ms", "host_ms", "linear_ms")),
+            f"{row['ratio']:.2f}",
+        )
+    console.print(table)
+    console.print(f"a prompt of {PREFILL_ROWS} rows: {result['prefill_ms']:.2f} ms")
+    for name, rows in result["kernels"].items():
+        table = Table(title=f"kernels of a step of {name}")
+        for column in ("microseconds", "launches", "kernel"):
+            table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(f"{row['us']:.0f}", str(row["launches"]), row["kernel"][:90])
+        console.print(table)
+    for name, start in result["start"].items():
+        console.print(f"{name} start:", ", ".join(f"{part} {value:.2f}" for part, value in start.items()))
+
+
+if __name__ == "__main__":
+    main()

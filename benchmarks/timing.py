@@ -1,0 +1,62 @@
+"""Time on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+DEVICE = "cuda"
+
+
+def replay_time(call: Callable[[int], object], copies: int) -> float:
+    """Microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(copies):
+            call(i)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(copies):
+            call(i)
+    times = []
+    for _ in range(9):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / copies)
+    return statistics.median(times[2:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device-to-device copy, read and written."""
+    source = torch.randn(2**30, device=DEVICE)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def product_rate() -> float:
+    """Operations per second of a bfloat16 matrix product of 8192 on random data."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * 8192**3 / statistics.median(times[2:])

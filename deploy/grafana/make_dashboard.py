@@ -1,0 +1,122 @@
+"""Writes dashboards/draftwire.json: python deploy/grafana/make_dashboard.py. One place for the queries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WINDOW = "[$__rate_interval]"
+
+
+def _quantiles(metric: str) -> list[tuple[str, str]]:
+    return [
+        (f"p{percent}", f"histogram_quantile({percent / 100}, sum by (le) (rate({metric}_bucket{WINDOW})))")
+        for percent in (50, 90, 99)
+    ]
+
+
+# (title, unit, [(legend, query)])
+PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (
+        "Requests",
+        "short",
+        [("running", "sum(draftwire_requests_running)"), ("waiting", "sum(draftwire_requests_waiting)")],
+    ),
+    (
+        "Tokens per second",
+        "short",
+        [
+            ("output", f"sum(rate(draftwire_output_tokens_total{WINDOW}))"),
+            ("prompt", f"sum(rate(draftwire_prompt_tokens_total{WINDOW}))"),
+        ],
+    ),
+    ("Time to first token", "s", _quantiles("draftwire_time_to_first_token_seconds")),
+    ("Inter-token latency", "s", _quantiles("draftwire_inter_token_latency_seconds")),
+    (
+        "Acceptance length",
+        "short",
+        [
+            (
+                "tokens per verify step",
+                f"1 + sum(rate(draftwire_accepted_tokens_total{WINDOW})) "
+                f"/ sum(rate(draftwire_verify_steps_total{WINDOW}))",
+            )
+        ],
+    ),
+    (
+        "Acceptance rate by position",
+        "percentunit",
+        [
+            (
+                "position {{position}}",
+                f"sum by (position) (rate(draftwire_accepted_tokens_total{WINDOW})) "
+                f"/ sum by (position) (rate(draftwire_draft_tokens_total{WINDOW}))",
+            )
+        ],
+    ),
+    (
+        "Verifier's time by phase",
+        "percentunit",
+        [("{{phase}}", f"avg by (phase) (rate(draftwire_engine_seconds_total{WINDOW}))")],
+    ),
+    ("Time of a draft step", "s", _quantiles("draftwire_draft_step_seconds")),
+    (
+        "Drafters in use",
+        "short",
+        [
+            ("up", "sum(draftwire_drafter_up)"),
+            ("sequences at {{drafter}}", "sum by (drafter) (draftwire_drafter_sequences)"),
+        ],
+    ),
+    (
+        "Wire, bytes per second",
+        "Bps",
+        [("{{tensor}} by {{carrier}}", f"sum by (carrier, tensor) (rate(draftwire_wire_bytes_total{WINDOW}))")],
+    ),
+    ("KV cache in use", "percentunit", [("{{job}} {{instance}}", "draftwire_kv_cache_usage_ratio")]),
+    (
+        "Requests ended per second, preemptions",
+        "short",
+        [
+            ("{{reason}}", f"sum by (reason) (rate(draftwire_requests_total{WINDOW}))"),
+            ("preemptions", f"sum(rate(draftwire_preemptions_total{WINDOW}))"),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard: two panels a row."""
+    return {
+        "uid": "draftwire",
+        "title": "Draftwire",
+        "schemaVersion": 39,
+        "time": {"from": "now-15m", "to": "now"},
+        "refresh": "5s",
+        "panels": [
+            {
+                "id": index + 1,
+                "type": "timeseries",
+                "title": title,
+                "datasource": {"type": "prometheus", "uid": "prometheus"},
+                "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
+                "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+                "targets": [
+                    {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
+                    for place, (legend, query) in enumerate(queries)
+                ],
+            }
+            for index, (title, unit, queries) in enumerate(PANELS)
+        ],
+    }
+
+
+def main() -> None:
+    """Writes the file."""
+    path = Path(__file__).parent / "dashboards" / "draftwire.json"
+    path.write_text(json.dumps(dashboard(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
