@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CHECKED := draftwire drafter_service verifier_service kernels/draftwire_kernels training proto benchmarks
+CHECKED := draftwire drafter_service verifier_service kernels/draftwire_kernels training proto benchmarks deploy
 
 # CPU only: without it the tests would use a GPU that happens to be there. Two test processes, one thread each.
 export CUDA_VISIBLE_DEVICES :=

@@ -4,55 +4,103 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from drafter_service.heads.spec import HeadSpec
+from drafter_service.heads.spec import Head, HeadSpec
 from drafter_service.limits import EngineLimits
-from drafter_service.options import DrafterOptions
+from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS, DrafterOptions
+from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import read_config
-from draftwire.devices import free_memory
+from draftwire.devices import GpuMemory, upload
 from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire_kernels import gumbel_sample
 
 CPU_KV_CACHE_TOKENS = 65536
-# The rest is for activations, draft logits and whoever shares the device.
-CUDA_KV_CACHE_SHARE = 0.5
 
 
 def choose_limits(
-    options: DrafterOptions, spec: HeadSpec, dtype: torch.dtype, device: torch.device, target_dir: Path
+    options: DrafterOptions,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    target_dir: Path,
+    memory: GpuMemory | None,
 ) -> EngineLimits:
     """The limits that were asked for, the others such that the head's and the device's are kept.
+
+    Parameters
+    ----------
+    memory
+        Of the device, made before the head was loaded; None on a CPU.
 
     Raises
     ------
     InvalidArgumentError
         Names the limit that is out of range.
+    ServerError
+        When there is no memory for the largest step.
     """
-    longest = spec.max_position_embeddings
-    target_longest = read_config(target_dir).get("max_position_embeddings")
-    max_model_len = options.max_model_len
-    if max_model_len is None:
-        max_model_len = min(longest, target_longest) if isinstance(target_longest, int) else longest
-    elif max_model_len > longest:
-        raise InvalidArgumentError("max_model_len", max_model_len, f"the head's positions end at {longest}")
-    kv_cache_tokens = options.kv_cache_tokens
-    if kv_cache_tokens is None:
-        # Room for a last, partly filled block of each sequence and for its speculative rows.
-        useful = options.max_num_seqs * (max_model_len + BLOCK_SIZE)
-        kv_cache_tokens = min(useful, _affordable_tokens(spec, dtype, device))
+    max_model_len = _choose_max_model_len(options, head.spec, target_dir)
+    # Room for a last, partly filled block of each sequence and for its speculative rows.
+    useful = options.max_num_seqs * (max_model_len + BLOCK_SIZE)
+    tokens = options.kv_cache_tokens
+    if tokens is None and memory is None:
+        tokens = min(useful, CPU_KV_CACHE_TOKENS)
+    elif tokens is None:
+        assert memory is not None
+        left = memory.left_for_cache(
+            options.gpu_memory_utilization, lambda: run_largest_step(head, options, max_model_len, dtype, device)
+        )
+        token_bytes = sum(heads * (key + value) for heads, key, value in head.spec.layer_shapes) * dtype.itemsize
+        tokens = min(useful, left // token_bytes - BLOCK_SIZE)  # one block is padding
+        if tokens < max_model_len:
+            raise InvalidArgumentError(
+                "gpu_memory_utilization",
+                options.gpu_memory_utilization,
+                f"leaves a cache of {max(tokens, 0)} positions, which must hold a sequence of max_model_len = "
+                f"{max_model_len}; free memory of the GPU, or lower max_model_len, max_num_seqs or max_batch_rows",
+            )
     return EngineLimits(
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
-        kv_cache_tokens=kv_cache_tokens,
+        kv_cache_tokens=tokens,
         max_num_speculative_tokens=options.max_num_speculative_tokens,
         max_batch_rows=options.max_batch_rows,
         max_sessions=options.max_sessions,
     )
 
 
-def _affordable_tokens(spec: HeadSpec, dtype: torch.dtype, device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_KV_CACHE_TOKENS
-    token_bytes = sum(heads * (key + value) for heads, key, value in spec.layer_shapes) * dtype.itemsize
-    return int(free_memory(device) * CUDA_KV_CACHE_SHARE) // token_bytes
+def _choose_max_model_len(options: DrafterOptions, spec: HeadSpec, target_dir: Path) -> int:
+    longest = spec.max_position_embeddings
+    if options.max_model_len is None:
+        target_longest = read_config(target_dir).get("max_position_embeddings")
+        return min(longest, target_longest) if isinstance(target_longest, int) else longest
+    if options.max_model_len > longest:
+        raise InvalidArgumentError("max_model_len", options.max_model_len, f"the head's positions end at {longest}")
+    return options.max_model_len
+
+
+@torch.inference_mode()
+def run_largest_step(
+    head: Head, options: DrafterOptions, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One pass over as many rows as a step may have, and the dense logits of the default number of drafts."""
+    count = options.max_num_seqs
+    num_rows = max(options.max_batch_rows, count * (options.max_num_speculative_tokens + 1))
+    whole, rest = divmod(num_rows, max_model_len)
+    counts = [max_model_len] * whole + [rest] * (rest > 0)
+    # All write to the same block: what the rows hold is of no interest.
+    batch = RaggedBatch([SequenceRows([1] * blocks_for(rows), 0, rows) for rows in counts], device)
+    tokens, positions = upload(
+        [np.zeros(num_rows, np.int64), np.concatenate([np.arange(rows) for rows in counts])], device
+    )
+    cache = KVCache(head.spec.layer_shapes, 2, dtype, device)
+    features = torch.zeros(num_rows, head.spec.feature_width, dtype=dtype, device=device)
+    states = head.forward(tokens, head.fuse(features), positions, cache, batch)
+    logits = head.logits(states[:count])
+    kept = torch.empty(count, DEFAULT_SPECULATIVE_TOKENS, logits.shape[1], dtype=torch.float32, device=device)
+    kept[: len(logits), 0] = logits
+    zeros = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    gumbel_sample(kept[: len(logits), 0], zeros.float(), zeros, zeros)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
-from draftwire.cli.options import service_options, start_logging
+from draftwire.cli.options import server_security_options, service_options, start_logging
 
 
 @click.command()
@@ -16,7 +16,18 @@ from draftwire.cli.options import service_options, start_logging
 @click.option("--listen", default="127.0.0.1:50052", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option("--max-num-seqs", default=256, show_default=True, help="Sequences open at once, over all verifiers.")
 @click.option("--max-model-len", type=int, help="Positions of a sequence. Default: what head and target allow.")
-@click.option("--kv-cache-tokens", type=int, help="Positions of all sequences together. Default: what memory allows.")
+@click.option(
+    "--kv-cache-tokens",
+    type=int,
+    help="Positions of all sequences together. Default: what they may need, as far as memory allows.",
+)
+@click.option(
+    "--gpu-memory-utilization",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the GPU's memory for this process: weights, activations, graphs, draft logits and cache.",
+)
 @click.option(
     "--max-num-speculative-tokens",
     default=MAX_SPECULATIVE_TOKENS,
@@ -26,6 +37,7 @@ from draftwire.cli.options import service_options, start_logging
 @click.option("--max-sessions", default=64, show_default=True, help="Verifiers connected at once.")
 @click.option("--max-batch-rows", default=2048, show_default=True, help="Rows of one forward pass.")
 @service_options
+@server_security_options
 def drafter(log_level: str, **options: Any) -> None:
     """Serve drafts from an EAGLE head to verifiers."""
     start_logging(log_level)

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from drafter_service.answer import Answer, Load
+from drafter_service.draft_loop import DraftLoop
 from drafter_service.heads.spec import Head
 from drafter_service.limits import EngineLimits
 from drafter_service.logits_buffers import LogitsBuffers
-from drafter_service.proposer import DraftRow, Proposal, Proposer
+from drafter_service.loop_graphs import LoopGraphs, Track
+from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS
+from drafter_service.proposer import DraftRows, Proposal, Proposer
 from drafter_service.sampling_mode import SamplingMode
-from drafter_service.sequence import Sequence
+from drafter_service.scheduler import Batch, Scheduler
+from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
-from drafter_service.step_work import RowRange, RowSlice, StepWork, contiguous_pieces
-from draftwire.kv_cache import BLOCK_SIZE, BlockPool, KVCache, RaggedBatch, SequenceRows
-from draftwire.v1 import draft_pb2 as pb
-
-
-@dataclass
-class _Batch:
-    """Rows of one forward and the steps that are done with it."""
-
-    slices: list[tuple[Session, RowSlice]] = field(default_factory=list)
-    finished: list[tuple[Session, StepWork]] = field(default_factory=list)
+from drafter_service.step_work import StepRows, StepWork
+from draftwire.block_pool import BlockPool
+from draftwire.devices import upload
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 
 
 class DraftEngine:
@@ -39,17 +36,22 @@ class DraftEngine:
         self.device = device
         self._dtype = dtype
         self._sessions: list[Session] = []
-        self._num_sequences = 0
         num_blocks = limits.kv_cache_tokens // BLOCK_SIZE + 1  # block 0 is padding
         self._pool = BlockPool(num_blocks)
+        self._table = SequenceTable(limits, self._pool)
+        self._scheduler = Scheduler(limits, self._table)
         self._cache = KVCache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
-        self._proposer = Proposer(head, self._cache, self._buffers, device)
+        self._loop = DraftLoop(head, self._cache, self._buffers, limits, dtype, device)
+        self._graphs = None
+        if device.type == "cuda":
+            self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
+        self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
 
     @property
     def load(self) -> Load:
         """How busy the engine is; may be read from any thread."""
-        return Load(len(self._sessions), self._num_sequences, self._pool.usage)
+        return Load(len(self._sessions), self._table.num_open, self._pool.usage)
 
     @property
     def logits_bytes(self) -> int:
@@ -67,9 +69,15 @@ class DraftEngine:
         Raises
         ------
         torch.OutOfMemoryError
-            When there is no memory for the draft logits that it asks for.
+            When there is no memory for the draft logits that it asks for, or for what is captured for it.
         """
-        self._buffers.keep([terms, *(session.terms for session in self._sessions)])
+        self._keep_buffers(terms)
+        if self._graphs is not None:
+            try:
+                self._graphs.capture(terms.mode, terms.num_speculative_tokens)
+            except Exception:
+                self._keep_buffers()
+                raise
         session = Session(terms, deliver)
         self._sessions.append(session)
         return session
@@ -78,14 +86,15 @@ class DraftEngine:
         """Drops a session with all that it holds; nothing is delivered to it any more."""
         if session not in self._sessions:
             return
-        for sequence_id in list(session.sequences):
-            self._drop(session, sequence_id)
+        for sequence_id in list(session.slots):
+            self._scheduler.drop(session, sequence_id)
         session.works.clear()
         self._sessions.remove(session)
-        self._buffers.keep([other.terms for other in self._sessions])
+        self._keep_buffers()
 
     def fail(self, error: Exception) -> None:
         """Ends every session with `error`."""
+        self._scheduler.end_batch()
         for session in list(self._sessions):
             self.close_session(session)
             session.deliver(error)
@@ -93,22 +102,31 @@ class DraftEngine:
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step that was checked against the session's terms."""
         if session in self._sessions:
-            session.works.append(StepWork(step))
-            session.waiting_rows += len(step.tokens)
+            work = StepWork(step)
+            session.works.append(work)
+            session.waiting_rows += len(work.tokens)
 
-    def warm_up(self) -> None:
-        """Drafts once, from zeros, so that no verifier waits for the device to be set up."""
-        session = self.open_session(SessionTerms("warm-up", SamplingMode(gumbel=True), 2, 1), lambda _: None)
+    def warm_up(self, track: Track = iter) -> None:
+        """Captures greedy steps and drafts once, from zeros, so that no verifier waits for the device to be set up.
+
+        `track` is given what is captured, and shows how far it has come.
+        """
+        k = min(DEFAULT_SPECULATIVE_TOKENS, self.limits.max_num_speculative_tokens)
+        if self._graphs is not None:
+            self._graphs.capture(SamplingMode(), k, track)
+        session = self.open_session(SessionTerms("warm-up", SamplingMode(), k, 1), lambda _: None)
+        one = np.ones(1, np.int64)
+        num_rows = k + 2  # the first of them are fed, the last drafts
         step = Step(
             step_id=1,
             opened=[OpenedSequence(1, temperature=1.0, proposal_key=0, first_row=0)],
             closed_ids=[],
             sequence_ids=[1],
-            first_rows=[0],
-            num_rows=[2],
-            num_drafts=[2],
-            tokens=torch.zeros(2, dtype=torch.int32),
-            features=torch.zeros(2, self.head.spec.feature_width, dtype=self._dtype),
+            first_rows=0 * one,
+            num_rows=num_rows * one,
+            num_drafts=k * one,
+            tokens=torch.zeros(num_rows, dtype=torch.int32),
+            features=torch.zeros(num_rows, self.head.spec.feature_width, dtype=self._dtype),
         )
         self.submit(session, step)
         self.iterate()
@@ -116,148 +134,147 @@ class DraftEngine:
 
     @torch.inference_mode()
     def iterate(self) -> None:
-        """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps."""
-        batch = self._schedule()
-        if batch.slices:
-            self._draft(batch, self._forward([part for _, part in batch.slices]))
-        self._deliver(batch)
+        """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
-    def _schedule(self) -> _Batch:
-        """Shares max_batch_rows evenly; what a session does not need is shared by those with more rows waiting.
-
-        So drafts never wait for another session's prefill, and no prefill starves.
+        Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted.
         """
-        batch = _Batch()
-        waiting = sorted((s for s in self._sessions if s.works), key=lambda session: session.waiting_rows)
-        budget = self.limits.max_batch_rows
-        for index, session in enumerate(waiting):
-            budget -= self._take(session, budget // (len(waiting) - index), batch)
-        return batch
+        began = time.monotonic()
+        batch = self._scheduler.next_batch(self._sessions)
+        needed, drafting, later = _plan(batch)
+        self._feed(needed)
+        for mode, parts in drafting.items():
+            self._draft(mode, parts)
+        _add_time({rows.work for _, rows in batch.rows}, began)
+        waiting = {rows.work for rows in later}
+        unanswered = self._deliver(batch.finished, waiting)
+        if later:
+            began = time.monotonic()
+            self._feed(later)
+            _add_time(waiting, began)
+            self._deliver(unanswered, set())
+        self._scheduler.end_batch()
 
-    def _take(self, session: Session, share: int, batch: _Batch) -> int:
-        """Takes up to `share` rows of a session's steps, in order; a sequence is in one step of a batch alone."""
-        busy: set[int] = set()
-        taken = 0
-        while session.works:
-            work = session.works[0]
-            if not work.admitted:
-                if not busy.isdisjoint(work.step.named_ids()):
-                    break
-                self._admit(session, work)
-            slices = work.take(share - taken)
-            batch.slices += [(session, part) for part in slices]
-            taken += sum(part.count for part in slices)
-            if work.ranges:
-                break
-            busy.update(work.step.sequence_ids)
-            batch.finished.append((session, session.works.popleft()))
-        session.waiting_rows -= taken
-        return taken
-
-    def _admit(self, session: Session, work: StepWork) -> None:
-        """Closes and opens sequences, finds room for the step's rows and answers for those that have none."""
-        step = work.step
-        work.admitted = True
-        for sequence_id in step.closed_ids:
-            self._drop(session, sequence_id)
-        refused = self._open_sequences(session, step)
-        offset = 0
-        rows = zip(step.sequence_ids, step.first_rows, step.num_rows, step.num_drafts, strict=True)
-        for sequence_id, first_row, count, num_drafts in rows:
-            sequence = session.sequences.get(sequence_id)
-            if sequence_id in refused:
-                pass  # answered below
-            elif sequence is None or first_row != sequence.next_row:
-                self._drop(session, sequence_id)
-                work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_UNKNOWN)
-            elif not self._find_room(sequence, count):
-                self._drop(session, sequence_id)
-                work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_NO_CAPACITY)
+    def _deliver(
+        self, finished: list[tuple[Session, StepWork]], waiting: set[StepWork]
+    ) -> list[tuple[Session, StepWork]]:
+        """Answers steps, in each session's order, up to the first one that has to wait; the steps that are left."""
+        held: set[Session] = set()
+        left = []
+        for session, work in finished:
+            if work in waiting:
+                held.add(session)
+            if session in held:
+                left.append((session, work))
             else:
-                work.ranges.append(RowRange(sequence, offset, count, num_drafts))
-            offset += count
-        for sequence_id in refused:
-            work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_NO_CAPACITY)
-        session.waiting_rows -= len(step.tokens) - sum(part.count for part in work.ranges)
+                work.answer.load = self.load
+                session.deliver(work.answer)
+        return left
 
-    def _open_sequences(self, session: Session, step: Step) -> list[int]:
-        """Opens the step's new sequences; the ids of those that there is no room for."""
-        refused = []
-        for new in step.opened:
-            is_full = len(session.sequences) >= session.terms.max_sequences
-            if is_full or self._num_sequences >= self.limits.max_num_seqs:
-                refused.append(new.sequence_id)
-                continue
-            session.sequences[new.sequence_id] = Sequence(
-                new.sequence_id, new.temperature, new.proposal_key, new.first_row, next_row=new.first_row
-            )
-            self._num_sequences += 1
-        return refused
+    def _keep_buffers(self, *new: SessionTerms) -> None:
+        self._buffers.keep([*new, *(session.terms for session in self._sessions)])
+        if self._graphs is not None:
+            self._graphs.drop_stale()
 
-    def _find_room(self, sequence: Sequence, num_rows: int) -> bool:
-        is_within_context = sequence.next_row + num_rows <= self.limits.max_model_len
-        return is_within_context and sequence.reserve(num_rows, self._pool)
-
-    def _drop(self, session: Session, sequence_id: int) -> None:
-        sequence = session.sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self._pool.release(sequence.blocks)
-            self._num_sequences -= 1
-
-    def _forward(self, slices: list[RowSlice]) -> torch.Tensor:
-        """The head's states [T, hidden] of the rows."""
-        pieces = contiguous_pieces(slices)
-        tokens, features = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-        positions = np.concatenate([np.arange(part.first_row, part.first_row + part.count) for part in slices])
-        cached = [SequenceRows(part.sequence.blocks, part.place, part.count) for part in slices]
-        return self.head.forward(
-            tokens.to(self.device, torch.int64),
-            self.head.fuse(features.to(self.device)),
-            torch.from_numpy(positions).to(self.device),
-            self._cache,
-            RaggedBatch(cached, self.device),
-        )
-
-    def _draft(self, batch: _Batch, states: torch.Tensor) -> None:
-        """Drafts after the slices that want it; tokens and logits go into the answers of their steps."""
-        last_rows = np.cumsum([part.count for _, part in batch.slices]) - 1
-        drafting = [(i, session, part) for i, (session, part) in enumerate(batch.slices) if part.num_drafts]
-        if not drafting:
+    def _feed(self, parts: list[StepRows]) -> None:
+        """Computes rows, after which nothing is drafted."""
+        if not parts:
             return
+        tokens, states = self._gather(parts)
+        slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
+        positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
+        table = self._table
+        places = first_rows - table.first_row[slots]
         rows = [
-            DraftRow(
-                part.sequence,
-                session.terms.mode,
-                part.sequence.reserve_drafts(part.num_drafts, self._pool, self.limits.max_model_len),
-            )
-            for _, session, part in drafting
+            SequenceRows(table.blocks_of(slot), place, count)
+            for slot, place, count in zip(slots.tolist(), places.tolist(), counts.tolist(), strict=True)
         ]
-        last = torch.from_numpy(last_rows[[i for i, _, _ in drafting]]).to(self.device)
-        proposal = self._proposer.propose(states[last], rows)
-        num_drafted: dict[StepWork, int] = {}
-        for (_, _, part), tokens in zip(drafting, proposal.tokens, strict=True):
-            sequence = part.sequence
-            part.work.answer.add_drafts(sequence.sequence_id, sequence.next_row + 1, part.last_token, tokens)
-            num_drafted[part.work] = num_drafted.get(part.work, 0) + len(tokens)
-        modes = {part.work: session.terms.mode for _, session, part in drafting}
-        _add_logits(proposal, num_drafted, modes)
+        arrays = (tokens.astype(np.int64), positions, slots, table.blocks[slots])
+        given_tokens, given_positions, given_slots, blocks = upload(arrays, self.device)
+        self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
+        self._loop.keep_blocks(given_slots, blocks)
 
-    def _deliver(self, batch: _Batch) -> None:
-        for session, work in batch.finished:
-            work.answer.load = self.load
-            session.deliver(work.answer)
+    def _draft(self, mode: SamplingMode, parts: list[StepRows]) -> None:
+        """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
+        tokens, states = self._gather(parts)
+        slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
+        num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
+        proposal = self._proposer.propose(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens, states))
+        begin = 0
+        for part in parts:
+            end = begin + len(part.counts)
+            _add_drafts(part, proposal.part(begin, end))
+            begin = end
+
+    def _gather(self, parts: list[StepRows]) -> tuple[np.ndarray, torch.Tensor]:
+        """Tokens int32 [T] and the head's states g [T, hidden] of rows."""
+        tokens, states = [], []
+        for part in parts:
+            rows = part.rows()
+            tokens.append(part.work.tokens[rows])
+            features = part.work.step.features
+            given = features[rows] if isinstance(rows, slice) else features[torch.from_numpy(rows).to(features.device)]
+            given = given.to(self.device, non_blocking=True)
+            states.append(given if part.work.step.is_fused else self.head.fuse(given))
+        if len(parts) == 1:
+            return tokens[0], states[0]
+        return np.concatenate(tokens), torch.cat(states)
 
 
-def _add_logits(proposal: Proposal, num_drafted: dict[StepWork, int], modes: dict[StepWork, SamplingMode]) -> None:
-    """Gives each step its own of the logits, which lie step after step for each mode."""
-    taken: dict[SamplingMode, int] = {}
-    for work, count in num_drafted.items():
-        mode = modes[work]
-        if not mode.sends_logits:
+def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRows]], list[StepRows]]:
+    """(rows that drafts need, rows that draft by mode, rows that nobody waits for).
+
+    At most k + 1 rows of a sequence, as many as a verify step brings, draft; those before them are fed.
+    """
+    needed: list[StepRows] = []
+    drafting: dict[SamplingMode, list[StepRows]] = {}
+    idle: list[StepRows] = []
+    for session, rows in batch.rows:
+        most, mode = session.terms.num_speculative_tokens + 1, session.terms.mode
+        if rows.num_drafts.all() and rows.counts.max() <= most:  # a step like any other
+            drafting.setdefault(mode, []).append(rows)
             continue
-        logits, token_ids = proposal.logits[mode]
-        begin = taken.get(mode, 0)
-        taken[mode] = begin + count
-        work.answer.logits.append(logits[begin : begin + count])
-        if token_ids is not None:
-            work.answer.logits_token_ids.append(token_ids[begin : begin + count])
+        wants_drafts = rows.num_drafts > 0
+        idle.append(rows.select(~wants_drafts))
+        if wants_drafts.any():
+            lead, tail = rows.select(wants_drafts).split(most)
+            needed.append(lead)
+            drafting.setdefault(mode, []).append(tail)
+    later = []
+    if idle:
+        slots = [part.slots for parts in drafting.values() for part in parts] or [idle[0].slots[:0]]
+        for rows in idle:
+            is_needed = np.isin(rows.slots, np.concatenate(slots))
+            needed.append(rows.select(is_needed))
+            later.append(rows.select(~is_needed))
+    return _filled(needed), drafting, _filled(later)
+
+
+def _filled(parts: list[StepRows]) -> list[StepRows]:
+    return [part for part in parts if len(part.counts)]
+
+
+def _add_time(works: set[StepWork], began: float) -> None:
+    elapsed = time.monotonic() - began
+    for work in works:
+        work.answer.compute_time_s += elapsed
+
+
+def _joined(parts: list[StepRows], name: str) -> np.ndarray:
+    """A column of all parts' entries."""
+    column: np.ndarray = getattr(parts[0], name)
+    return column if len(parts) == 1 else np.concatenate([getattr(part, name) for part in parts])
+
+
+def _add_drafts(part: StepRows, proposal: Proposal) -> None:
+    """Answers the sequences of a step with their drafts."""
+    tokens, is_draft, logits = proposal
+    part.work.answer.add_drafts(
+        part.sequence_ids, part.committed_lengths, part.last_tokens, is_draft.sum(1), tokens[is_draft]
+    )
+    if logits:
+        pieces = [buffer[:, : tokens.shape[1]].flatten(0, 1) for buffer in logits]
+        if not is_draft.all():
+            (chosen,) = upload([np.flatnonzero(is_draft)], pieces[0].device)
+            pieces = [piece.index_select(0, chosen) for piece in pieces]
+        part.work.answer.logits.append(pieces[0])
+        part.work.answer.logits_token_ids += pieces[1:]

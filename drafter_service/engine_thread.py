@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -14,7 +15,7 @@ import torch
 from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import Step
+from drafter_service.step import ReceivedStep
 from draftwire.devices import make_current
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,13 @@ class EngineThread:
         """Drops a session and all that it holds."""
         self._commands.put(partial(self.engine.close_session, session))
 
-    def submit(self, session: Session, step: Step) -> None:
+    def submit(self, session: Session, received: ReceivedStep) -> None:
         """Queues a step."""
-        self._commands.put(partial(self.engine.submit, session, step))
+        self._commands.put(partial(self._submit, session, received))
+
+    def _submit(self, session: Session, received: ReceivedStep) -> None:
+        with self._ending_sessions_without_memory():
+            self.engine.submit(session, received.load())
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
@@ -101,8 +106,13 @@ class EngineThread:
         return True
 
     def _iterate(self) -> None:
-        try:
+        with self._ending_sessions_without_memory():
             self.engine.iterate()
+
+    @contextlib.contextmanager
+    def _ending_sessions_without_memory(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):  # as the CPU's allocator says
                 raise

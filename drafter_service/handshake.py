@@ -32,7 +32,7 @@ def settle_terms(request: pb.DraftRequest, info: pb.GetDrafterInfoResponse) -> S
     check_limits(hello)
     config = resolve_speculative_config(hello.speculative_config)
     _check_target(hello.target, info)
-    _check_features(hello.features, info.features)
+    _check_features(hello.features, info)
     _check_head(config, info)
     _check_config(config, hello, info)
     if not 1 <= hello.max_sequences <= info.max_sequences:
@@ -55,9 +55,16 @@ def _check_target(target: pb.TargetSpec, info: pb.GetDrafterInfoResponse) -> Non
         _require_equal("target.num_layers", target.num_layers, info.target_num_layers)
 
 
-def _check_features(given: pb.FeatureSpec, wanted: pb.FeatureSpec) -> None:
+def _check_features(given: pb.FeatureSpec, info: pb.GetDrafterInfoResponse) -> None:
+    wanted = info.features
     _require_equal("features.layers", list(given.layers), list(wanted.layers))
-    _require_equal("features.width", given.width, wanted.width)
+    width = wanted.width
+    if given.fused_for:
+        # States of another head are of no use, and nothing else would tell them apart.
+        own = info.head_fingerprint if info.HasField("fusion") else ""
+        _require_equal("features.fused_for", given.fused_for, own)
+        width = info.fusion.width
+    _require_equal("features.width", given.width, width)
     _require_equal("features.dtype", _dtype_name(given.dtype), _dtype_name(wanted.dtype))
 
 

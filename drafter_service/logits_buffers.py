@@ -47,6 +47,11 @@ class LogitsBuffers:
         """Memory allocated, bytes."""
         return sum(buffer.nbytes for buffer in (*self._logits.values(), *self._token_ids.values()))
 
+    def of(self, mode: SamplingMode) -> list[torch.Tensor]:
+        """What a mode fills, as far as it is allocated: its logits and, for top_n, their token ids."""
+        buffers = (self._logits.get(mode.logits_width(self._draft_vocab_size)), self._token_ids.get(mode.top_n))
+        return [buffer for buffer in buffers if buffer is not None]
+
     def logits(self, mode: SamplingMode) -> torch.Tensor:
         """float32 [max_num_seqs, k, width]."""
         return self._logits[mode.logits_width(self._draft_vocab_size)]

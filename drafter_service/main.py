@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import grpc
 import torch
 from rich.console import Console
+from rich.progress import track
 
 from drafter_service.choices import choose_limits
 from drafter_service.engine import DraftEngine
@@ -19,12 +21,14 @@ from drafter_service.heads import load_head
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
 from drafter_service.service import SERVICE_NAME, DraftingService
+from draftwire.carriers import parse_carriers
 from draftwire.checkpoints import resolve_directory
-from draftwire.devices import choose_device, choose_dtype, make_current
+from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
 from draftwire.errors import ServerError
+from draftwire.metrics import serving_metrics
+from draftwire.security import ServerSecurity
 from draftwire.server import serve
 from draftwire.v1 import draft_pb2_grpc
-from draftwire.wire import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,9 @@ def run(options: DrafterOptions) -> None:
     DraftwireError
         Says what is wrong with an option, a checkpoint or the address.
     """
-    parse_address(options.listen, "listen")
+    security = ServerSecurity(options.tls_cert, options.tls_key, options.tls_client_ca, insecure=options.insecure)
+    security.credentials(options.listen)
+    parse_carriers(options.carriers)
     # Limits that are out of range on their own are told before anything is loaded.
     EngineLimits(
         max_num_seqs=options.max_num_seqs,
@@ -51,7 +57,7 @@ def run(options: DrafterOptions) -> None:
     device = choose_device(options.device)
     make_current(device)
     engine, dtype = _load_engine(options, device)
-    asyncio.run(_serve(options, engine, dtype))
+    asyncio.run(_serve(options, security, engine, dtype))
 
 
 def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEngine, torch.dtype]:
@@ -61,11 +67,12 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
         target_dir = resolve_directory(options.target)
         dtype = choose_dtype(options.dtype, device, target_dir)
         status.update(f"loading the head {options.head}")
+        memory = GpuMemory(device) if device.type == "cuda" else None
         head = load_head(head_dir, target_dir, dtype, device, dummy=options.load_format == "dummy")
-        limits = choose_limits(options, head.spec, dtype, device, target_dir)
+        limits = choose_limits(options, head, dtype, device, target_dir, memory)
         status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")
         engine = DraftEngine(head, limits, dtype, device)
-        engine.warm_up()
+    engine.warm_up(partial(track, description="capturing CUDA graphs", console=console))
     logger.info("%s head %s on %s in %s; %s", head.spec.method, options.head, device, dtype, limits)
     return engine, dtype
 
@@ -76,7 +83,9 @@ def head_name(name: str) -> str:
     return path.resolve().name if path.is_dir() else name
 
 
-async def _serve(options: DrafterOptions, engine: DraftEngine, dtype: torch.dtype) -> None:
+async def _serve(
+    options: DrafterOptions, security: ServerSecurity, engine: DraftEngine, dtype: torch.dtype
+) -> None:
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -85,7 +94,7 @@ async def _serve(options: DrafterOptions, engine: DraftEngine, dtype: torch.dtyp
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = EngineThread(engine, stop_process)
-    service = DraftingService(thread, head_name(options.head), dtype)
+    service = DraftingService(thread, head_name(options.head), dtype, parse_carriers(options.carriers))
 
     def register(server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftingServicer_to_server(service, server)
@@ -94,6 +103,7 @@ async def _serve(options: DrafterOptions, engine: DraftEngine, dtype: torch.dtyp
         await asyncio.to_thread(thread.stop)
 
     thread.start()
-    await serve(options.listen, SERVICE_NAME, register, stop_engine, grace_s=STOP_GRACE_S)
+    with serving_metrics(options.metrics_listen, [service.collector]):
+        await serve(options.listen, SERVICE_NAME, register, stop_engine, security, grace_s=STOP_GRACE_S)
     if failed.is_set():
         raise ServerError("the draft engine failed; the log says why")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftwire.v1 import config_pb2
 
 _K_FIELD: Any = config_pb2.SpeculativeConfig.DESCRIPTOR.fields_by_name["num_speculative_tokens"]
-MAX_SPECULATIVE_TOKENS = int(_K_FIELD.GetOptions().Extensions[config_pb2.limits].max)
+_K_LIMITS: Any = _K_FIELD.GetOptions().Extensions[config_pb2.limits]
+MAX_SPECULATIVE_TOKENS = int(_K_LIMITS.max)
+DEFAULT_SPECULATIVE_TOKENS = int(_K_LIMITS.default)
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,14 @@ class DrafterOptions:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
     max_num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     max_sessions: int = 64
     max_batch_rows: int = 2048
     load_format: str = "auto"
+    metrics_listen: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    insecure: bool = False
+    carriers: str = "auto"

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import grpc
 import torch
 
+from drafter_service.answer import Answer
 from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.handshake import settle_terms
-from drafter_service.session import Session
+from drafter_service.metrics import DrafterCollector
+from drafter_service.session import Session, SessionTerms
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream
+from draftwire.carriers import (
+    ALL_CARRIERS,
+    SharedSegments,
+    TensorReceiver,
+    TensorSender,
+    carrier_name,
+    meet,
+    offered_carriers,
+    segment_bytes,
+)
 from draftwire.config import DENSE, NONE, TOP_N
 from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError
 from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
@@ -58,17 +71,28 @@ def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -
         dtype=str(dtype).removeprefix("torch."),
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
+        fusion=None if head.fusion is None else head.fusion.describe(),
     )
 
 
 class DraftingService(draft_pb2_grpc.DraftingServicer):
     """Serves the streams of all verifiers with one engine."""
 
-    def __init__(self, engine: EngineThread, head_name: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        head_name: str,
+        dtype: torch.dtype,
+        carriers: Sequence[pb.Carrier] = ALL_CARRIERS,
+    ) -> None:
+        """`carriers` are those that the operator allows, best first."""
         self._engine = engine
+        self._device = engine.engine.device
+        self._carriers = offered_carriers(carriers, self._device)
         self._info = describe_drafter(engine, head_name, dtype)
         self._max_sessions = engine.engine.limits.max_sessions
         self._num_sessions = 0
+        self.collector = DrafterCollector(lambda: engine.load)
         token_ids = engine.engine.head.draft_token_ids
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
@@ -78,18 +102,35 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         """The head, what it needs from a target and the drafter's limits."""
         return self._current_info()
 
+    async def GetFeatureFusion(  # noqa: N802
+        self, request: pb.GetFeatureFusionRequest, context: Any
+    ) -> AsyncIterator[pb.FeatureFusionChunk]:
+        """The weights with which a verifier fuses features for the head."""
+        head = self._engine.engine.head
+        if head.fusion is None or request.head_fingerprint != head.fingerprint:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"head_fingerprint: asked for {request.head_fingerprint!r}, the head is {head.fingerprint!r}"
+                + ("" if head.fusion else ", which takes features as they are"),
+            )
+            return
+        chunks = head.fusion.chunks()
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield pb.FeatureFusionChunk(data=chunk)
+
     # It reads and writes through the context, in two tasks, and so is no iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:
         """One verifier's stream."""
+        peer = context.peer()  # asked now: a call that has ended cannot tell any more, and may bring the process down
         try:
-            await self._serve(context)
+            await self._serve(context, peer)
         except tuple(STATUS_CODES) as error:
-            logger.warning("stream of %s ended: %s", context.peer(), error)
+            logger.warning("stream of %s ended: %s", peer, error)
             await context.abort(STATUS_CODES[type(error)], str(error))
 
-    async def _serve(self, context: Context) -> None:
+    async def _serve(self, context: Context, peer: str) -> None:
         try:
             request = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
         except TimeoutError:
@@ -99,34 +140,72 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         terms = settle_terms(request, self._info)
         if self._num_sessions >= self._max_sessions:
             raise QueueFullError(f"{self._num_sessions} sessions are open, the most that this drafter takes")
-        stream = DraftStream(context, self._decoder(terms.num_speculative_tokens), self._engine)
         self._num_sessions += 1
-        opening = self._engine.open_session(terms, stream.deliver)
         try:
-            session = await asyncio.wrap_future(opening)
-            logger.info("session of %s at %s opened", terms.verifier, context.peer())
-            await context.write(self._hello())
-            await stream.run(session)
+            shared = await self._share(request.hello, terms)
+            await self._run(context, peer, request.hello.features, terms, shared)
         finally:
             self._num_sessions -= 1
+
+    async def _share(self, hello: pb.VerifierHello, terms: SessionTerms) -> SharedSegments:
+        """The memory that this host shares with the verifier, if it is here too."""
+        carriers = [carrier for carrier in hello.carriers if carrier in self._carriers]
+        if carriers == [pb.CARRIER_BYTES] or not hello.HasField("rendezvous"):
+            return SharedSegments()
+        row_bytes = hello.features.width * DTYPES[hello.features.dtype].itemsize
+        num_rows = terms.max_sequences * (terms.num_speculative_tokens + 1)
+        return await asyncio.to_thread(
+            meet, hello.rendezvous, carriers, segment_bytes(num_rows * row_bytes), self._device
+        )
+
+    async def _run(
+        self, context: Context, peer: str, features: pb.FeatureSpec, terms: SessionTerms, shared: SharedSegments
+    ) -> None:
+        receiver = TensorReceiver(self._device, shared.incoming)
+        sender = TensorSender(self._device, shared.outgoing)
+        decoder = StepDecoder(
+            self._info.target_vocab_size,
+            features.width,
+            DTYPES[features.dtype],
+            terms.num_speculative_tokens,
+            receiver,
+            is_fused=bool(features.fused_for),
+        )
+        stream = DraftStream(context, decoder, self._engine, receiver, sender)
+
+        def deliver(answer: Answer | Exception) -> None:
+            self.collector.count(answer)
+            stream.deliver(answer)
+
+        opening = self._engine.open_session(terms, deliver)
+        try:
+            session = await asyncio.wrap_future(opening)
+            logger.info(
+                "session of %s at %s opened; %s features by %s, draft logits by %s",
+                terms.verifier,
+                peer,
+                "fused" if features.fused_for else "raw",
+                carrier_name(receiver.carrier),
+                carrier_name(sender.carrier),
+            )
+            await context.write(self._hello(receiver.carrier, sender.carrier))
+            await stream.run(session)
+        finally:
             opening.add_done_callback(self._close)
-            logger.info("session of %s at %s closed", terms.verifier, context.peer())
+            logger.info("session of %s at %s closed", terms.verifier, peer)
 
     def _close(self, opening: Future[Session]) -> None:
         if not opening.cancelled() and opening.exception() is None:
             self._engine.close_session(opening.result())
 
-    def _decoder(self, max_drafts: int) -> StepDecoder:
-        features = self._info.features
-        return StepDecoder(self._info.target_vocab_size, features.width, DTYPES[features.dtype], max_drafts)
-
-    def _hello(self) -> pb.DraftResponse:
+    def _hello(self, carrier: pb.Carrier, logits_carrier: pb.Carrier) -> pb.DraftResponse:
         hello = pb.DrafterHello(
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
             info=self._current_info(),
             draft_token_ids=self._draft_token_ids,
-            carrier=pb.CARRIER_BYTES,
+            carrier=carrier,
+            logits_carrier=logits_carrier,
         )
         return pb.DraftResponse(hello=hello)
 

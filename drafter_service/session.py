@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from drafter_service.answer import Answer
 from drafter_service.sampling_mode import SamplingMode
-from drafter_service.sequence import Sequence
 from drafter_service.step_work import StepWork
 
 
@@ -28,6 +27,6 @@ class Session:
 
     terms: SessionTerms
     deliver: Callable[[Answer | Exception], None]  # called on the engine's thread
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
     works: deque[StepWork] = field(default_factory=deque)
     waiting_rows: int = 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from draftwire.carriers import Incoming
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,22 @@ class Step:
     opened: list[OpenedSequence]
     closed_ids: list[int]
     sequence_ids: list[int]  # [S]
-    first_rows: list[int]  # [S]
-    num_rows: list[int]  # [S]
-    num_drafts: list[int]  # [S]
+    first_rows: np.ndarray  # int64 [S]
+    num_rows: np.ndarray  # int64 [S]
+    num_drafts: np.ndarray  # int64 [S]
     tokens: torch.Tensor  # int32 [T], x_{i+1} of every row, sequence after sequence, CPU
-    features: torch.Tensor  # [T, width], g_i of every row, CPU
+    features: torch.Tensor  # [T, width], g_i of every row, on the engine's device
+    is_fused: bool = False  # the features are the head's states
 
-    def named_ids(self) -> list[int]:
-        """Every sequence whose state the step changes."""
-        return [*self.closed_ids, *(new.sequence_id for new in self.opened), *self.sequence_ids]
+
+@dataclass(frozen=True)
+class ReceivedStep:
+    """A step that was checked, whose features are still where they arrived."""
+
+    step_id: int
+    features: Incoming
+    make_step: Callable[..., Step]  # of `features`
+
+    def load(self) -> Step:
+        """The step; to be called once, in the thread of the engine, whose stream then copies the features."""
+        return self.make_step(features=self.features.load())

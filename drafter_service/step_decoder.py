@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as List
+from functools import partial
 
+import numpy as np
 import torch
 
-from drafter_service.step import OpenedSequence, Step
+from drafter_service.step import OpenedSequence, ReceivedStep, Step
+from draftwire.carriers import Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
@@ -16,17 +19,29 @@ from draftwire.v1 import draft_pb2 as pb
 class StepDecoder:
     """Checks the messages of one stream, in order."""
 
-    def __init__(self, target_vocab_size: int, feature_width: int, dtype: torch.dtype, max_drafts: int) -> None:
+    def __init__(
+        self,
+        target_vocab_size: int,
+        feature_width: int,
+        dtype: torch.dtype,
+        max_drafts: int,
+        receiver: TensorReceiver,
+        *,
+        is_fused: bool = False,
+    ) -> None:
+        """`receiver` takes the features, which are of width `feature_width`, fused or not."""
         self._target_vocab_size = target_vocab_size
         self._feature_width = feature_width
         self._dtype = dtype
         self._max_drafts = max_drafts
+        self._receiver = receiver
+        self._is_fused = is_fused
         self._last_step_id = 0
         # Ids rise within a stream, which is how "never reused" is enforced without remembering them all.
         self._last_opened_id = -1
 
-    def decode(self, request: pb.DraftRequest) -> Step:
-        """The step of a message; its tensors lie in the message's bytes.
+    def decode(self, request: pb.DraftRequest) -> ReceivedStep:
+        """The step of a message; its tensors lie in the message's bytes or in shared memory.
 
         Raises
         ------
@@ -41,17 +56,19 @@ class StepDecoder:
         self._last_step_id = step.step_id
         opened = self._decode_opened(step.opened)
         num_rows = self._check_sequences(step)
-        return Step(
-            step_id=step.step_id,
-            opened=opened,
-            closed_ids=list(step.closed_ids),
-            sequence_ids=list(step.sequence_ids),
-            first_rows=list(step.first_rows),
-            num_rows=list(step.num_rows),
-            num_drafts=list(step.num_drafts),
-            tokens=self._decode_tokens(step, num_rows),
-            features=self._decode_features(step, num_rows),
+        make_step = partial(
+            Step,
+            step.step_id,
+            opened,
+            list(step.closed_ids),
+            list(step.sequence_ids),
+            np.array(step.first_rows, np.int64),
+            np.array(step.num_rows, np.int64),
+            np.array(step.num_drafts, np.int64),
+            self._decode_tokens(step, num_rows),
+            is_fused=self._is_fused,
         )
+        return ReceivedStep(step.step_id, self._claim_features(step, num_rows), make_step)
 
     def _decode_opened(self, opened: pb.OpenSequences) -> list[OpenedSequence]:
         count = len(opened.ids)
@@ -99,10 +116,10 @@ class StepDecoder:
                 raise InvalidArgumentError("tokens", wrong, f"token ids must be in [0, {self._target_vocab_size})")
         return tokens
 
-    def _decode_features(self, step: pb.DraftStep, num_rows: int) -> torch.Tensor:
+    def _claim_features(self, step: pb.DraftStep, num_rows: int) -> Incoming:
         if num_rows == 0 and not step.HasField("features"):
-            return torch.empty(0, self._feature_width, dtype=self._dtype)
-        return decode_tensor(step.features, "features", self._dtype, (num_rows, self._feature_width))
+            return self._receiver.empty(self._dtype, (0, self._feature_width))
+        return self._receiver.claim(step.features, "features", self._dtype, (num_rows, self._feature_width))
 
 
 def _check_length(name: str, values: List[object], length: int, ids: str) -> None:

@@ -2,86 +2,131 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from drafter_service.answer import Answer
-from drafter_service.sequence import Sequence
+from drafter_service.sequence_table import SequenceTable
 from drafter_service.step import Step
 
 
 @dataclass(eq=False)
-class RowRange:
-    """Rows of one sequence that a step brings."""
-
-    sequence: Sequence
-    offset: int  # of the first row left, in the step's tensors
-    count: int  # rows left
-    num_drafts: int  # drafts wanted after them
-
-
-@dataclass(frozen=True, eq=False)
-class RowSlice:
-    """Rows of one sequence that one forward computes."""
+class StepRows:
+    """Rows of a step that one batch computes: int64 [n] each, one entry for each sequence."""
 
     work: StepWork
-    sequence: Sequence
-    first_row: int  # position of the first row
-    offset: int  # in the step's tensors
-    count: int
-    num_drafts: int  # drafts wanted after the slice; 0 while more of the sequence's rows follow
+    indices: np.ndarray  # of the sequence in the step
+    slots: np.ndarray  # of the sequence in the table
+    first_rows: np.ndarray  # position of the first row
+    offsets: np.ndarray  # of the first row in the step's tensors
+    counts: np.ndarray
+    num_drafts: np.ndarray  # drafts wanted after the rows; 0 while more of the sequence's rows follow
+
+    def select(self, chosen: np.ndarray) -> StepRows:
+        """The entries of a mask."""
+        if chosen.all():
+            return self
+        columns = (self.indices, self.slots, self.first_rows, self.offsets, self.counts, self.num_drafts)
+        return StepRows(self.work, *(column[chosen] for column in columns))
 
     @property
-    def place(self) -> int:
-        """Place of the first row in the sequence's blocks."""
-        return self.first_row - self.sequence.first_row
+    def sequence_ids(self) -> list[int]:
+        """Ids of the sequences."""
+        ids = self.work.step.sequence_ids
+        return [ids[index] for index in self.indices.tolist()]
 
     @property
-    def last_token(self) -> int:
-        """Token of the last row."""
-        return int(self.work.tokens[self.offset + self.count - 1])
+    def committed_lengths(self) -> np.ndarray:
+        """Committed length of each sequence, counted up to its last row here."""
+        return self.first_rows + self.counts + 1
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Token of each last row."""
+        return self.work.tokens[self.offsets + self.counts - 1]
+
+    def rows(self) -> slice | np.ndarray:
+        """Places of the rows in the step's tensors; a slice where they are neighbours."""
+        ends = self.offsets + self.counts
+        if (self.offsets[1:] == ends[:-1]).all():
+            return slice(int(self.offsets[0]), int(ends[-1]))
+        begins = np.cumsum(self.counts) - self.counts
+        return np.repeat(self.offsets - begins, self.counts) + np.arange(int(self.counts.sum()))
+
+    def withdraw(self, chosen: np.ndarray) -> None:
+        """Answers these entries, where they want drafts, without any."""
+        chosen = chosen & (self.num_drafts > 0)
+        if chosen.any():
+            part = self.select(chosen)
+            none = np.zeros(len(part.counts), np.int64)
+            self.work.answer.add_drafts(
+                part.sequence_ids, part.committed_lengths, part.last_tokens, none, np.empty(0, np.int32)
+            )
+            self.num_drafts[chosen] = 0
+
+    def split(self, most: int) -> tuple[StepRows, StepRows]:
+        """(all but the last row of each entry of more than `most` rows, the rest of each entry)."""
+        is_long = self.counts > most
+        if not is_long.any():
+            return self.select(is_long), self
+        lead = self.select(is_long)
+        head = StepRows(
+            self.work, lead.indices, lead.slots, lead.first_rows, lead.offsets, lead.counts - 1, lead.num_drafts * 0
+        )
+        skipped = np.where(is_long, self.counts - 1, 0)
+        tail = StepRows(
+            self.work,
+            self.indices,
+            self.slots,
+            self.first_rows + skipped,
+            self.offsets + skipped,
+            self.counts - skipped,
+            self.num_drafts,
+        )
+        return head, tail
 
 
-@dataclass(eq=False)
 class StepWork:
     """Rows that are still to be computed, and the answer as far as it is known."""
 
-    step: Step
-    answer: Answer = field(init=False)
-    admitted: bool = False
-    ranges: list[RowRange] = field(default_factory=list)  # rows left, in order
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.answer = Answer(step.step_id)
+        self.is_admitted = False
+        self.rows_left = 0
+        # Indices, slots, offsets of the first rows, rows and drafts wanted of the sequences with rows left, in order.
+        self._left: tuple[np.ndarray, ...] = ()
+        self.tokens = step.tokens.numpy()
 
-    def __post_init__(self) -> None:
-        self.answer = Answer(self.step.step_id)
-        self.tokens = self.step.tokens.numpy()
+    def admit(self, slots: np.ndarray, chosen: np.ndarray) -> None:
+        """Leaves the rows of the step's sequences at `slots` [S] to be computed, of those that are `chosen` [S]."""
+        counts = self.step.num_rows
+        columns = (np.arange(len(counts)), slots, np.cumsum(counts) - counts, counts, self.step.num_drafts)
+        self.is_admitted = True
+        self._left = columns if chosen.all() else tuple(column[chosen] for column in columns)
+        self.rows_left = int(self._left[3].sum())
 
-    def take(self, limit: int) -> list[RowSlice]:
+    def take(self, limit: int, table: SequenceTable) -> StepRows:
         """Takes the next rows, `limit` at most; each sequence then counts its own as true."""
-        slices = []
-        while self.ranges and limit > 0:
-            part = self.ranges[0]
-            sequence = part.sequence
-            count = min(part.count, limit)
-            is_last = count == part.count
-            num_drafts = part.num_drafts if is_last else 0
-            slices.append(RowSlice(self, sequence, sequence.next_row, part.offset, count, num_drafts))
-            sequence.next_row += count
-            part.offset += count
-            part.count -= count
-            limit -= count
-            if is_last:
-                self.ranges.pop(0)
-        return slices
-
-
-def contiguous_pieces(slices: list[RowSlice]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and features of the slices, joined where they are neighbours in a step's tensors."""
-    pieces: list[list] = []
-    for part in slices:
-        end = part.offset + part.count
-        if pieces and pieces[-1][0] is part.work and pieces[-1][2] == part.offset:
-            pieces[-1][2] = end
+        indices, slots, offsets, counts, num_drafts = self._left
+        num_drafts = num_drafts.copy()
+        if self.rows_left <= limit:
+            self.rows_left = 0
         else:
-            pieces.append([part.work, part.offset, end])
-    return [(work.step.tokens[begin:end], work.step.features[begin:end]) for work, begin, end in pieces]
+            ends = np.cumsum(counts)
+            last = int(np.searchsorted(ends, limit))  # of the sequences touched
+            beyond = int(ends[last]) - limit
+            rest_offsets, rest_counts = offsets[last:].copy(), counts[last:].copy()
+            rest_offsets[0] += counts[last] - beyond
+            rest_counts[0] = beyond
+            rest = (indices[last:], slots[last:], rest_offsets, rest_counts, num_drafts[last:].copy())
+            self._left = tuple(column[int(beyond == 0) :] for column in rest)
+            self.rows_left -= limit
+            indices, slots, offsets = indices[: last + 1], slots[: last + 1], offsets[: last + 1]
+            counts, num_drafts = counts[: last + 1].copy(), num_drafts[: last + 1]
+            counts[last] -= beyond
+            num_drafts[last] *= beyond == 0
+        first_rows = table.next_row[slots]
+        table.next_row[slots] = first_rows + counts
+        return StepRows(self, indices, slots, first_rows, offsets, counts, num_drafts)

@@ -10,6 +10,7 @@ from drafter_service.answer import Answer
 from drafter_service.engine_thread import EngineThread
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
+from draftwire.carriers import TensorReceiver, TensorSender
 from draftwire.errors import QueueFullError
 from draftwire.v1 import draft_pb2 as pb
 
@@ -22,18 +23,30 @@ Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
 class DraftStream:
     """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered."""
 
-    def __init__(self, context: Context, decoder: StepDecoder, engine: EngineThread) -> None:
+    def __init__(
+        self,
+        context: Context,
+        decoder: StepDecoder,
+        engine: EngineThread,
+        receiver: TensorReceiver,
+        sender: TensorSender,
+    ) -> None:
+        """`receiver` takes features, `sender` sends draft logits."""
         self._context = context
         self._decoder = decoder
         self._engine = engine
+        self._receiver = receiver
+        self._sender = sender
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()  # None: the last step is read
         self._all_read = False
-        self._unanswered: dict[int, int] = {}  # step id -> bytes of its message
+        self._unanswered: dict[int, int] = {}  # step id -> bytes of its message and features
         self._unanswered_bytes = 0
 
     def deliver(self, answer: Answer | Exception) -> None:
         """Takes an answer, or the error that ended the session, from the engine's thread."""
+        if isinstance(answer, Answer):
+            answer.begin_sending(self._sender)
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     async def run(self, session: Session) -> None:
@@ -64,6 +77,9 @@ class DraftStream:
             size = request.ByteSize()
             self._check_room(size)
             step = self._decoder.decode(request)
+            self._sender.release(request.step.logits_read, "logits_read")
+            if request.step.features.HasField("span"):
+                size += step.features.num_bytes
             self._unanswered[step.step_id] = size
             self._unanswered_bytes += size
             self._engine.submit(session, step)
@@ -83,5 +99,7 @@ class DraftStream:
                 continue
             if isinstance(answer, Exception):
                 raise answer
-            await self._context.write(answer.encode())
+            response = answer.encode()
+            response.drafts.features_read = self._receiver.generation_read
+            await self._context.write(response)
             self._unanswered_bytes -= self._unanswered.pop(answer.step_id)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from draftwire.checkpoints import read_config
 from draftwire.errors import InvalidArgumentError, ServerError
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,6 +65,69 @@ def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dty
     return torch.float16 if saved == "float16" else torch.bfloat16
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0]
+class GpuMemory:
+    """What this process takes of a GPU, so that the rest of its share can hold a cache.
+
+    To be made before anything is loaded: what is taken then belongs to other processes and to the driver.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        free, self.total = torch.cuda.mem_get_info(device)
+        self._foreign = self.total - free - torch.cuda.memory_reserved(device)
+
+    def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
+        """Bytes that the process may still take when all but the cache is loaded, at most what is free now.
+
+        Parameters
+        ----------
+        utilization
+            Share of the GPU's memory that the process may take, (0, 1].
+        largest_step
+            Runs the largest step that the limits allow; its activations are kept free. They are counted twice, because
+            captured graphs have activations of their own.
+
+        Raises
+        ------
+        ServerError
+            When there is no memory for the step itself.
+        """
+        torch.cuda.empty_cache()
+        loaded = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            largest_step()
+        except torch.OutOfMemoryError as error:
+            message = f"{self._device}: no memory for the largest step that the limits allow: {error}"
+            raise ServerError(message) from error
+        torch.cuda.synchronize(self._device)
+        activations = torch.cuda.max_memory_reserved(self._device) - loaded
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device) - loaded
+        libraries = max(0, self.total - free - loaded - self._foreign)
+        share = int(utilization * self.total)
+        left = max(0, min(share - loaded - libraries, free) - 2 * activations)
+        logger.info(
+            "%s: a share of %.2f GiB, of it loaded %.2f, libraries %.2f, activations 2 x %.2f, left for the cache %.2f",
+            self._device,
+            *(size / 2**30 for size in (share, loaded, libraries, activations, left)),
+        )
+        return left
+
+
+_ALIGNMENT = 16
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors of a device, all in one copy that nothing waits for; on the CPU they share memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
+    view = staged.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    moved = staged.to(device, non_blocking=True)
+    return [
+        moved[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for start, array in zip(starts.tolist(), arrays, strict=False)
+    ]

@@ -46,6 +46,10 @@ class MismatchError(DraftwireError):
     """A drafter and a verifier, or a head and a target, that do not fit. gRPC status FAILED_PRECONDITION."""
 
 
+class BenchmarkError(DraftwireError):
+    """A measurement that cannot be made, or whose result must not be trusted."""
+
+
 class QueueFullError(DraftwireError):
     """No room for another request now. gRPC status RESOURCE_EXHAUSTED."""
 

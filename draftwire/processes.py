@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.errors import ServerError
+from draftwire.security import LOOPBACK, ClientSecurity, open_channel
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -37,7 +38,11 @@ class ServiceProcess:
     """
 
     def __init__(
-        self, arguments: Sequence[str], log_path: Path | None = None, timeout_s: float = START_TIMEOUT_S
+        self,
+        arguments: Sequence[str],
+        log_path: Path | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        security: ClientSecurity = LOOPBACK,
     ) -> None:
         """Starts `draftwire ARGUMENTS` and waits until it is healthy.
 
@@ -49,6 +54,8 @@ class ServiceProcess:
             File that its output is appended to; by default a temporary one, removed by `stop`.
         timeout_s
             Seconds within which it must be healthy.
+        security
+            How its health is asked for.
 
         Raises
         ------
@@ -76,7 +83,7 @@ class ServiceProcess:
         try:
             deadline = time.monotonic() + timeout_s
             self.address = self._wait_for_address(deadline)
-            self._wait_for_health(deadline)
+            self._wait_for_health(deadline, security)
         except BaseException:
             self.kill()
             self._remove_log()
@@ -153,8 +160,8 @@ class ServiceProcess:
             self._check_start(ended, deadline)
             time.sleep(POLL_S)
 
-    def _wait_for_health(self, deadline: float) -> None:
-        with grpc.insecure_channel(self.address) as channel:
+    def _wait_for_health(self, deadline: float, security: ClientSecurity) -> None:
+        with open_channel(self.address, security, ()) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 ended = not self.running
@@ -180,10 +187,11 @@ def start_drafter(
     *extra: str,
     log_path: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
+    security: ClientSecurity = LOOPBACK,
 ) -> ServiceProcess:
     """A drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
     arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
-    return ServiceProcess(arguments, log_path, timeout_s)
+    return ServiceProcess(arguments, log_path, timeout_s, security)
 
 
 def start_verifier(
@@ -192,11 +200,12 @@ def start_verifier(
     *extra: str,
     log_path: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
+    security: ClientSecurity = LOOPBACK,
 ) -> ServiceProcess:
     """A verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
     pool = ["--drafters", ",".join(drafters)] if drafters else []
     arguments = ["verifier", "--target", str(target), *pool, "--listen", "127.0.0.1:0", *extra]
-    return ServiceProcess(arguments, log_path, timeout_s)
+    return ServiceProcess(arguments, log_path, timeout_s, security)
 
 
 def watch_parent() -> None:

@@ -1,4 +1,4 @@
-"""Tensors of the wire: raw little-endian bytes with dtype and shape, read without a copy."""
+"""Tensors whose elements are in the message: raw little-endian bytes with dtype and shape, read without a copy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ WIRE_DTYPES = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.Tensor:
-    """The wire form of a tensor of any device, written into `message` if one is given."""
+    """The wire form of a tensor of any device, its elements in the message; written into `message` if one is given."""
     message = pb.Tensor() if message is None else message
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     message.dtype = WIRE_DTYPES[tensor.dtype]
     message.shape.extend(tensor.shape)
-    message.data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    message.data = tensor_bytes(tensor)
     return message
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor of any device, row-major and little-endian."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def decode_tensor(
@@ -54,12 +59,7 @@ def decode_tensor(
     InvalidArgumentError
         When type, shape or number of bytes are not what is required.
     """
-    if DTYPES.get(message.dtype) != dtype:
-        raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
-    given = tuple(message.shape)
-    if len(given) != len(shape) or any(want not in (None, size) for want, size in zip(shape, given, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
+    given = check_tensor(message, name, dtype, shape)
     size = math.prod(given) * dtype.itemsize
     data = message.data  # protobuf copies the bytes at each access
     if len(data) != size:
@@ -67,3 +67,16 @@ def decode_tensor(
     if size == 0:
         return torch.empty(given, dtype=dtype)
     return torch.frombuffer(memoryview(data), dtype=dtype).reshape(given)
+
+
+def check_tensor(
+    message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> tuple[int, ...]:
+    """The shape of a tensor, wherever its elements are; parameters and errors as for `decode_tensor`."""
+    if DTYPES.get(message.dtype) != dtype:
+        raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
+    given = tuple(message.shape)
+    if len(given) != len(shape) or any(want not in (None, size) for want, size in zip(shape, given, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
+    return given

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from draftwire.cli.options import service_options, start_logging
+from draftwire.cli.options import FILE, server_security_options, service_options, start_logging
 from verifier_service.options import VerifierOptions
 
 
@@ -22,11 +22,24 @@ from verifier_service.options import VerifierOptions
     help="vLLM's main keys and ours; see the README.",
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at once.")
-@click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="Requests that may wait.")
+@click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="More that may wait.")
 @click.option("--max-model-len", type=click.IntRange(2), help="Positions of a request. Default: what the target has.")
 @click.option("--max-prefill-rows", default=512, show_default=True, type=click.IntRange(1), help="Prompt rows a step.")
 @click.option(
     "--kv-cache-tokens", type=click.IntRange(1), help="Positions of all requests. Default: what memory allows."
+)
+@click.option(
+    "--gpu-memory-utilization",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the GPU's memory for this process: weights, activations, graphs, features and cache.",
+)
+@click.option(
+    "--prefix-caching/--no-prefix-caching",
+    default=False,
+    show_default=True,
+    help="Whether prompts that begin alike are computed once; how fast one is tells that another was there before.",
 )
 @click.option(
     "--draft-deadline-ms",
@@ -35,7 +48,29 @@ from verifier_service.options import VerifierOptions
     metavar="MS|off",
     help="How long a step waits for drafts; off: until the drafter answers or is lost.",
 )
+@click.option(
+    "--adaptive-k/--no-adaptive-k",
+    default=None,
+    help="Ask for fewer drafts, down to none, where that is faster; else always for num_speculative_tokens. "
+    "Default: adaptive, but not with --draft-deadline-ms off or synthetic acceptance.",
+)
+@click.option(
+    "--fuse-features/--no-fuse-features",
+    default=True,
+    show_default=True,
+    help="Apply a head's fusion before features are sent: a third of the bytes for EAGLE-3.",
+)
+@click.option("--token-file", type=FILE, help="Bearer tokens that let clients in, one a line.")
+@click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")
+@click.option("--drafter-tls-cert", type=FILE, help="Certificate shown to drafters, PEM.")
+@click.option("--drafter-tls-key", type=FILE, help="Its private key, PEM.")
+@click.option(
+    "--compile-cache",
+    metavar="DIR",
+    help="Where compiled code is kept. Default: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/draftwire/compile.",
+)
 @service_options
+@server_security_options
 def verifier(log_level: str, **options: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
     start_logging(log_level)

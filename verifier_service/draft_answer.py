@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from draftwire import config as cfg
+from draftwire.carriers import TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service.request import ReadyDrafts, Request
+from verifier_service.request import AnswerLogits, ReadyDrafts, Request
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ def decode_answer(
     vocab_size: int,
     draft_vocab_size: int,
     draft_token_ids: torch.Tensor | None,
+    receiver: TensorReceiver,
 ) -> Iterator[AnsweredSequence]:
     """The answers for each sequence of a message, which is not trusted.
 
@@ -38,6 +42,8 @@ def decode_answer(
         The verifier's, which says what logits are due.
     draft_token_ids
         Target ids of the draft vocabulary on the target's device, handed on with dense logits.
+    receiver
+        Takes the logits and their ids.
 
     Raises
     ------
@@ -49,43 +55,45 @@ def decode_answer(
         given = len(getattr(answer, name))
         if given != count:
             raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
-    tokens, logits, logits_token_ids = _decode_tensors(answer, config, vocab_size, draft_vocab_size)
+    drafted, logits = _decode_tensors(answer, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
+    tokens = drafted.tolist()
     start = 0
-    for i, sequence_id in enumerate(answer.sequence_ids):
-        end = start + answer.num_drafts[i]
+    columns = (answer.sequence_ids, answer.statuses, answer.committed_lengths, answer.last_tokens, answer.num_drafts)
+    for sequence_id, status, committed_length, last_token, num_drafts in zip(*columns, strict=True):
+        end = start + num_drafts
         drafts = None
-        if answer.statuses[i] == draft_pb2.SEQUENCE_STATUS_OK:
-            drafts = ReadyDrafts(
-                committed_length=answer.committed_lengths[i],
-                last_token=answer.last_tokens[i],
-                tokens=tokens[start:end],
-                logits=None if logits is None else logits[start:end],
-                logits_token_ids=None if logits_token_ids is None else logits_token_ids[start:end],
-                draft_token_ids=draft_token_ids,
-            )
+        if status == draft_pb2.SEQUENCE_STATUS_OK:
+            drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
         yield AnsweredSequence(sequence_id, drafts)
         start = end
 
 
 def _decode_tensors(
-    answer: draft_pb2.Drafts, config: config_pb2.SpeculativeConfig, vocab_size: int, draft_vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Tokens int32 [D] and, as configured, logits float32 [D, n] and their ids int32 [D, n]."""
+    answer: draft_pb2.Drafts,
+    config: config_pb2.SpeculativeConfig,
+    vocab_size: int,
+    draft_vocab_size: int,
+    draft_token_ids: torch.Tensor | None,
+    receiver: TensorReceiver,
+) -> tuple[torch.Tensor, AnswerLogits | None]:
+    """Tokens int32 [D] and, as configured, their logits."""
     total = sum(answer.num_drafts)
     if total == 0:
-        return torch.empty(0, dtype=torch.int32), None, None
+        return torch.empty(0, dtype=torch.int32), None
     tokens = decode_tensor(answer.tokens, "drafts.tokens", torch.int32, (total,))
     _check_ids(tokens, "drafts.tokens", vocab_size)
     form = config.draft_logits.form
     if form == cfg.NONE:
-        return tokens, None, None
+        return tokens, None
     width = config.draft_logits.n if form == cfg.TOP_N else draft_vocab_size
-    logits = decode_tensor(answer.logits, "drafts.logits", torch.float32, (total, width))
+    claimed = receiver.claim(answer.logits, "drafts.logits", torch.float32, (total, width))
+    logits = claimed.load()
     if form == cfg.DENSE:
-        return tokens, logits, None
-    ids = decode_tensor(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
+        return tokens, AnswerLogits(logits, None, draft_token_ids, claimed.carrier)
+    claimed_ids = receiver.claim(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
+    ids = claimed_ids.load(CPU)  # checked where the drafter cannot change them any more
     _check_ids(ids, "drafts.logits_token_ids", vocab_size)
-    return tokens, logits, ids
+    return tokens, AnswerLogits(logits, ids, draft_token_ids, claimed.carrier)
 
 
 def _check_ids(ids: torch.Tensor, name: str, vocab_size: int) -> None:
@@ -105,12 +113,14 @@ def is_drawn_from_logits(
         Target ids of the draft vocabulary on the CPU, for dense logits over part of the vocabulary.
     """
     assert drafts.logits is not None
+    values = drafts.logits.values[drafts.first_row : drafts.first_row + len(drafts.tokens)].cpu()
     temperature = torch.full((1,), request.params.temperature)
     key = torch.tensor([request.keys.proposal])
-    for j, token in enumerate(drafts.tokens.tolist()):
-        ids = draft_token_ids if drafts.logits_token_ids is None else drafts.logits_token_ids[j].to(torch.int64)
+    for j, token in enumerate(drafts.tokens):
+        sent_ids = drafts.logits.token_ids
+        ids = draft_token_ids if sent_ids is None else sent_ids[drafts.first_row + j].to(torch.int64)
         column = gumbel_sample(
-            drafts.logits[j : j + 1],
+            values[j : j + 1],
             temperature,
             key,
             torch.tensor([drafts.committed_length + j]),

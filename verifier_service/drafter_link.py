@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import grpc
 import torch
 
 from draftwire import config as cfg
+from draftwire.carriers import (
+    ALL_CARRIERS,
+    Outgoing,
+    Rendezvous,
+    Segment,
+    SharedSegments,
+    TensorReceiver,
+    TensorSender,
+    carrier_name,
+    offered_carriers,
+    segment_bytes,
+)
 from draftwire.errors import InvalidArgumentError, MismatchError
+from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
+from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.tensors import DTYPES, WIRE_DTYPES, decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
+from verifier_service.features import FeatureKind
 from verifier_service.target import Target
 
 logger = logging.getLogger(__name__)
@@ -31,6 +48,9 @@ EXPELLED_RETRY_S = 300.0
 # Feature rows of more states than this are no head's.
 MAX_FEATURE_LAYERS = 16
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FUSION_TIMEOUT_S = 60.0
+# By description, with the digest of weights that were really received: heads that are alike share them.
+_fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,18 @@ class HeadInfo:
     max_drafts: int
     max_sequences: int
     max_model_len: int
+    fusion: FeatureFusion | None = None  # applied before features are sent; None sends them as they are
+    fusion_digest: str = ""
+
+    @property
+    def kind(self) -> FeatureKind:
+        """What is sent, and must be given to no other head when it is fused."""
+        return FeatureKind(self.layers, f"{self.fingerprint} {self.fusion_digest}" if self.fusion else "")
+
+    @property
+    def width(self) -> int:
+        """Elements of a feature row on the wire."""
+        return self.row_bytes // self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +100,7 @@ class Answered:
 
     stream: Stream
     drafts: draft_pb2.Drafts
+    received: float = field(default_factory=time.monotonic)
 
 
 _Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
@@ -75,20 +108,37 @@ LinkEvent = Connected | Disconnected | Answered
 
 
 class Stream:
-    """One open stream, as the engine's thread sees it."""
+    """One open stream, as the engine's thread sees it.
 
-    def __init__(self, address: str, head: HeadInfo, cancel: Callable[[], object]) -> None:
+    Attributes
+    ----------
+    sender
+        Gives room for the features of a step.
+    receiver
+        Takes the draft logits of an answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        head: HeadInfo,
+        cancel: Callable[[], object],
+        sender: TensorSender,
+        receiver: TensorReceiver,
+    ) -> None:
         self.address = address
         self.head = head
-        self.outbox: asyncio.Queue[draft_pb2.DraftStep] = asyncio.Queue()
+        self.sender = sender
+        self.receiver = receiver
+        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None]] = asyncio.Queue()
         self.failure: str | None = None
         self.is_expelled = False
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
 
-    def send(self, step: draft_pb2.DraftStep) -> None:
-        """Queues a step; from any thread, never blocks."""
-        self._loop.call_soon_threadsafe(self.outbox.put_nowait, step)
+    def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
+        """Queues a step and the features that go with it; from any thread, never blocks."""
+        self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
         """Ends the stream at once; from any thread. An expelled drafter is left alone for minutes."""
@@ -107,13 +157,25 @@ class DrafterLink:
         config: config_pb2.SpeculativeConfig,
         max_sequences: int,
         post: Callable[[LinkEvent], None],
+        security: ClientSecurity = LOOPBACK,
+        host: str | None = None,
+        carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        *,
+        fuses_features: bool = True,
     ) -> None:
+        """`host` is the name that the drafter's certificate must have; by default that of the address. `carriers` are
+        those that the operator allows, best first. With `fuses_features` they are fused where the head lets them be.
+        """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
         self._target = target
         self._config = config
         self._max_sequences = max_sequences
         self._post = post
+        self._security = security
+        self._host = host
+        self._fuses_features = fuses_features
+        self._carriers = offered_carriers(carriers, target.device)
 
     async def run(self) -> None:
         """Connects, serves and reconnects until cancelled."""
@@ -143,25 +205,23 @@ class DrafterLink:
         self.status.state, self.status.detail = state, detail
 
     async def _serve(self) -> None:
-        options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        if self._host is not None:
+            options.append(("grpc.ssl_target_name_override", self._host))
+        async with open_async_channel(self._address, self._security, options) as channel:
             stub = draft_pb2_grpc.DraftingStub(channel)
             info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
             self._check(info)
+            fusion = await self._fusion(stub, info)
             call = stub.Draft()
-            await call.write(draft_pb2.DraftRequest(hello=self._hello(info)))
-            answer = await asyncio.wait_for(call.read(), CONNECT_TIMEOUT_S)
-            if not isinstance(answer, draft_pb2.DraftResponse):
-                raise await _ending(call)
-            stream = Stream(self._address, self._accept(answer), call.cancel)
-            self.status.head_fingerprint = stream.head.fingerprint
-            self._note(generate_pb2.DRAFTER_STATE_READY, "")
-            logger.info("drafter %s: connected, head %s", self._address, stream.head.fingerprint)
+            stream = await self._open(call, info, fusion)
             self._post(Connected(stream))
-            writer = asyncio.create_task(_write(call, stream))
+            # Shown once the engine has been told, so that a request that comes after it finds the drafter.
+            self._note(generate_pb2.DRAFTER_STATE_READY, "")
+            writer = asyncio.create_task(self._write(call, stream))
             try:
                 while isinstance(answer := await call.read(), draft_pb2.DraftResponse):
-                    self._post(Answered(stream, answer.drafts))
+                    self._take(stream, answer)
                 raise await _ending(call)
             except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
                 # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
@@ -175,13 +235,117 @@ class DrafterLink:
                 call.cancel()
                 self._post(Disconnected(stream))
 
-    def _accept(self, answer: draft_pb2.DraftResponse) -> HeadInfo:
+    async def _fusion(
+        self, stub: draft_pb2_grpc.DraftingAsyncStub, info: draft_pb2.GetDrafterInfoResponse
+    ) -> FeatureFusion | None:
+        """The head's fusion, unless features are sent as they are: where fused ones are no narrower, or it is off."""
+        is_narrower = info.HasField("fusion") and info.fusion.width < info.features.width
+        if not self._fuses_features or not is_narrower:
+            return None
+        described = info.fusion.SerializeToString(deterministic=True)
+        key = (self._target.device, described, info.features.SerializeToString(deterministic=True))
+        fusion = _fusions.get(key)
+        if fusion is None:
+            size = fusion_bytes(info.fusion, info.features)
+            data = bytearray()
+            request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
+            async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
+                data += chunk.data
+                if len(data) > size:
+                    break  # told below
+            fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
+            fusion = _fusions.setdefault(key, fusion)  # another link may have been faster
+        return fusion
+
+    async def _open(
+        self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
+    ) -> Stream:
+        """The stream after both hellos, with the memory that both sides share."""
+        hello = self._hello(info, fusion)
+        sharing: asyncio.Future[SharedSegments] | None = None
+        with contextlib.ExitStack() as stack:
+            if self._carriers != [draft_pb2.CARRIER_BYTES]:
+                rendezvous = stack.enter_context(Rendezvous())
+                hello.rendezvous.CopyFrom(rendezvous.encode())
+                sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
+            await call.write(draft_pb2.DraftRequest(hello=hello))
+            answer = await asyncio.wait_for(call.read(), CONNECT_TIMEOUT_S)
+        if not isinstance(answer, draft_pb2.DraftResponse):
+            raise await _ending(call)
+        head = self._accept(answer, info, fusion)
+        # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
+        shared = SharedSegments() if sharing is None else await sharing
+        # What the other side could not make use of is given up again.
+        outgoing = _agreed(shared.outgoing, answer.hello.carrier)
+        incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
+        sender = TensorSender(self._target.device, outgoing)
+        receiver = TensorReceiver(self._target.device, incoming)
+        self.status.head_fingerprint = head.fingerprint
+        self.status.feature_row_bytes = head.row_bytes
+        self.status.features_are_fused = fusion is not None
+        self.status.features_carrier = sender.carrier
+        self.status.logits_carrier = receiver.carrier
+        logger.info(
+            "drafter %s: connected, head %s; %s features by %s, draft logits by %s",
+            self._address,
+            head.fingerprint,
+            "fused" if fusion else "raw",
+            carrier_name(sender.carrier),
+            carrier_name(receiver.carrier),
+        )
+        return Stream(self._address, head, call.cancel, sender, receiver)
+
+    def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
+        """Waits for the drafter at the rendezvous; in a thread of its own."""
+        config, logits = self._config, self._config.draft_logits
+        row_bytes = {cfg.DENSE: 4 * info.draft_vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
+        step_bytes = min(self._max_sequences, info.max_sequences) * config.num_speculative_tokens * row_bytes
+        # The ids of top_n are checked on the host.
+        hosts = [carrier for carrier in self._carriers if carrier != draft_pb2.CARRIER_CUDA_IPC]
+        return rendezvous.serve(
+            self._carriers,
+            self._carriers if logits.form == cfg.DENSE else hosts,
+            segment_bytes(step_bytes) if step_bytes else 0,
+            self._target.device,
+        )
+
+    def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
+        self.status.received_message_bytes += answer.ByteSize()
+        try:
+            stream.sender.release(answer.drafts.features_read, "drafts.features_read")
+        except InvalidArgumentError as error:
+            raise _ExpelledError(str(error)) from error
+        self._post(Answered(stream, answer.drafts))
+
+    async def _write(self, call: _Call, stream: Stream) -> None:
+        """Sends what the engine queues."""
+        while True:
+            step, features = await stream.outbox.get()
+            if features is not None:
+                features.finish(step.features)
+            step.logits_read = stream.receiver.generation_read
+            request = draft_pb2.DraftRequest(step=step)
+            self.status.sent_message_bytes += request.ByteSize()
+            await call.write(request)
+
+    def _accept(
+        self,
+        answer: draft_pb2.DraftResponse,
+        info: draft_pb2.GetDrafterInfoResponse,
+        fusion: FeatureFusion | None,
+    ) -> HeadInfo:
         """The head of a drafter's hello, checked again: it may have changed since the info call."""
         hello = answer.hello
-        if answer.WhichOneof("message") != "hello" or hello.carrier != draft_pb2.CARRIER_BYTES:
-            raise MismatchError(f"the drafter's first message must be a hello with carrier {draft_pb2.CARRIER_BYTES}")
+        if answer.WhichOneof("message") != "hello" or hello.carrier not in self._carriers:
+            offered = ", ".join(carrier_name(carrier) for carrier in self._carriers)
+            raise MismatchError(f"the drafter's first message must be a hello with one of the carriers {offered}")
         self._check(hello.info)
-        return _head_info(hello, self._target.vocab_size)
+        if fusion is not None and (hello.info.head_fingerprint, hello.info.fusion) != (
+            info.head_fingerprint,
+            info.fusion,
+        ):
+            raise MismatchError(f"the head has changed: {info.head_fingerprint} to {hello.info.head_fingerprint}")
+        return _head_info(hello, self._target.vocab_size, fusion)
 
     def _check(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
         """Refuses a drafter that cannot serve this target, with both sides' values."""
@@ -228,8 +392,17 @@ class DrafterLink:
                 f"verifier width {width} of dtypes {[WIRE_DTYPES[dtype] for dtype in FEATURE_DTYPES]}"
             )
 
-    def _hello(self, info: draft_pb2.GetDrafterInfoResponse) -> draft_pb2.VerifierHello:
+    def _hello(
+        self, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
+    ) -> draft_pb2.VerifierHello:
         target = self._target
+        features = draft_pb2.FeatureSpec(
+            layers=info.features.layers,
+            width=len(info.features.layers) * target.hidden_size,
+            dtype=info.features.dtype,
+        )
+        if fusion is not None:
+            features.width, features.fused_for = info.fusion.width, info.head_fingerprint
         return draft_pb2.VerifierHello(
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
@@ -242,14 +415,10 @@ class DrafterLink:
                 num_layers=target.num_layers,
                 max_model_len=target.max_model_len,
             ),
-            features=draft_pb2.FeatureSpec(
-                layers=info.features.layers,
-                width=len(info.features.layers) * target.hidden_size,
-                dtype=info.features.dtype,
-            ),
+            features=features,
             speculative_config=self._config,
             max_sequences=min(self._max_sequences, info.max_sequences),
-            carriers=[draft_pb2.CARRIER_BYTES],
+            carriers=self._carriers,
         )
 
 
@@ -257,10 +426,8 @@ class _ExpelledError(Exception):
     """A drafter answered what it must not."""
 
 
-async def _write(call: _Call, stream: Stream) -> None:
-    """Sends what the engine queues."""
-    while True:
-        await call.write(draft_pb2.DraftRequest(step=await stream.outbox.get()))
+def _agreed(segment: Segment | None, carrier: draft_pb2.Carrier) -> Segment | None:
+    return segment if segment is not None and segment.carrier == carrier else None
 
 
 async def _ending(call: _Call) -> Exception:
@@ -271,8 +438,9 @@ async def _ending(call: _Call) -> Exception:
     return TimeoutError(f"{status.name}: {details}")
 
 
-def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int) -> HeadInfo:
+def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFusion | None) -> HeadInfo:
     info = hello.info
+    width = info.features.width if fusion is None else info.fusion.width
     token_ids = None
     if hello.HasField("draft_token_ids"):
         shape = (info.draft_vocab_size,)
@@ -289,10 +457,12 @@ def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int) -> HeadInfo:
         dtype=DTYPES[info.features.dtype],
         draft_vocab_size=info.draft_vocab_size,
         draft_token_ids=token_ids,
-        row_bytes=info.features.width * DTYPES[info.features.dtype].itemsize,
+        row_bytes=width * DTYPES[info.features.dtype].itemsize,
         max_drafts=info.max_num_speculative_tokens,
         max_sequences=info.max_sequences,
         max_model_len=info.max_model_len,
+        fusion=fusion,
+        fusion_digest=info.fusion.digest,
     )
 
 

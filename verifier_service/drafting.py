@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,9 +14,13 @@ from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
+from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
-from verifier_service.features import FeatureStore
+from verifier_service.features import FeatureKind, FeatureStore
+from verifier_service.pacing import NUM_SCOUTS, Load, Pace
 from verifier_service.request import ReadyDrafts, Request
+from verifier_service.step_gate import StepGate
+from verifier_service.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +28,10 @@ logger = logging.getLogger(__name__)
 # this many bytes of a message, so that they delay no other sequence.
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
-# Steps and bytes that may be on their way unanswered; past the bytes the drafter counts as lost.
-MAX_UNANSWERED_STEPS = 32
+# Past so many bytes that are on their way unanswered the drafter counts as lost.
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
-LOST_AFTER_S = 10.0
+# What a sequence has at a drafter that is asked for nothing is kept until it is so many rows further.
+MAX_PAUSED_ROWS = 256
 # A sequence that a drafter could not take is offered again after this long, twice as long each time.
 REOPEN_DELAY_S = (0.5, 30.0)
 # Share of answers with logits whose drafts are drawn again, and what expels a drafter: some mismatches that are a share
@@ -38,65 +41,57 @@ REDRAW_MISMATCHES = 3
 REDRAW_MISMATCH_SHARE = 0.01
 
 
-@dataclass(eq=False)
-class _Session:
-    """A stream and what is on its way over it."""
-
-    stream: Stream
-    draft_token_ids: torch.Tensor | None  # the head's, on the target's device
-    step_id: int = 0
-    last_sequence_id: int = 0
-    bindings: list[_Binding] = field(default_factory=list)
-    sequences: dict[int, _Binding] = field(default_factory=dict)  # those that are open, by id
-    closed_ids: list[int] = field(default_factory=list)
-    unanswered: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: (sent at, bytes)
-    is_late: bool = False
-    redrawn: int = 0
-    mismatches: int = 0
-
-    @property
-    def has_room(self) -> bool:
-        return not self.is_late and len(self.unanswered) < MAX_UNANSWERED_STEPS
-
-
-@dataclass(eq=False)
-class _Binding:
-    """A request's place at a drafter."""
-
-    request: Request
-    session: _Session
-    next_row: int  # first row that has not been sent
-    sequence_id: int = 0  # given when its first rows are sent, so that ids rise on the stream; 0 before
-    asked_length: int = 0  # committed length for which drafts have been asked
-    asked_drafts: int = 0
-    asked_step: int = 0
-    wait_until: float | None = None  # monotonic time until which the request waits for drafts
-
-
 class Drafting:
     """Binds requests to drafters, feeds their heads and collects drafts. Used by the engine's thread alone.
 
     Sequences stick to a drafter; a new one goes to the drafter with the fewest. Nothing waits past the deadline: a
-    drafter that misses it is late until it has answered everything, and in the meantime nobody waits for it.
+    drafter that misses it is late until it has answered everything, and in the meantime nobody waits for it. Where
+    drafts are slower than none, a drafter is asked for none and sent next to nothing; see `pacing.governor`.
+
+    Attributes
+    ----------
+    gate
+        Decides who goes into the next step.
     """
 
     def __init__(
-        self, config: config_pb2.SpeculativeConfig, vocab_size: int, deadline_s: float | None, device: torch.device
+        self,
+        config: config_pb2.SpeculativeConfig,
+        vocab_size: int,
+        deadline_s: float | None,
+        device: torch.device,
+        times: StepTimes,
+        *,
+        adaptive_k: bool | None = None,
     ) -> None:
-        """`deadline_s` None waits until an answer comes or the drafter is lost."""
+        """
+        Parameters
+        ----------
+        deadline_s
+            None waits until an answer comes or the drafter is lost.
+        adaptive_k
+            Whether fewer drafts than configured, or none, are asked for where that is faster. None: where there is a
+            deadline and acceptance is not synthetic. Without a deadline every step has the drafts that were configured,
+            so that a seed reproduces the output; and a benchmark of synthetic acceptance counts on them.
+        """
         self._config = config
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._device = device
-        self._sessions: dict[Stream, _Session] = {}
-        self._bindings: dict[Request, _Binding] = {}
+        self._times = times
+        self._sessions: dict[Stream, DraftSession] = {}
+        self._bindings: dict[Request, Binding] = {}
         self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
         self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
+        self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
+        is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
+        self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
+        self.gate = StepGate(self._sessions, self._bindings)
 
     @property
-    def feature_layers(self) -> set[tuple[int, ...]]:
-        """Layers that the connected heads take features of."""
-        return {stream.head.layers for stream in self._sessions}
+    def feature_kinds(self) -> set[FeatureKind]:
+        """What the connected heads take."""
+        return {stream.head.kind for stream in self._sessions}
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""
@@ -106,33 +101,26 @@ class Drafting:
         """Takes what happened on a stream."""
         if isinstance(event, Connected):
             ids = event.stream.head.draft_token_ids
-            self._sessions[event.stream] = _Session(event.stream, None if ids is None else ids.to(self._device))
+            self._sessions[event.stream] = DraftSession(
+                event.stream,
+                None if ids is None else ids.to(self._device),
+                Pace(
+                    min(self._config.num_speculative_tokens, event.stream.head.max_drafts),
+                    self._deadline_s,
+                    is_adaptive=self._is_adaptive,
+                ),
+            )
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
-                self._take_answer(session, event.drafts)
+                self._take_answer(session, event.drafts, event.received)
             elif isinstance(event, Disconnected):
                 self._drop(session)
 
-    def is_ready(self, request: Request) -> bool:
-        """Whether a decoding request goes into the next step: it has its drafts or does not wait for any."""
-        binding = self._bindings.get(request)
-        if binding is None or request.drafts is not None or binding.wait_until is None:
-            return True
-        if binding.session.is_late:
-            return True
-        if time.monotonic() < binding.wait_until:
-            return False
-        binding.session.is_late = True
-        logger.warning("drafter %s: missed the draft deadline", binding.session.stream.address)
-        return True
-
     def next_deadline(self) -> float | None:
-        """The earliest time at which a waiting request stops to wait, or a drafter counts as lost."""
-        waits = [b.wait_until for b in self._bindings.values() if b.wait_until is not None and not b.session.is_late]
-        oldest = [min(s.unanswered.values())[0] + LOST_AFTER_S for s in self._sessions.values() if s.unanswered]
-        finite = [time_ for time_ in (*waits, *oldest) if time_ != float("inf")]
-        return min(finite, default=None)
+        """The earliest time at which something stops to wait, or a drafter counts as lost."""
+        first = min([self.gate.next_deadline, *(session.lost_at for session in self._sessions.values())])
+        return None if first == float("inf") else first
 
     def release(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -140,63 +128,124 @@ class Drafting:
         self._old_rows.pop(request, None)
         binding = self._bindings.pop(request, None)
         if binding is not None:
-            self._unlink(binding)
-            if binding.sequence_id:
-                binding.session.closed_ids.append(binding.sequence_id)
+            self._close(binding)
 
     def drop_lost(self) -> None:
         """Gives up drafters that have not answered for long. To be called when all answers have been taken."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
-            if session.unanswered and now > min(session.unanswered.values())[0] + LOST_AFTER_S:
+            if now > session.lost_at:
                 self._give_up(session, f"no answer in {LOST_AFTER_S:g} s")
 
-    def flush(self, requests: Sequence[Request], stores: dict[tuple[int, ...], FeatureStore]) -> None:
+    def flush(self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore]) -> None:
         """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
         now = time.monotonic()
-        for request in requests:
-            if request not in self._bindings and request.num_speculative_tokens > 0:
-                self._bind(request, stores, now)
+        if any(session.takes_more for session in self._sessions.values()):
+            for request in requests:
+                if request not in self._bindings and request.num_speculative_tokens > 0:
+                    self._bind(request, stores, now)
         for session in list(self._sessions.values()):
-            if session.has_room:
-                self._send(session, stores[session.stream.head.layers], now)
+            store = stores[session.stream.head.kind]
+            if session.pace.is_off:
+                self._scout(session, store, now)
+            elif session.has_room:
+                self._send(session, store, self._pieces(session, session.bindings, now))
             else:
                 self._hold(session, now)
         for request in requests:
             self._old_rows[request] = request.num_feature_rows
+        self._plan(requests, now)
 
-    def _bind(self, request: Request, stores: dict[tuple[int, ...], FeatureStore], now: float) -> None:
+    def _plan(self, requests: Sequence[Request], now: float) -> None:
+        for session in self._sessions.values():
+            if session.pace.is_due(now):
+                load = self._load(session, requests)
+                session.pace.make_plan(now, load, self.gate.target_cost)
+                if not session.pace.is_off and self.gate.target_cost.wants_step_of(load.small_step, now):
+                    # Its cost shows by one step without drafts, or by one of a part of the sequences.
+                    if self._is_adaptive:
+                        session.pace.skip_drafts()
+                    else:
+                        self.gate.part_next()
+
+    def _load(self, session: DraftSession, requests: Sequence[Request]) -> Load:
+        """What runs beside a session's sequences, which are those that it would get where it is asked for nothing."""
+        decoding = [request for request in requests if request.is_decoding]
+        own = sum(binding.request.is_decoding for binding in session.bindings)
+        if session.pace.is_off:
+            unbound = sum(one.num_speculative_tokens > 0 and one not in self._bindings for one in decoding)
+            own += -(-unbound // len(self._sessions))
+        rows = tokens = float(len(decoding) - own)
+        for other in self._sessions.values():
+            if other is not session and not other.pace.is_off:
+                count = sum(binding.request.is_decoding for binding in other.bindings)
+                other_rows, other_tokens = other.pace.share_of_step(count)
+                rows, tokens = rows + other_rows - count, tokens + other_tokens - count
+        return Load(own, session.stream.head.row_bytes, rows, tokens)
+
+    def count_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Learns what became of a request's drafts."""
+        binding = self._bindings.get(request)
+        if binding is not None and num_drafts > 0 and num_accepted >= 0:
+            binding.session.pace.acceptance.count(num_drafts, num_accepted)
+
+    def _bind(self, request: Request, stores: dict[FeatureKind, FeatureStore], now: float) -> None:
         if request.num_feature_rows == 0 or now < self._reopen.get(request, (0.0, 0.0))[0]:
             return
         open_sessions = [
             session
             for session in self._sessions.values()
-            if not session.is_late
-            and len(session.bindings) < session.stream.head.max_sequences
-            and request.num_feature_rows <= session.stream.head.max_model_len
+            if session.takes_more and request.num_feature_rows <= session.stream.head.max_model_len
         ]
         if not open_sessions:
             return
         session = min(open_sessions, key=lambda s: len(s.bindings))
-        binding = _Binding(request, session, stores[session.stream.head.layers].first_row(request))
+        binding = Binding(request, session, stores[session.stream.head.kind].first_row(request))
         session.bindings.append(binding)
         self._bindings[request] = binding
 
-    def _wait(self, binding: _Binding, now: float) -> None:
-        if binding.wait_until is None:
-            binding.wait_until = float("inf") if self._deadline_s is None else now + self._deadline_s
-
-    def _hold(self, session: _Session, now: float) -> None:
+    def _hold(self, session: DraftSession, now: float) -> None:
         """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
+        until = now + session.pace.patience_s(session.pace.plan.num_drafts)
         for binding in session.bindings:
             request = binding.request
-            if request.is_decoding and request.num_drafts_wanted > 0 and binding.asked_length != len(request.tokens):
-                self._wait(binding, now)
+            wants_drafts = request.is_decoding and request.num_drafts_wanted > 0
+            if wants_drafts and binding.asked_length != len(request.tokens) and binding.wait_until is None:
+                binding.wait_until = until
 
-    def _send(self, session: _Session, store: FeatureStore, now: float) -> None:
-        pieces = self._pieces(session)
-        if not pieces and not session.closed_ids:
+    def _scout(self, session: DraftSession, store: FeatureStore, now: float) -> None:
+        """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is."""
+        governor = session.pace.governor
+        if session.unanswered or not governor.take_ping(now):
             return
+        for binding in session.bindings[NUM_SCOUTS:]:
+            if binding.rows_behind > MAX_PAUSED_ROWS:
+                del self._bindings[binding.request]
+                self._close(binding)
+        pieces = self._pieces(session, session.bindings[:NUM_SCOUTS], now)
+        if pieces or session.closed_ids:
+            self._send_step(session, store, pieces, governor.trial_drafts, waits=governor.take_trial(now))
+
+    def _send(self, session: DraftSession, store: FeatureStore, pieces: list[tuple[Binding, int]]) -> None:
+        """Rows of prompts and histories go in a message of their own, after the one for which drafts are waited."""
+        num_drafts = session.pace.take_num_drafts(bool(pieces))
+        verified = [piece for piece in pieces if piece[1] <= self._most_verified]
+        if verified or session.closed_ids:
+            self._send_step(session, store, verified, num_drafts)
+        if len(verified) < len(pieces) and session.stream in self._sessions:
+            others = [piece for piece in pieces if piece[1] > self._most_verified]
+            self._send_step(session, store, others, num_drafts)
+
+    def _send_step(
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[tuple[Binding, int]],
+        num_drafts: int,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
@@ -213,36 +262,52 @@ class Drafting:
             step.sequence_ids.append(binding.sequence_id)
             step.first_rows.append(first)
             step.num_rows.append(rows)
-            step.num_drafts.append(self._ask(binding, now))
-        num_bytes = 0
+            step.num_drafts.append(self._ask(binding, num_drafts))
+        num_bytes = num_rows = 0
+        features, carrier = None, draft_pb2.CARRIER_BYTES
         if pieces:
-            features = store.read(spans, session.stream.head.dtype)
-            num_bytes = features.numel() * features.itemsize
+            head = session.stream.head
+            features = session.stream.sender.begin(head.dtype, (len(tokens), head.width))
+            store.read(spans, features.tensor)
+            features.seal()
+            num_bytes, num_rows, carrier = features.tensor.nbytes, len(tokens), features.carrier
             encode_tensor(torch.tensor(tokens, dtype=torch.int32), step.tokens)
-            encode_tensor(features, step.features)
-        session.unanswered[step.step_id] = (now, num_bytes)
-        session.stream.send(step)
-        if sum(size for _, size in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
+        self._times.count_sent(carrier, num_rows, num_bytes)
+        self.gate.count_sent(num_rows)
+        asked = [binding for binding, _ in pieces if binding.asked_step == step.step_id]
+        most = max((binding.asked_drafts for binding in asked), default=0)
+        message = session.pace.send(time.monotonic(), num_bytes, num_rows, most, len(asked), waits=waits)
+        session.unanswered[step.step_id] = message
+        for binding in asked:
+            binding.wait_until = message.wait_until if waits else None
+        session.stream.send(step, features)
+        if sum(message.num_bytes for message in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
             self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
 
-    def _pieces(self, session: _Session) -> list[tuple[_Binding, int]]:
-        """(sequence, rows to send of it): all new rows, and some of the histories.
+    def _pieces(self, session: DraftSession, bindings: Iterable[Binding], now: float) -> list[tuple[Binding, int]]:
+        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories.
 
-        A history are rows older than the last step, of a sequence that moves or whose drafter was held up.
+        A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
+        prefix that was found in the cache.
         """
-        room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
+        row_bytes = session.stream.head.row_bytes
+        room = max(MAX_HISTORY_BYTES // row_bytes, 1)
+        backlog = session.pace.backlog_rows(now, row_bytes)
         pieces = []
-        for binding in session.bindings:
+        for binding in bindings:
             request = binding.request
-            rows = request.num_feature_rows - binding.next_row
-            if binding.next_row < min(self._old_rows.get(request, 0), request.num_feature_rows):
+            rows = binding.rows_behind
+            if binding.next_row < min(self._old_rows.get(request, request.num_reused), request.num_feature_rows):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
+            if rows > self._most_verified:
+                rows = min(rows, backlog)
+                backlog -= rows
             if rows > 0:
                 pieces.append((binding, rows))
         return pieces
 
-    def _open(self, step: draft_pb2.DraftStep, binding: _Binding) -> None:
+    def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
         key = 0  # greedy drafters need none, and a key tells something of the seed
         if self._config.rejection_sample_method == cfg.COUPLED:
@@ -258,22 +323,25 @@ class Drafting:
         step.opened.proposal_keys.append(key)
         step.opened.first_rows.append(binding.next_row)
 
-    def _ask(self, binding: _Binding, now: float) -> int:
-        """Number of drafts to ask for with the rows just taken."""
+    def _ask(self, binding: Binding, num_drafts: int) -> int:
+        """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
         request = binding.request
-        wanted = min(request.num_drafts_wanted, binding.session.stream.head.max_drafts)
-        if not request.is_decoding or wanted == 0 or binding.next_row < len(request.tokens) - 1:
+        wanted = min(request.num_drafts_wanted, num_drafts)
+        if not request.is_decoding or binding.next_row < len(request.tokens) - 1:
             return 0
-        binding.asked_length, binding.asked_drafts = len(request.tokens), wanted
-        binding.asked_step = binding.session.step_id
         binding.wait_until = None
-        self._wait(binding, now)
+        if wanted > 0:
+            binding.asked_length, binding.asked_drafts = len(request.tokens), wanted
+            binding.asked_step = binding.session.step_id
         return wanted
 
-    def _take_answer(self, session: _Session, drafts: draft_pb2.Drafts) -> None:
-        if drafts.step_id not in session.unanswered:
+    def _take_answer(self, session: DraftSession, drafts: draft_pb2.Drafts, received: float) -> None:
+        message = session.unanswered.get(drafts.step_id)
+        if message is None:
             self._give_up(session, f"answered step {drafts.step_id}, which had no answer due", expel=True)
             return
+        self._times.count_answer(drafts.compute_time_s)
+        session.pace.take_answer(message, received, drafts.compute_time_s)
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
         session.is_late = session.is_late and bool(session.unanswered)
@@ -285,11 +353,19 @@ class Drafting:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
 
-    def _store_drafts(self, session: _Session, answer: draft_pb2.Drafts) -> None:
+    def _store_drafts(self, session: DraftSession, answer: draft_pb2.Drafts) -> None:
         head = session.stream.head
         for entry in decode_answer(
-            answer, self._config, self._vocab_size, head.draft_vocab_size, session.draft_token_ids
+            answer,
+            self._config,
+            self._vocab_size,
+            head.draft_vocab_size,
+            session.draft_token_ids,
+            session.stream.receiver,
         ):
+            if entry.drafts is not None and entry.drafts.logits is not None:
+                num_bytes = len(entry.drafts.tokens) * entry.drafts.logits.row_bytes
+                self._times.count_logits(entry.drafts.logits.carrier, num_bytes)
             binding = session.sequences.get(entry.sequence_id)
             if binding is None:
                 continue
@@ -298,7 +374,7 @@ class Drafting:
             elif entry.drafts.committed_length == binding.asked_length:
                 self._give(binding, entry.drafts)
 
-    def _give(self, binding: _Binding, drafts: ReadyDrafts) -> None:
+    def _give(self, binding: Binding, drafts: ReadyDrafts) -> None:
         request = binding.request
         if len(drafts.tokens) > binding.asked_drafts:
             raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")
@@ -310,31 +386,37 @@ class Drafting:
             self._check_redraw(binding, drafts)
         request.drafts = drafts
 
-    def _check_redraw(self, binding: _Binding, drafts: ReadyDrafts) -> None:
+    def _check_redraw(self, binding: Binding, drafts: ReadyDrafts) -> None:
         session = binding.session
         session.redrawn += 1
         session.mismatches += not is_drawn_from_logits(
             drafts, binding.request, session.stream.head.draft_token_ids, self._config.use_fp64_gumbel
         )
         if session.mismatches >= max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn):
-            raise InvalidArgumentError("drafts.tokens", drafts.tokens.tolist(), "are not what its logits sample")
+            raise InvalidArgumentError("drafts.tokens", drafts.tokens, "are not what its logits sample")
 
-    def _unbind(self, binding: _Binding, now: float) -> None:
+    def _unbind(self, binding: Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""
         self._unlink(binding)
         del self._bindings[binding.request]
         _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
         self._reopen[binding.request] = (now + delay, min(2 * delay, REOPEN_DELAY_S[1]))
 
-    def _unlink(self, binding: _Binding) -> None:
+    def _close(self, binding: Binding) -> None:
+        """Leaves a request's place at its drafter, which drops what it has of it."""
+        self._unlink(binding)
+        if binding.sequence_id:
+            binding.session.closed_ids.append(binding.sequence_id)
+
+    def _unlink(self, binding: Binding) -> None:
         binding.session.bindings.remove(binding)
         binding.session.sequences.pop(binding.sequence_id, None)
 
-    def _give_up(self, session: _Session, reason: str, *, expel: bool = False) -> None:
+    def _give_up(self, session: DraftSession, reason: str, *, expel: bool = False) -> None:
         session.stream.fail(reason, expel=expel)
         self._drop(session)
 
-    def _drop(self, session: _Session) -> None:
+    def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
         for binding in session.bindings:
             del self._bindings[binding.request]

@@ -11,25 +11,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
+from draftwire.block_pool import blocks_for
 from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError
-from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import KVCache, SequenceRows
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.drafter_link import Connected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.features import FeatureStore
+from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import Piece
+from verifier_service.prefix_cache import PrefixCache
 from verifier_service.request import Request
+from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
+from verifier_service.step_times import Phase, StepTimes
 from verifier_service.target import Target
+from verifier_service.target_runner import StepRows, TargetRunner
 
 logger = logging.getLogger(__name__)
 
 # What the engine hands to a request's sink.
 Item = generate_pb2.GenerateResponse | DraftwireError
+
+# How long output waits for the drafts of the next step, whose forward pass hides the work of handing it out.
+OUTPUT_DELAY_S = 0.003
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class EngineLimits:
     max_prefill_rows: int  # rows of prompts in one step
     num_blocks: int
     draft_deadline_s: float | None  # None waits until a drafter answers or is lost
+    adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +64,15 @@ class _Cancelled:
     request: Request
 
 
+_Event = _Arrived | _Cancelled | LinkEvent
+
+
 class Engine:
     """Continuous batching with verification of drafts.
 
-    One step: take what has happened, schedule rows, run the target over them, draw tokens, tell the drafters, hand out
-    the output. All state belongs to the engine's thread; others reach it through `submit`, `cancel` and `post`.
+    One step: take what has happened, schedule rows, launch the target over them, hand out the output of the step before
+    while the device computes, take the drawn tokens, tell the drafters. All state belongs to the engine's thread;
+    others reach it through `submit`, `cancel` and `post`.
     """
 
     def __init__(
@@ -76,15 +91,34 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
-        self._pool = BlockPool(limits.num_blocks)
-        self._cache = KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device)
-        self._stores: dict[tuple[int, ...], FeatureStore] = {}
+        self._runner = TargetRunner(
+            target,
+            KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device),
+            limits.max_num_seqs,
+            config.num_speculative_tokens + 1,
+            blocks_for(target.max_model_len),
+        )
+        self._runner.capture()
+        self._stores: dict[FeatureKind, FeatureStore] = {}
         self._sampler = TokenSampler(
             config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device
         )
-        self.scheduler = Scheduler(self._pool, limits.max_num_seqs, limits.max_queue, limits.max_prefill_rows)
-        self.drafting = Drafting(config, target.vocab_size, limits.draft_deadline_s, target.device)
-        self._events: queue.SimpleQueue[_Arrived | _Cancelled | LinkEvent | None] = queue.SimpleQueue()
+        self._blocks = PrefixCache(limits.num_blocks, is_enabled=limits.prefix_caching)
+        self.scheduler = Scheduler(
+            self._blocks, limits.max_num_seqs, limits.max_queue, limits.max_prefill_rows, self._suspend
+        )
+        self.times = StepTimes(target.device)
+        self.metrics = RequestMetrics(config.num_speculative_tokens)
+        self.drafting = Drafting(
+            config,
+            target.vocab_size,
+            limits.draft_deadline_s,
+            target.device,
+            self.times,
+            adaptive_k=limits.adaptive_k,
+        )
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._emissions: list[_Emission] = []
         self._items: list[tuple[Request, Item]] = []
         self._ended: str | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -142,7 +176,8 @@ class Engine:
             try:
                 self.drafting.drop_lost()
                 self.drafting.flush(self.scheduler.running, self._stores)
-                works = self.scheduler.schedule(self.drafting.is_ready)
+                if not self.drafting.gate.is_held(self.scheduler.running):
+                    works = self.scheduler.schedule(self.drafting.gate.is_ready)
                 if works:
                     self._step(works)
             except Exception as error:
@@ -150,30 +185,50 @@ class Engine:
                 for request in [work.request for work in works] or list(self.scheduler.running):
                     if request.blocks:
                         self._end(request, ServerError(f"the step failed: {error}"))
-            self._hand_out()
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
-        timeout = None
         if wait:
-            deadline = self.drafting.next_deadline()
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
         try:
-            event = self._events.get(block=wait, timeout=timeout)
+            event = self._next_event() if wait else self._events.get_nowait()
+            self.times.enter(Phase.HOST)
             while event is not None:
                 self._take(event)
                 event = self._events.get_nowait()
             return False
         except queue.Empty:
+            self.times.enter(Phase.HOST)
             return True
 
-    def _take(self, event: _Arrived | _Cancelled | LinkEvent) -> None:
+    def _next_event(self) -> _Event | None:
+        """Waits for an event, the output for a moment only: drafts that come soon let a step hide the handing out.
+
+        Raises
+        ------
+        queue.Empty
+            When a deadline passes first.
+        """
+        deadline = self.drafting.next_deadline()
+        if self._emissions or self._items:
+            moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._items else 0.0
+            if deadline is not None and deadline - time.monotonic() < moment:
+                return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=moment)
+            self._hand_out()
+        return self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _take(self, event: _Event) -> None:
         if isinstance(event, _Arrived):
             try:
                 self.scheduler.add(event.request)
             except QueueFullError as error:
                 self._items.append((event.request, error))
+                self.metrics.count_end("refused", 0.0)
         elif isinstance(event, _Cancelled):
+            if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
+                self.metrics.count_end("cancelled", time.monotonic() - event.request.arrived)
             self._forget(event.request)
         elif not isinstance(event, Connected) or self._has_store(event.stream):
             self.drafting.handle(event)
@@ -181,113 +236,180 @@ class Engine:
 
     def _has_store(self, stream: Stream) -> bool:
         """Whether there is a store of the features that a new stream needs; makes it."""
-        layers = stream.head.layers
-        if layers not in self._stores:
+        head = stream.head
+        if head.kind not in self._stores:
             try:
-                store = FeatureStore(self._target, layers, self._limits.num_blocks, self.scheduler.running)
+                store = FeatureStore(self._target, head.layers, self._limits.num_blocks, head.fusion)
             except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU and on a GPU without memory
-                stream.fail(f"there is no memory for the features of its layers {list(layers)}: {error}")
+                stream.fail(f"there is no memory for the features of its layers {list(head.layers)}: {error}")
                 return False
-            self._stores[layers] = store
+            self._stores[head.kind] = store
         return True
 
     def _drop_unused_stores(self) -> None:
         """Frees the features that no drafter takes any more, but for the last ones: their drafter may come back."""
-        used = self.drafting.feature_layers
+        used = self.drafting.feature_kinds
         if used:
-            self._stores = {layers: store for layers, store in self._stores.items() if layers in used}
+            self._stores = {kind: store for kind, store in self._stores.items() if kind in used}
 
     def _step(self, works: Sequence[Work]) -> None:
         logits = self._forward(works)
         sampling = [work for work in works if work.samples]
-        drawn = self._sampler.draw(sampling, logits) if sampling else []
+        self.times.enter(Phase.SAMPLE)
+        pending = self._sampler.launch(sampling, logits) if sampling else None
+        self._hand_out()
+        drawn = self._sampler.finish(pending) if pending is not None else []
+        self.times.enter(Phase.HOST)
+        self.drafting.gate.count_step(
+            sum(len(work.tokens) for work in works),
+            has_prompts=not all(work.request.is_decoding for work in works),
+            busy_s=self.times.busy_s,
+        )
         for work in works:
             if not work.samples:
                 work.request.num_computed = work.start + len(work.tokens)
         for work, result in zip(sampling, drawn, strict=True):
             self._commit(work, result)
-        # Drafters go to work before the output is turned into text.
-        self.drafting.flush(self.scheduler.running, self._stores)
-        for work, result in zip(sampling, drawn, strict=True):
-            try:
-                self._emit(work, result)
-            except Exception as error:  # a tokenizer that fails on one request's tokens
-                logger.exception("request %s: its output cannot be decoded", work.request.request_id)
-                self._end(work.request, ServerError(f"the output cannot be decoded: {error}"))
 
     def _forward(self, works: Sequence[Work]) -> torch.Tensor:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
-        device = self._target.device
-        batch = RaggedBatch([SequenceRows(w.request.blocks, w.start, len(w.tokens)) for w in works], device)
         ends = list(accumulate(len(work.tokens) for work in works))
         rows = [row for work, end in zip(works, ends, strict=True) for row in range(end - work.num_logit_rows, end)]
-        token_ids = torch.tensor([token for work in works for token in work.tokens])
-        positions = torch.cat([torch.arange(work.start, work.start + len(work.tokens)) for work in works])
-        logits = self._target.forward(
-            token_ids.to(device, non_blocking=True),
-            positions.to(device, non_blocking=True),
-            self._cache,
-            batch,
-            torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
+        token_ids = [token for work in works for token in work.tokens]
+        positions = [position for work in works for position in range(work.start, work.start + len(work.tokens))]
+        step = StepRows(
+            np.array(token_ids, np.int64),
+            np.array(positions, np.int64),
+            [SequenceRows(work.request.blocks, work.start, len(work.tokens)) for work in works],
+            np.array(rows, np.int64),
         )
+        self._count(works)
+        self.times.enter(Phase.VERIFY)
+        output = self._runner.run(step)
         for store in self._stores.values():
-            store.capture(batch)
-        return logits
+            store.capture(output)
+        return output.logits
+
+    def _count(self, works: Sequence[Work]) -> None:
+        verified = [len(work.tokens) for work in works if work.request.is_decoding]
+        prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
+        self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
     def _commit(self, work: Work, drawn: Drawn) -> None:
         """Appends the drawn tokens to the request; drafts past the accepted ones are rolled back by length."""
         request = work.request
+        if not request.blocks:
+            return  # ended since: its former output could not be handed out
         if request.is_decoding:
             request.count_step(work.num_drafts, len(drawn.tokens))
+            self.metrics.count_step(work.num_drafts, max(len(drawn.tokens) - 1, 0))
+            self.drafting.count_verified(request, work.num_drafts, len(drawn.tokens) - 1)
             request.num_computed = work.start + len(drawn.tokens)
         else:
-            request.num_computed = len(request.prompt)
-        request.tokens += drawn.tokens
-
-    def _emit(self, work: Work, drawn: Drawn) -> None:
-        request = work.request
+            request.num_computed = work.start + len(work.tokens)
         if not drawn.tokens:
             self._end(request, ServerError("the target's logits are not finite for this request"))
             return
-        before = len(request.tokens) - len(drawn.tokens)
-        piece = request.output.push(drawn.tokens, request.max_length - before)
-        count = len(piece.token_ids)
-        del request.tokens[before + count :]
+        try:
+            piece = request.output.take(drawn.tokens, request.max_length - len(request.tokens))
+        except Exception as error:  # a tokenizer that fails on one request's tokens
+            self._end(request, _undecodable(request, error))
+            return
+        request.tokens += piece.token_ids
+        now = time.monotonic()
         if request.first_token is None:
-            request.first_token = time.monotonic()
-        response = _response(work, piece, drawn)
-        if piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
-            response.statistics.CopyFrom(request.statistics(self._is_synthetic))
+            request.first_token = now
+        has_ended = piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+        statistics = request.statistics(self._is_synthetic) if has_ended else None
+        self._emissions.append(_Emission(work, drawn, piece, now, statistics))
+        if has_ended:
             self._forget(request)
-        self._items.append((request, response))
 
     def _end(self, request: Request, error: DraftwireError) -> None:
         self._items.append((request, error))
-        self._forget(request)
+        self.metrics.count_end("error", time.monotonic() - request.arrived)
+        self._forget(request, has_failed=True)
 
-    def _forget(self, request: Request) -> None:
-        self.scheduler.remove(request)
+    def _forget(self, request: Request, *, has_failed: bool = False) -> None:
+        self.scheduler.remove(request, has_failed=has_failed)
+        self._suspend(request)
+
+    def _suspend(self, request: Request) -> None:
+        """Drops what is kept of a request beside its tokens: a preempted one is opened anew when it runs again."""
         self.drafting.release(request)
         self._sampler.forget(request)
-        for store in self._stores.values():
-            store.forget(request)
+
+    def counters(self) -> generate_pb2.EngineCounters:
+        """What the engine has done so far; from any thread."""
+        counters = self.times.read()
+        counters.preemptions = self.scheduler.num_preemptions
+        counters.prefix_hit_rows = self.scheduler.num_reused_rows
+        return counters
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the cache blocks in use, [0, 1]."""
+        return self._blocks.usage
+
+    def _observe(self, emission: _Emission) -> None:
+        request, count = emission.work.request, len(emission.piece.token_ids)
+        if request.last_output is None:
+            self.metrics.observe_first(emission.drawn_at - request.arrived, len(request.prompt), count)
+        else:
+            self.metrics.observe_next(emission.drawn_at - request.last_output, count)
+        request.last_output = emission.drawn_at
+        if emission.statistics is not None:
+            reason = generate_pb2.FinishReason.Name(emission.piece.finish_reason)
+            reason = reason.removeprefix("FINISH_REASON_").lower()
+            self.metrics.count_end(reason, emission.drawn_at - request.arrived)
 
     def _hand_out(self) -> None:
-        if self._items:
-            self._deliver(self._items)
-            self._items = []
+        """Turns the output of a step into text and messages."""
+        emissions, self._emissions = self._emissions, []
+        items: list[tuple[Request, Item]] = []
+        for emission in emissions:
+            request = emission.work.request
+            self._observe(emission)
+            try:
+                request.output.write(emission.piece)
+                items.append((request, emission.response()))
+            except Exception as error:
+                items.append((request, _undecodable(request, error)))
+                self._forget(request)
+        items += self._items
+        self._items = []
+        if items:
+            self._deliver(items)
 
 
-def _response(work: Work, piece: Piece, drawn: Drawn) -> generate_pb2.GenerateResponse:
-    count = len(piece.token_ids)
-    num_accepted = min(work.num_drafts, len(drawn.tokens) - 1)
-    return generate_pb2.GenerateResponse(
-        token_ids=piece.token_ids,
-        text=piece.text,
-        drafted=[j < num_accepted for j in range(count)],
-        logprobs=drawn.logprobs[:count],
-        finish_reason=piece.finish_reason,
-        stop_text=piece.stop_text,
-        stop_token_id=piece.stop_token_id,
-        token_text_ends=piece.text_ends,
-    )
+@dataclass(frozen=True)
+class _Emission:
+    """Output of one request in a step, whose text is still to be written."""
+
+    work: Work
+    drawn: Drawn
+    piece: Piece
+    drawn_at: float  # monotonic s
+    statistics: generate_pb2.RequestStatistics | None  # at the end
+
+    def response(self) -> generate_pb2.GenerateResponse:
+        """The message, once the text is there."""
+        piece, drawn = self.piece, self.drawn
+        count = len(piece.token_ids)
+        num_accepted = min(self.work.num_drafts, len(drawn.tokens) - 1)
+        return generate_pb2.GenerateResponse(
+            token_ids=piece.token_ids,
+            text=piece.text,
+            drafted=[j < num_accepted for j in range(count)],
+            logprobs=drawn.logprobs[:count],
+            finish_reason=piece.finish_reason,
+            stop_text=piece.stop_text,
+            stop_token_id=piece.stop_token_id,
+            token_text_ends=piece.text_ends,
+            statistics=self.statistics,
+        )
+
+
+def _undecodable(request: Request, error: Exception) -> ServerError:
+    logger.error("request %s: its output cannot be decoded", request.request_id, exc_info=error)
+    return ServerError(f"the output cannot be decoded: {error}")

@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch
+from draftwire.devices import upload
+from draftwire.fusion import FeatureFusion
+from draftwire.kv_cache import BLOCK_SIZE
 from verifier_service.request import Request
 from verifier_service.target import Target
+from verifier_service.target_runner import StepOutput
+
+
+class FeatureKind(NamedTuple):
+    """What features are: those of a target's layers, or what one head's fusion makes of them."""
+
+    layers: tuple[int, ...]
+    fused_for: str = ""  # fingerprint of that head and digest of its fusion
 
 
 class FeatureStore:
-    """Features of every row in the cache, for one choice of layers: [num_blocks * BLOCK_SIZE, width].
+    """Features of every row in the cache, of one kind: [num_blocks * BLOCK_SIZE, width].
 
-    Rows written before the store was made have no features.
+    Rows written before the store was made have no features. With a fusion the rows are what it makes of the layers'
+    features, in its type and width; without one they are as the target has them.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], num_blocks: int, running: Iterable[Request]) -> None:
-        """`running` are the requests that have rows in the cache already."""
-        self.layers = layers
-        self._first_rows = {request: request.num_computed for request in running}
-        self._target = target
-        width = len(layers) * target.hidden_size
-        self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=target.dtype, device=target.device)
+    def __init__(
+        self, target: Target, layers: tuple[int, ...], num_blocks: int, fusion: FeatureFusion | None = None
+    ) -> None:
+        self._layers = layers
+        self._fusion = fusion
+        # A slot is written together with its keys and values, so features never outlive those that they belong to.
+        self._is_written = np.zeros(num_blocks * BLOCK_SIZE, bool)
+        width, dtype = len(layers) * target.hidden_size, target.dtype
+        if fusion is not None:
+            width, dtype = len(fusion.weight), fusion.weight.dtype
+        self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=dtype, device=target.device)
 
     def first_row(self, request: Request) -> int:
-        """First row of the request that has features."""
-        return self._first_rows.get(request, 0)
+        """First row of the request from which on all have features."""
+        missing = np.flatnonzero(~self._is_written[_slots(request.blocks, 0, request.num_feature_rows)])
+        return int(missing[-1]) + 1 if len(missing) else 0
 
-    def forget(self, request: Request) -> None:
-        """Drops what is kept of a request that has ended."""
-        self._first_rows.pop(request, None)
+    def capture(self, output: StepOutput) -> None:
+        """Keeps the features of the forward pass that has just run."""
+        features = output.features(self._layers)
+        if self._fusion is not None:
+            features = self._fusion(features.to(self._rows.dtype))
+        self._rows.index_copy_(0, output.slots, features)
+        self._is_written[output.slots_on_host] = True
 
-    def capture(self, batch: RaggedBatch) -> None:
-        """Keeps the features of the forward pass that has just run over `batch`."""
-        self._rows.index_copy_(0, batch.slot_mapping, self._target.features(self.layers))
+    def read(self, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor) -> None:
+        """Copies the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
 
-    def read(self, spans: Sequence[tuple[Sequence[int], int, int]], dtype: torch.dtype) -> torch.Tensor:
-        """Features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence, on the CPU."""
-        slots = [
-            blocks[row // BLOCK_SIZE] * BLOCK_SIZE + row % BLOCK_SIZE
-            for blocks, first, last in spans
-            for row in range(first, last)
-        ]
-        index = torch.tensor(slots, dtype=torch.int64).to(self._rows.device, non_blocking=True)
-        return self._rows.index_select(0, index).to(dtype).cpu()
+        Parameters
+        ----------
+        out
+            [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
+            the current stream, and the host does not wait.
+        """
+        (index,) = upload([np.concatenate([_slots(*span) for span in spans])], self._rows.device)
+        if out.device == self._rows.device and out.dtype == self._rows.dtype:
+            torch.index_select(self._rows, 0, index, out=out)
+        else:
+            out.copy_(self._rows.index_select(0, index), non_blocking=True)
+
+
+def _slots(blocks: Sequence[int], first: int, last: int) -> np.ndarray:
+    rows = np.arange(first, last)
+    first_block = first // BLOCK_SIZE  # a long context has thousands
+    own = np.asarray(blocks[first_block : -(-last // BLOCK_SIZE)], np.int64)
+    return own[rows // BLOCK_SIZE - first_block] * BLOCK_SIZE + rows % BLOCK_SIZE

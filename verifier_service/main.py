@@ -8,31 +8,33 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 
+import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from draftwire.carriers import parse_carriers
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import parse_speculative_config, speculative_config_to_mapping
-from draftwire.devices import choose_device, choose_dtype, free_memory, make_current
+from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
 from draftwire.errors import InvalidArgumentError, ServerError
-from draftwire.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.metrics import serving_metrics
+from draftwire.security import ClientSecurity, ServerSecurity
 from draftwire.server import serve
-from draftwire.v1 import config_pb2, generate_pb2_grpc
+from draftwire.v1 import generate_pb2_grpc
 from draftwire.wire import parse_address
+from verifier_service.cache_size import choose_num_blocks
 from verifier_service.engine import EngineLimits
 from verifier_service.options import VerifierOptions
 from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.target import Target, load_target
+from verifier_service.target_compile import use_compile_cache
 from verifier_service.tokenizer import TextCodec
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_CACHE_TOKENS = 65536
-# The rest is for activations and whoever shares the device.
-CUDA_KV_CACHE_SHARE = 0.8
-# Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states.
-FEATURE_STATES = 3
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -46,30 +48,68 @@ def run(options: VerifierOptions) -> None:
     """
     config = parse_speculative_config(options.speculative_config)
     drafters = list(dict.fromkeys(address.strip() for address in options.drafters.split(",") if address.strip()))
+    security, drafter_security = _security(options)
     for address in drafters:
         parse_address(address, "drafters")
+        drafter_security.credentials(address, "drafters")
     parse_address(options.listen, "listen")
+    security.credentials(options.listen)
     deadline_s = _deadline(options.draft_deadline_ms)
-    target, codec = _load(options)
+    carriers = parse_carriers(options.carriers)
+    device = choose_device(options.device)
+    make_current(device)
+    memory = GpuMemory(device) if device.type == "cuda" else None
+    target, codec = _load(options, device)
+    if device.type == "cuda":
+        use_compile_cache(options.compile_cache)
+        with Console(stderr=True).status("compiling the target"):
+            target.compile()
     limits = EngineLimits(
         max_num_seqs=options.max_num_seqs,
         max_queue=options.max_queue,
         max_prefill_rows=options.max_prefill_rows,
-        num_blocks=_num_blocks(target, options.kv_cache_tokens, options.max_num_seqs),
+        num_blocks=choose_num_blocks(target, config, options, memory),
         draft_deadline_s=deadline_s,
+        adaptive_k=options.adaptive_k,
+        prefix_caching=options.prefix_caching,
     )
     logger.info("%s on %s in %s; %s", options.target, target.device, target.dtype, limits)
     logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(config)))
-    asyncio.run(_serve(options.listen, target, codec, config, limits, drafters))
+    servicer = partial(
+        GenerationServicer,
+        target,
+        codec,
+        config,
+        limits,
+        drafters,
+        drafter_security,
+        carriers=carriers,
+        fuses_features=options.fuse_features,
+    )
+    asyncio.run(_serve(options, security, servicer))
+
+
+def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]:
+    """Towards clients, and towards drafters."""
+    server = ServerSecurity(
+        options.tls_cert, options.tls_key, options.tls_client_ca, options.token_file, insecure=options.insecure
+    )
+    try:
+        client = ClientSecurity(
+            ca=options.drafter_tls_ca,
+            certificate=options.drafter_tls_cert,
+            key=options.drafter_tls_key,
+            insecure=options.insecure,
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError("drafter_tls_cert", str(options.drafter_tls_cert), error.allowed) from error
+    return server, client
 
 
 async def _serve(
-    listen: str,
-    target: Target,
-    codec: TextCodec | None,
-    config: config_pb2.SpeculativeConfig,
-    limits: EngineLimits,
-    drafters: list[str],
+    options: VerifierOptions,
+    security: ServerSecurity,
+    make_servicer: Callable[[Callable[[], None]], GenerationServicer],
 ) -> None:
     has_failed = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -78,15 +118,17 @@ async def _serve(
         loop.call_soon_threadsafe(has_failed.set)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    servicer = GenerationServicer(target, codec, config, limits, drafters, stop_process)
+    servicer = make_servicer(stop_process)
     servicer.start()
     try:
-        await serve(
-            listen,
-            SERVICE_NAME,
-            lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
-            servicer.stop,
-        )
+        with serving_metrics(options.metrics_listen, [servicer.collector]):
+            await serve(
+                options.listen,
+                SERVICE_NAME,
+                lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
+                servicer.stop,
+                security,
+            )
     except ServerError:
         await servicer.stop()
         raise
@@ -94,12 +136,10 @@ async def _serve(
         raise ServerError("the engine failed; the log says why")
 
 
-def _load(options: VerifierOptions) -> tuple[Target, TextCodec | None]:
+def _load(options: VerifierOptions, device: torch.device) -> tuple[Target, TextCodec | None]:
     """The target and its tokenizer; a directory without one serves token ids alone."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # transformers' own bar, where nobody watches
-    device = choose_device(options.device)
-    make_current(device)
     with Console(stderr=True).status(f"loading the target {options.target}"):
         directory = resolve_directory(options.target)
         target = load_target(
@@ -125,29 +165,3 @@ def _deadline(text: str) -> float | None:
     if not 0 <= milliseconds < float("inf"):
         raise InvalidArgumentError("draft_deadline_ms", text, 'allowed: "off" or milliseconds in [0, inf)')
     return milliseconds / 1000
-
-
-def _num_blocks(target: Target, tokens: int | None, max_num_seqs: int) -> int:
-    """Blocks of the cache, the padding block included.
-
-    Raises
-    ------
-    InvalidArgumentError
-        When not even one sequence of full length fits.
-    """
-    longest = target.max_model_len
-    most = max_num_seqs * blocks_for(longest)
-    if tokens is not None:
-        blocks = blocks_for(tokens)
-    elif target.device.type == "cpu":
-        blocks = min(most, max(blocks_for(CPU_KV_CACHE_TOKENS), blocks_for(longest)))
-    else:
-        row = sum(heads * (key + value) for heads, key, value in target.layer_shapes)
-        row += FEATURE_STATES * target.hidden_size
-        free = free_memory(target.device) * CUDA_KV_CACHE_SHARE
-        blocks = min(most, int(free / (row * target.dtype.itemsize * BLOCK_SIZE)))
-    if blocks < blocks_for(longest):
-        raise InvalidArgumentError(
-            "kv_cache_tokens", blocks * BLOCK_SIZE, f"must hold one request of max_model_len = {longest} positions"
-        )
-    return blocks + 1

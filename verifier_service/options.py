@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -20,5 +21,20 @@ class VerifierOptions:
     max_model_len: int | None = None
     max_prefill_rows: int = 512
     kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = False
     draft_deadline_ms: str = "500"
+    adaptive_k: bool | None = None
     load_format: str = "auto"
+    compile_cache: str | None = None
+    metrics_listen: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    token_file: Path | None = None
+    drafter_tls_ca: Path | None = None
+    drafter_tls_cert: Path | None = None
+    drafter_tls_key: Path | None = None
+    insecure: bool = False
+    carriers: str = "auto"
+    fuse_features: bool = True

@@ -23,7 +23,11 @@ class Piece:
 
 
 class OutputBuilder:
-    """Cuts emitted tokens at the first reason to end, and turns them into text."""
+    """Cuts emitted tokens at the first reason to end, and turns them into text.
+
+    `take` decides at once what is emitted, `write` adds the text later; where a stop text may end the output, the text
+    is part of the decision.
+    """
 
     def __init__(
         self,
@@ -34,40 +38,53 @@ class OutputBuilder:
     ) -> None:
         self._detokenizer = Detokenizer(codec, prompt) if codec is not None else None
         self._stops = StopFinder(params.stop)
+        self._has_stops = len(params.stop) > 0
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._max_tokens = params.max_tokens
         self._min_tokens = params.min_tokens
         self._count = 0
 
-    def push(self, token_ids: list[int], room: int) -> Piece:
+    def take(self, token_ids: list[int], room: int) -> Piece:
         """Takes a step's tokens; `room` is how many more tokens the context holds."""
         piece = Piece()
         for token_id in token_ids:
             self._count += 1
             piece.token_ids.append(token_id)
-            ends = self._ends(token_id, piece, room)
-            is_stop = piece.finish_reason == pb.FINISH_REASON_STOP
-            text = "" if self._detokenizer is None or is_stop else self._detokenizer.push(token_id)
-            self._add_text(text, piece)
-            if ends and piece.stop_text is None:
-                self._flush(piece)
-            piece.text_ends.append(len(piece.text))
+            self._check_end(token_id, piece, room)
+            if self._has_stops:
+                self._write_token(token_id, piece, is_last=piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED)
             if piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
                 break
         return piece
 
-    def _ends(self, token_id: int, piece: Piece, room: int) -> bool:
+    def write(self, piece: Piece) -> None:
+        """Adds the text to the piece taken last."""
+        if self._has_stops:
+            return
+        last = len(piece.token_ids) - 1
+        for i, token_id in enumerate(piece.token_ids):
+            has_ended = i == last and piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+            self._write_token(token_id, piece, is_last=has_ended)
+
+    def _check_end(self, token_id: int, piece: Piece, room: int) -> None:
         if self._count > self._min_tokens:
             if token_id in self._stop_token_ids:
                 piece.stop_token_id = token_id
             if token_id in self._stop_token_ids or token_id in self._eos_token_ids:
                 piece.finish_reason = pb.FINISH_REASON_STOP
-                return True
+                return
         if self._count >= self._max_tokens or len(piece.token_ids) >= room:
             piece.finish_reason = pb.FINISH_REASON_LENGTH
-            return True
-        return False
+
+    def _write_token(self, token_id: int, piece: Piece, *, is_last: bool) -> None:
+        """Adds a token's text, and with the last token what is held back; an end token has none."""
+        is_stop = is_last and piece.finish_reason == pb.FINISH_REASON_STOP
+        text = "" if self._detokenizer is None or is_stop else self._detokenizer.push(token_id)
+        self._add_text(text, piece)
+        if is_last and piece.stop_text is None:
+            self._flush(piece)
+        piece.text_ends.append(len(piece.text))
 
     def _add_text(self, text: str, piece: Piece) -> None:
         if self._count <= self._min_tokens:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from draftwire.v1 import config_pb2, generate_pb2
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.output import OutputBuilder
 
 
@@ -20,16 +20,34 @@ class NoiseKeys:
     resample: int
 
 
+@dataclass(frozen=True, eq=False)
+class AnswerLogits:
+    """Logits of all drafts of one answer, [D, n]; a sequence's drafts are consecutive rows."""
+
+    values: torch.Tensor  # [D, n] float32, on the target's device
+    token_ids: torch.Tensor | None  # [D, n] int32, CPU, for top_n
+    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for dense logits over part of it
+    carrier: draft_pb2.Carrier = draft_pb2.CARRIER_BYTES  # that has carried them
+
+    @property
+    def row_bytes(self) -> int:
+        """What one draft takes on the wire, bytes."""
+        return sum(tensor[:1].nbytes for tensor in (self.values, self.token_ids) if tensor is not None)
+
+
 @dataclass(frozen=True)
 class ReadyDrafts:
     """Draft tokens that have arrived and what they continue."""
 
     committed_length: int
     last_token: int
-    tokens: torch.Tensor  # [k] int32, CPU
-    logits: torch.Tensor | None  # [k, n] float32, CPU
-    logits_token_ids: torch.Tensor | None  # [k, n] int32, CPU, for top_n
-    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for dense logits over part of it
+    tokens: list[int]
+    logits: AnswerLogits | None = None
+    first_row: int = 0  # of `logits`
+
+    def first(self, count: int) -> ReadyDrafts:
+        """The first `count` of them."""
+        return replace(self, tokens=self.tokens[:count])
 
 
 @dataclass(eq=False)
@@ -37,7 +55,8 @@ class Request:
     """State of a request from arrival to its last token.
 
     The committed tokens are x_0 .. x_n; the cache holds keys and values of the first `num_computed` of them. While
-    decoding, num_computed = n: the last token has not run through the target.
+    decoding, num_computed = n: the last token has not run through the target. A request that gives its blocks back for
+    a while keeps its tokens, which all run again.
     """
 
     request_id: str
@@ -50,6 +69,11 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they have been wanted
+    num_published: int = 0  # blocks that others can find
+    num_reused: int = 0  # rows that were in the cache when it was last admitted
+    num_prefix_hits: int = 0  # when it was first admitted
+    num_preemptions: int = 0
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
     verify_tokens: int = 0
@@ -58,6 +82,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     first_token: float | None = None
+    last_output: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -71,8 +96,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the whole prompt has run and a token has been drawn."""
-        return self.num_output > 0
+        """Whether the last token was drawn and all before it have run."""
+        return self.num_output > 0 and self.num_computed == len(self.tokens) - 1
 
     @property
     def num_drafts_wanted(self) -> int:
@@ -107,4 +132,6 @@ class Request:
             total_time_s=now - self.arrived,
             queue_time_s=(self.started or now) - self.arrived,
             synthetic_acceptance=synthetic,
+            prefix_hit_tokens=self.num_prefix_hits,
+            preemptions=self.num_preemptions,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from draftwire.block_pool import blocks_for
 from draftwire.errors import QueueFullError
-from draftwire.kv_cache import BlockPool, blocks_for
+from draftwire.kv_cache import BLOCK_SIZE
+from verifier_service.prefix_cache import PrefixCache
 from verifier_service.request import ReadyDrafts, Request
 
 
@@ -21,91 +23,179 @@ class Work:
     tokens: list[int]  # of the rows: committed tokens, then drafts
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
+    num_drafts: int = field(init=False)  # draft rows
+    num_logit_rows: int = field(init=False)  # rows whose logits are wanted
 
-    @property
-    def num_drafts(self) -> int:
-        """Draft rows."""
-        return 0 if self.drafts is None else len(self.drafts.tokens)
-
-    @property
-    def num_logit_rows(self) -> int:
-        """Rows whose logits are wanted."""
-        return 1 + self.num_drafts if self.samples else 0
+    def __post_init__(self) -> None:
+        self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
+        self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
 
 
 class Scheduler:
     """Owns the queue, the running requests and the cache blocks.
 
-    A request is admitted when the blocks for its longest possible output are free, so that none runs out midway.
+    Requests are served in the order in which they came: those that run, then those that wait. A request is admitted
+    when there are blocks for its tokens, and grows block by block. When none is free, the request that was admitted
+    last is preempted: it gives its blocks back and waits, first in the queue, to be computed anew. A request of full
+    length fits into the cache, so the oldest one always goes on. Full blocks of computed rows are shared by requests
+    that begin with the same tokens.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_queue: int, max_prefill_rows: int) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_num_seqs: int,
+        max_queue: int,
+        max_prefill_rows: int,
+        on_preempt: Callable[[Request], None],
+    ) -> None:
+        """`on_preempt` is called with each request that gives its blocks back for a while."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._pool = pool
+        self.num_preemptions = 0
+        self.num_reused_rows = 0
+        self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._max_prefill_rows = max_prefill_rows
+        self._on_preempt = on_preempt
 
     def add(self, request: Request) -> None:
-        """Takes a request into the batch if there is room, else into the queue.
+        """Puts a request into the queue.
 
         Raises
         ------
         QueueFullError
-            When max_queue requests are waiting.
+            When max_queue requests wait besides the max_num_seqs that may run.
         """
-        self.waiting.append(request)
-        self.admit()
-        if len(self.waiting) > self._max_queue:
-            self.waiting.pop()
+        if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
             raise QueueFullError(f"the queue is full: {self._max_queue} requests are waiting; try again later")
+        self.waiting.append(request)
 
-    def admit(self) -> None:
-        """Moves requests from the queue into the batch, first come first served, and gives them their blocks."""
-        while self.waiting and len(self.running) < self._max_num_seqs:
-            blocks = self._pool.allocate(blocks_for(self.waiting[0].max_length))
-            if blocks is None:
-                break
-            request = self.waiting.popleft()
-            request.blocks = blocks
-            request.started = time.monotonic()
-            self.running.append(request)
-
-    def remove(self, request: Request) -> None:
-        """Forgets a request, wherever it is, takes its blocks back and gives its place to the next."""
+    def remove(self, request: Request, *, has_failed: bool = False) -> None:
+        """Forgets a request, wherever it is, and takes its blocks back; nobody uses rows of one that has failed."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._pool.release(request.blocks)
-        request.blocks = []
-        self.admit()
+        if has_failed:
+            self._cache.withdraw(request.blocks)
+        else:
+            self._publish(request)
+        self._release(request)
 
     def schedule(self, is_ready: Callable[[Request], bool]) -> list[Work]:
         """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
 
-        `is_ready` is False for a request that still waits for its drafts.
+        `is_ready` is False for a request that still waits for its drafts. No row of a prompt, and no draft, takes the
+        place of a row of a decoding request.
         """
-        works = [_decode(request) for request in self.running if request.is_decoding and is_ready(request)]
+        for request in self.running:
+            self._publish(request)
+        decoding = [request for request in self.running if request.is_decoding and is_ready(request)]
+        if self._cache.num_free < len(decoding):
+            self._take_back_draft_rows()
+        for request in decoding:
+            self._grow(request)
+        works = [self._decode(request) for request in decoding if request.blocks]
         room = self._max_prefill_rows
         for request in self.running:
-            if not request.is_decoding and room > 0:
+            if room > 0 and not request.is_decoding:
                 works.append(_prefill(request, room))
                 room -= len(works[-1].tokens)
+        while room > 0 and (admitted := self._admit()) is not None:
+            works.append(_prefill(admitted, room))
+            room -= len(works[-1].tokens)
         return works
 
+    def _admit(self) -> Request | None:
+        """Moves the first of the queue into the batch if a block is left for each running request to grow into."""
+        if not self.waiting or len(self.running) >= min(self._max_num_seqs, self._cache.num_free):
+            return None
+        request = self.waiting[0]
+        known = self._take_known(request)
+        num_missing = blocks_for(len(request.tokens)) - len(known)
+        if num_missing + len(self.running) > self._cache.num_free:
+            self._cache.release(known)
+            return None
+        request.blocks = known + (self._cache.allocate(num_missing) or [])
+        request.num_published = len(known)
+        request.num_computed = request.num_reused = len(known) * BLOCK_SIZE
+        self.num_reused_rows += request.num_reused
+        if request.started is None:
+            request.started = time.monotonic()
+            request.num_prefix_hits = request.num_reused
+        self.running.append(self.waiting.popleft())
+        return request
 
-def _decode(request: Request) -> Work:
-    last = len(request.tokens) - 1
-    drafts, request.drafts = request.drafts, None
-    if drafts is not None and (drafts.committed_length, drafts.last_token) != (last + 1, request.tokens[last]):
-        drafts = None
-    tokens = [request.tokens[last], *(drafts.tokens.tolist() if drafts is not None else ())]
-    return Work(request, last, tokens, drafts, samples=True)
+    def _take_known(self, request: Request) -> list[int]:
+        """The blocks that hold the request's first rows already; its last token always runs, for its logits."""
+        if not self._cache.is_enabled:
+            return []
+        most = (len(request.tokens) - 1) // BLOCK_SIZE
+        self._cache.extend_hashes(request.block_hashes, request.tokens, most)
+        return self._cache.take_known(request.block_hashes[:most])
+
+    def _publish(self, request: Request) -> None:
+        """Lets others find the blocks that computed rows of committed tokens have filled."""
+        full = min(request.num_computed, len(request.tokens)) // BLOCK_SIZE
+        if full > request.num_published and self._cache.is_enabled:
+            self._cache.extend_hashes(request.block_hashes, request.tokens, full)
+            for i in range(request.num_published, full):
+                self._cache.publish(request.blocks[i], request.block_hashes[i])
+            request.num_published = full
+
+    def _grow(self, request: Request) -> None:
+        """Gives a decoding request the block of its next row, at the cost of the youngest, itself in the end."""
+        while request.blocks and len(request.tokens) > len(request.blocks) * BLOCK_SIZE:
+            block = self._cache.allocate(1)
+            if block is None:
+                self._preempt()
+            else:
+                request.blocks += block
+
+    def _preempt(self) -> None:
+        request = self.running.pop()
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self._release(request)
+        request.drafts = None
+        self.waiting.appendleft(request)
+        self._on_preempt(request)
+
+    def _release(self, request: Request) -> None:
+        self._cache.release(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+
+    def _decode(self, request: Request) -> Work:
+        last = len(request.tokens) - 1
+        drafts, request.drafts = request.drafts, None
+        if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
+            count = self._place_drafts(request, len(drafts.tokens))
+            if count < len(drafts.tokens):
+                drafts = drafts.first(count) if count > 0 else None
+        else:
+            drafts = None
+        tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
+        return Work(request, last, tokens, drafts, samples=True)
+
+    def _place_drafts(self, request: Request, count: int) -> int:
+        """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias."""
+        missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
+        if missing > 0:
+            request.blocks += self._cache.allocate(min(missing, self._cache.num_free)) or []
+        return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
+
+    def _take_back_draft_rows(self) -> None:
+        """Frees the blocks that hold nothing but draft rows of former steps."""
+        for request in self.running:
+            needed = blocks_for(len(request.tokens))
+            self._cache.release(request.blocks[needed:])
+            del request.blocks[needed:]
 
 
 def _prefill(request: Request, room: int) -> Work:
     start = request.num_computed
-    tokens = request.prompt[start : start + room]
-    return Work(request, start, tokens, None, samples=start + len(tokens) == len(request.prompt))
+    tokens = request.tokens[start : start + room]
+    return Work(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))

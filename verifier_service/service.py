@@ -6,17 +6,21 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
+from draftwire.carriers import ALL_CARRIERS
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
 from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError
-from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
+from draftwire.security import ClientSecurity
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
 from draftwire_kernels import derive_stream_keys
 from verifier_service.drafter_link import DrafterLink
+from verifier_service.drafter_pool import DrafterPool
 from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.target import Target
@@ -39,9 +43,15 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         config: config_pb2.SpeculativeConfig,
         limits: EngineLimits,
         drafters: list[str],
+        drafter_security: ClientSecurity,
         on_failure: Callable[[], None],
+        carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        *,
+        fuses_features: bool = True,
     ) -> None:
-        """`on_failure` is called, in the engine's thread, when the engine has failed for good."""
+        """`on_failure` is called, in the engine's thread, when the engine has failed for good. `carriers` and
+        `fuses_features` are those of `DrafterLink`.
+        """
         self._target = target
         self._codec = codec
         self._config = config
@@ -49,22 +59,35 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._loop = asyncio.get_running_loop()
         self._queues: dict[Request, asyncio.Queue[Item]] = {}
         self._engine = Engine(target, config, limits, self._deliver, on_failure)
-        self._links = [
-            DrafterLink(address, target, config, limits.max_num_seqs, self._engine.post) for address in drafters
-        ]
-        self._link_tasks: list[asyncio.Task[None]] = []
+        self._drafters = DrafterPool(
+            drafters,
+            lambda address, host: DrafterLink(
+                address,
+                target,
+                config,
+                limits.max_num_seqs,
+                self._engine.post,
+                drafter_security,
+                host,
+                carriers,
+                fuses_features=fuses_features,
+            ),
+        )
 
     def start(self) -> None:
         """Starts the engine and the connections to the drafters."""
         self._engine.start()
-        self._link_tasks = [asyncio.create_task(link.run()) for link in self._links]
+        self._drafters.start()
 
     async def stop(self) -> None:
         """Ends both; requests that are left get an error."""
-        for task in self._link_tasks:
-            task.cancel()
-        await asyncio.gather(*self._link_tasks, return_exceptions=True)
+        await asyncio.to_thread(self._drafters.stop)
         await asyncio.to_thread(self._engine.stop)
+
+    @property
+    def collector(self) -> VerifierCollector:
+        """The metrics."""
+        return VerifierCollector(self._engine, lambda: self._drafters.statuses)
 
     def _deliver(self, items: list[tuple[Request, Item]]) -> None:
         self._loop.call_soon_threadsafe(self._spread, items)
@@ -180,8 +203,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     ) -> generate_pb2.GetVerifierInfoResponse:
         """See proto/draftwire/v1/generate.proto."""
         target, scheduler = self._target, self._engine.scheduler
-        for link in self._links:
-            link.status.sequences = self._engine.drafting.sequences_at(link.status.address)
+        drafters = self._drafters.statuses
+        for status in drafters:
+            status.sequences = self._engine.drafting.sequences_at(status.address)
         return generate_pb2.GetVerifierInfoResponse(
             version=VERSION,
             target=target.name,
@@ -191,10 +215,11 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             max_num_seqs=self._limits.max_num_seqs,
             max_queue=self._limits.max_queue,
             speculative_config=with_defaults(self._config),
-            drafters=[link.status for link in self._links],
+            drafters=drafters,
             requests_running=len(scheduler.running),
             requests_waiting=len(scheduler.waiting),
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             has_tokenizer=self._codec is not None,
+            counters=self._engine.counters(),
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import fingerprint, read_config, weight_files
 from draftwire.errors import CheckpointError
 from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
 from verifier_service import attention_hook
+from verifier_service.target_projections import find_projections, merge_projections
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,14 @@ logger = logging.getLogger(__name__)
 _REFUSED_ROPE_TYPES = {"dynamic", "longrope"}
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
+
+class ForwardOutput(NamedTuple):
+    """What a forward pass over T rows computes."""
+
+    logits: Tensor
+    """[R, vocab_size] of the rows asked for, in the model's dtype."""
+    states: tuple[Tensor, ...]
+    """num_layers + 1 of [T, hidden_size]: the state entering each layer, and the last one after the final norm."""
 
 class Target:
     """A decoder-only model of transformers over a paged cache.
@@ -37,7 +48,7 @@ class Target:
     """
 
     def __init__(self, model: Any, name: str, eos_token_ids: frozenset[int], max_model_len: int | None = None) -> None:
-        """Takes a model in evaluation mode whose attention is ours; `load_target` makes one.
+        """Takes a model in evaluation mode whose attention is ours and merges its projections; `load_target` makes one.
 
         Raises
         ------
@@ -58,36 +69,34 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model
-        self._captured: dict[int, torch.Tensor] = {}
+        self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not look at it
         layers = _find_layers(model, self.num_layers)
         self._register_captures(layers)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.layer_shapes = [_layer_shape(layer, heads, head_size) for layer in layers]
+        self._run: Callable[[Tensor, Tensor, Tensor], ForwardOutput] = self._run_model
+        # A model that cannot be served is refused here, at start, and not at the first request.
+        merge_projections(find_projections(model, self._probe))
         self._probe()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the separate weights' memory, for the cache
 
     def _register_captures(self, layers: Sequence[torch.nn.Module]) -> None:
-        def entering(layer: int) -> Any:
-            def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                self._captured[layer] = args[0]
+        def entering(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+            self._states.append(args[0][0])
 
-            return hook
+        def after_norm(_module: torch.nn.Module, _args: Any, output: Tensor) -> None:
+            self._states.append(output[0])
 
-        for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(entering(number))
-
-        def after_norm(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
-            self._captured[self.num_layers] = output
-
+        for layer in layers:
+            layer.register_forward_pre_hook(entering)
         self._model.base_model.norm.register_forward_hook(after_norm)
 
     def _probe(self) -> None:
-        """Runs two rows, so that a model which cannot be served is refused at start and not at the first request."""
-        cache = KVCache(self.layer_shapes, 2, self.dtype, self.device)
-        batch = RaggedBatch([SequenceRows([1], 0, 2)], self.device)
-        rows = torch.zeros(2, dtype=torch.int64, device=self.device)
+        """Runs two rows and sees that every layer attends through our attention."""
         try:
-            seen = self._forward(rows, rows, cache, batch, rows[:1])[1]
+            seen = self._run_rows(2, 1)
         except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
         if sorted(seen) != list(range(self.num_layers)):
@@ -96,9 +105,31 @@ class Target:
                 f"layers {sorted(set(seen))} of {self.num_layers} are"
             )
 
+    @torch.inference_mode()
+    def _run_rows(self, num_rows: int, num_logit_rows: int) -> list[int]:
+        """Runs rows of no sequence; the layers that attended."""
+        cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
+        blocks = [0] * blocks_for(num_rows)
+        batch = RaggedBatch([SequenceRows(blocks, 0, num_rows)], self.device)
+        # Tensors of their own: what is compiled for a view, or for one tensor twice, serves nothing else.
+        token_ids, positions, rows = (
+            torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_rows, num_rows, num_logit_rows)
+        )
+        return self._forward(token_ids, positions, cache, batch, rows)[1]
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compiles the forward pass, for every number of rows at once.
+
+        Sizes 0 and 1 are constants to the compiler, which would compile anew for them: from then on `forward` is to be
+        given at least two rows, and asked for at least two rows' logits, all of them tensors made in inference mode.
+        """
+        self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
+        # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
+        self._run_rows(16, 8)
+
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch, rows: torch.Tensor
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
+    ) -> ForwardOutput:
         """Runs a step's rows and fills the cache.
 
         Parameters
@@ -109,30 +140,25 @@ class Target:
             Where the rows' keys and values go and what they attend to.
         rows
             [R] int64, the rows whose logits are wanted.
-
-        Returns
-        -------
-        torch.Tensor
-            Logits [R, vocab_size] of the model's dtype.
         """
         return self._forward(token_ids, positions, cache, batch, rows)[0]
 
     @torch.inference_mode()
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int]]:
-        with attention_hook.attending(cache, batch) as seen:
-            output = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
-        return output.logits[0], seen
+        self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
+    ) -> tuple[ForwardOutput, list[int]]:
+        with attention_hook.attending(cache, batch) as layers_seen:
+            output = self._run(token_ids, positions, rows)
+        return output, layers_seen
 
-    def features(self, layers: Sequence[int]) -> torch.Tensor:
-        """States of the last forward pass: [T, len(layers) * hidden_size], the states entering `layers` side by side.
-
-        `num_layers` stands for the state after the final norm.
-        """
-        return torch.cat([self._captured[layer][0] for layer in layers], dim=-1)
+    def _run_model(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> ForwardOutput:
+        self._states.clear()
+        output = self._model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+        )
+        states = tuple(self._states)
+        self._states.clear()
+        return ForwardOutput(output.logits[0], states)
 
 
 def _find_layers(model: Any, count: int) -> Sequence[torch.nn.Module]:

@@ -26,10 +26,11 @@ class Eagle1Head(Head):
         self.spec, self.fingerprint, self.draft_token_ids = config.spec, fingerprint, None
         spec, hidden = config.spec, config.spec.hidden_size
         self._embedding = source.embedding(spec.target_vocab_size, hidden)
-        self._rotary = RotaryEmbedding(config.rope, dtype, device)
+        rotary = RotaryEmbedding(config.rope, dtype, device)
         self._fc = Linear(source, ["fc"], [hidden], 2 * hidden, bias=bool(config.fc_bias))
         self._layers = [
-            DecoderLayer(source, config.layer, hidden, index, window) for index, window in enumerate(config.windows)
+            DecoderLayer(source, config.layer, rotary, hidden, index, window)
+            for index, window in enumerate(config.windows)
         ]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
         self._later_norms = [RMSNorm(source.take(name, hidden), config.layer.norm_eps) for name in later]
@@ -43,11 +44,10 @@ class Eagle1Head(Head):
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
         """See `Head.forward`."""
-        rotary = self._rotary(positions)
         hidden = self._fc(torch.cat((F.embedding(tokens, self._embedding), g), -1))
-        hidden = self._layers[0](hidden, hidden, rotary, cache, batch)
+        hidden = self._layers[0](hidden, hidden, positions, cache, batch)
         for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
-            hidden = layer(norm(hidden), hidden, rotary, cache, batch)
+            hidden = layer(norm(hidden), hidden, positions, cache, batch)
         return hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:

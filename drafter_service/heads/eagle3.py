@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from drafter_service.heads.config import HeadConfig
-from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm
+from drafter_service.heads.layers import DecoderLayer, RMSNorm
+from drafter_service.heads.operations import first_input, rms_norm
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import TensorSource
+from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import KVCache, RaggedBatch
 
 
@@ -26,19 +28,19 @@ class Eagle3Head(Head):
         spec, hidden, eps = config.spec, config.spec.hidden_size, config.layer.norm_eps
         self._norm_before_residual, self._norm_output = config.norm_before_residual, config.norm_output
         self._embedding = source.embedding(spec.target_vocab_size, hidden)
-        self._rotary = RotaryEmbedding(config.rope, dtype, device)
-        self._feature_norm: RMSNorm | None = None
+        rotary = RotaryEmbedding(config.rope, dtype, device)
+        feature_norms = []
         if config.norm_before_fc:
-            self._feature_norm = RMSNorm(source.take("input_norm.weight", spec.feature_width), eps)
-        self._feature_norms: list[RMSNorm] = []
+            feature_norms = [source.take("input_norm.weight", spec.feature_width)]
         if config.fc_norm:
             names = [f"fc_norm.{i}.weight" for i in range(len(spec.feature_layers))]
-            self._feature_norms = [RMSNorm(source.take(name, spec.target_hidden_size), eps) for name in names]
-        self._fc = Linear(source, ["fc"], [hidden], spec.feature_width, bias=False)
+            feature_norms = [source.take(name, spec.target_hidden_size) for name in names]
+        fc = source.take("fc.weight", hidden, spec.feature_width)
+        self.fusion: FeatureFusion = FeatureFusion(fc, feature_norms, eps, rms_norm)
         self._embedding_norm = RMSNorm(source.take("layers.0.input_layernorm.weight", hidden), eps)
         self._state_norm = RMSNorm(source.take("layers.0.hidden_norm.weight", hidden), eps)
         self._layers = [
-            DecoderLayer(source, config.layer, hidden if index else 2 * hidden, index, window)
+            DecoderLayer(source, config.layer, rotary, hidden if index else 2 * hidden, index, window)
             for index, window in enumerate(config.windows)
         ]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
@@ -50,24 +52,18 @@ class Eagle3Head(Head):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """See `Head.fuse`."""
-        if self._feature_norm is not None:
-            features = self._feature_norm(features)
-        if self._feature_norms:
-            chunks = features.chunk(len(self._feature_norms), -1)
-            features = torch.cat([norm(chunk) for norm, chunk in zip(self._feature_norms, chunks, strict=True)], -1)
-        return self._fc(features)
+        return self.fusion(features)
 
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
         """See `Head.forward`."""
-        rotary = self._rotary(positions)
-        normed = self._state_norm(g)
-        first_input = torch.cat((self._embedding_norm(F.embedding(tokens, self._embedding)), normed), -1)
-        residual = normed if self._norm_before_residual else g
-        hidden = self._layers[0](first_input, residual, rotary, cache, batch)
+        norms = [(norm.weight, norm.eps) for norm in (self._embedding_norm, self._state_norm)]
+        joined = first_input(tokens, self._embedding, norms[0], g, norms[1])
+        residual = joined[:, g.shape[1] :] if self._norm_before_residual else g
+        hidden = self._layers[0](joined, residual, positions, cache, batch)
         for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
-            hidden = layer(norm(hidden), hidden, rotary, cache, batch)
+            hidden = layer(norm(hidden), hidden, positions, cache, batch)
         return self._norm(hidden) if self._norm_output else hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:

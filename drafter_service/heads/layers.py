@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drafter_service.heads.rope import rotate
+from drafter_service.heads.operations import add_rms_norm, rms_norm, rotate_, silu_mul
+from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.tensors import TensorSource
-from draftwire.kv_cache import KVCache, RaggedBatch, paged_attention
+from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire_kernels import paged_attention
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,13 @@ class LayerConfig:
 
 
 class RMSNorm:
-    """Root-mean-square norm over the last dimension: float32 inside, scaled in the input's type, as Llama does."""
+    """Root-mean-square norm of rows [T, H]."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self.weight, self.eps = weight, eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return self._weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear:
@@ -57,28 +58,36 @@ class Attention:
     """Grouped-query attention through the paged cache."""
 
     def __init__(
-        self, source: TensorSource, prefix: str, config: LayerConfig, in_features: int, index: int, window: int | None
+        self,
+        source: TensorSource,
+        prefix: str,
+        config: LayerConfig,
+        rotary: RotaryEmbedding,
+        in_features: int,
+        index: int,
+        window: int | None,
     ) -> None:
+        self._rotary = rotary
         self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim, self._index, self._window = config.head_dim, index, window
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
         widths = [heads * config.head_dim for heads in self._sizes]
         self._qkv = Linear(source, names, widths, in_features, bias=config.qkv_bias)
         self._out = Linear(source, [f"{prefix}.o_proj"], [config.hidden_size], widths[0], bias=config.output_bias)
-        self._q_norm = self._k_norm = None
+        self._qk_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if config.qk_norm:
-            self._q_norm = RMSNorm(source.take(f"{prefix}.q_norm.weight", config.head_dim), config.norm_eps)
-            self._k_norm = RMSNorm(source.take(f"{prefix}.k_norm.weight", config.head_dim), config.norm_eps)
+            q_weight, k_weight = (source.take(f"{prefix}.{name}_norm.weight", config.head_dim) for name in "qk")
+            self._qk_norms = (q_weight, k_weight, config.norm_eps)
 
-    def __call__(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], cache: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        q, k, v = self._qkv(x).unflatten(-1, (-1, self._head_dim)).split(self._sizes, 1)
-        if self._q_norm and self._k_norm:
-            q, k = self._q_norm(q), self._k_norm(k)
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch) -> torch.Tensor:
+        num_heads, num_kv_heads, _ = self._sizes
+        heads = self._qkv(x).unflatten(-1, (-1, self._head_dim))
+        rotated = heads[:, : num_heads + num_kv_heads]
+        rotate_(rotated, num_heads, positions, self._rotary.cosines, self._rotary.sines, self._qk_norms)
+        q, k, v = heads.split(self._sizes, 1)
         attended = paged_attention(
-            rotate(q, *rotary),
-            rotate(k, *rotary),
+            q,
+            k,
             v,
             cache.keys[self._index],
             cache.values[self._index],
@@ -99,18 +108,23 @@ class GatedMLP:
         self._down = Linear(source, [f"{prefix}.down_proj"], [hidden], inner, bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate) * up)
+        return self._down(silu_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
     """Attention and MLP with their residuals; what attention reads is the caller's choice."""
 
     def __init__(
-        self, source: TensorSource, config: LayerConfig, in_features: int, index: int, window: int | None
+        self,
+        source: TensorSource,
+        config: LayerConfig,
+        rotary: RotaryEmbedding,
+        in_features: int,
+        index: int,
+        window: int | None,
     ) -> None:
         prefix = f"layers.{index}"
-        self._attention = Attention(source, f"{prefix}.self_attn", config, in_features, index, window)
+        self._attention = Attention(source, f"{prefix}.self_attn", config, rotary, in_features, index, window)
         weight = source.take(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self._mlp_norm = RMSNorm(weight, config.norm_eps)
         self._mlp = GatedMLP(source, f"{prefix}.mlp", config)
@@ -119,10 +133,11 @@ class DecoderLayer:
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
         cache: KVCache,
         batch: RaggedBatch,
     ) -> torch.Tensor:
         """[T, in_features] normed input of attention and [T, hidden] residual -> [T, hidden]."""
-        hidden = residual + self._attention(x, rotary, cache, batch)
-        return hidden + self._mlp(self._mlp_norm(hidden))
+        attended = self._attention(x, positions, cache, batch)
+        hidden, normed = add_rms_norm(residual, attended, self._mlp_norm.weight, self._mlp_norm.eps)
+        return hidden + self._mlp(normed)

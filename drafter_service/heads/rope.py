@@ -84,21 +84,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions; the frequencies stay float32 whatever the head's type."""
+    """Cosines and sines of every position, [max_position_embeddings, head_dim / 2] each, in the head's type.
+
+    The frequencies and angles are float32 whatever that is.
+    """
 
     def __init__(self, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, self._factor = config.inverse_frequencies()
-        self._frequencies = frequencies.to(device)
-        self._dtype = dtype
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T] int64 -> cosines and sines, [T, 1, head_dim] each."""
-        angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), -1)[:, None]
-        return (angles.cos() * self._factor).to(self._dtype), (angles.sin() * self._factor).to(self._dtype)
-
-
-def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotates [T, H, D] by halves, as Llama does."""
-    first, second = x.chunk(2, -1)
-    return x * cosines + torch.cat((-second, first), -1) * sines
+        frequencies, factor = config.inverse_frequencies()
+        positions = torch.arange(config.max_position_embeddings, device=device).float()
+        angles = positions[:, None] * frequencies.to(device)
+        self.cosines = (angles.cos() * factor).to(dtype)
+        self.sines = (angles.sin() * factor).to(dtype)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import KVCache, RaggedBatch
 
 Method = Literal["eagle", "eagle3"]
@@ -56,11 +57,14 @@ class Head(ABC):
         [V_draft] int64, the target's id of each draft id; None when both vocabularies are the same.
     fingerprint
         16 hexadecimal digits that change with the configuration or the weights.
+    fusion
+        What `fuse` does, where it needs the features alone, so that a verifier can do it; else None.
     """
 
     spec: HeadSpec
     draft_token_ids: torch.Tensor | None
     fingerprint: str
+    fusion: FeatureFusion | None = None
 
     @abstractmethod
     def fuse(self, features: torch.Tensor) -> torch.Tensor:

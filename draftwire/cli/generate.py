@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import click
 
+from draftwire.cli.options import client_security, client_security_options
 from draftwire.cli.output import completion_mapping, has_colour, statistics_text, write_chunk
 from draftwire.client import ChatMessage, Chunk, Client, Completion, Options
 
@@ -61,6 +62,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @sampling_options
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
+@client_security_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--show-drafts/--no-show-drafts", help="Colour accepted drafts in a terminal.  [default: no]")
 def generate(
@@ -80,8 +82,9 @@ def generate(
     """
     text = _prompt_text(prompt, prompt_file)
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
+    security = client_security(given)
     options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
-    with Client(server) as client, client.generate(messages if chat else text, **options) as stream:
+    with Client(server, security) as client, client.generate(messages if chat else text, **options) as stream:
         if as_json:
             completion = Completion.from_chunks(list(stream))
             click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))

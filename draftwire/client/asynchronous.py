@@ -11,6 +11,7 @@ import grpc
 
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
+from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 from draftwire.wire import parse_address
@@ -77,26 +78,33 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: ClientSecurity = LOOPBACK) -> None:
         """
         Parameters
         ----------
         address
             HOST:PORT of the verifier. The connection is made by the first call.
+        security
+            TLS, certificates and token; the default is plain text, on loopback alone.
 
         Raises
         ------
         InvalidArgumentError
-            When the address is not of that form.
+            When the address is not of that form, or would be plain text outside of loopback.
+        ServerError
+            When a file of `security` cannot be read.
         """
         parse_address(address, "address")
+        security.credentials(address)
         self.address = address
+        self._security = security
+        self._metadata = security.metadata()
         self._channel: grpc.aio.Channel | None = None
 
     def _stub(self) -> GenerationAsyncStub:
         # A channel belongs to the loop that runs when it is made, which need not run yet when the client is made.
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CLIENT_CHANNEL_OPTIONS)
+            self._channel = open_async_channel(self.address, self._security, CLIENT_CHANNEL_OPTIONS)
         return GenerationStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
@@ -119,7 +127,8 @@ class AsyncClient:
             From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
-        return AsyncStream(self._stub().Generate(request, timeout=timeout), self.address, timeout)
+        call = self._stub().Generate(request, timeout=timeout, metadata=self._metadata)
+        return AsyncStream(call, self.address, timeout)
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -129,7 +138,9 @@ class AsyncClient:
     async def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
         """What the server serves and with which drafters; `timeout` in seconds."""
         try:
-            return await self._stub().GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=timeout)
+            return await self._stub().GetVerifierInfo(
+                pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise to_error(error, self.address, timeout) from error
 

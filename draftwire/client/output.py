@@ -39,6 +39,8 @@ class Statistics:
     total_time_s: float = 0.0
     queue_time_s: float = 0.0
     synthetic_acceptance: bool = False
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -169,4 +171,6 @@ def _statistics(message: pb.RequestStatistics) -> Statistics:
         total_time_s=message.total_time_s,
         queue_time_s=message.queue_time_s,
         synthetic_acceptance=message.synthetic_acceptance,
+        prefix_hit_tokens=message.prefix_hit_tokens,
+        preemptions=message.preemptions,
     )

@@ -10,6 +10,7 @@ import grpc
 
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
+from draftwire.security import LOOPBACK, ClientSecurity, open_channel
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 from draftwire.wire import parse_address
@@ -68,21 +69,26 @@ class Client:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: ClientSecurity = LOOPBACK) -> None:
         """
         Parameters
         ----------
         address
             HOST:PORT of the verifier. The connection is made by the first call.
+        security
+            TLS, certificates and token; the default is plain text, on loopback alone.
 
         Raises
         ------
         InvalidArgumentError
-            When the address is not of that form.
+            When the address is not of that form, or would be plain text outside of loopback.
+        ServerError
+            When a file of `security` cannot be read.
         """
         parse_address(address, "address")
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CLIENT_CHANNEL_OPTIONS)
+        self._metadata = security.metadata()
+        self._channel = open_channel(address, security, CLIENT_CHANNEL_OPTIONS)
         self._stub = GenerationStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -105,7 +111,7 @@ class Client:
             From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
-        return Stream(self._stub.Generate(request, timeout=timeout), self.address, timeout)
+        return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata), self.address, timeout)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -115,7 +121,9 @@ class Client:
     def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
         """What the server serves and with which drafters; `timeout` in seconds."""
         try:
-            return self._stub.GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=timeout)
+            return self._stub.GetVerifierInfo(
+                pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise to_error(error, self.address, timeout) from error
 

@@ -21,6 +21,8 @@ class Carrier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CARRIER_UNSPECIFIED: _ClassVar[Carrier]
     CARRIER_BYTES: _ClassVar[Carrier]
+    CARRIER_SHM: _ClassVar[Carrier]
+    CARRIER_CUDA_IPC: _ClassVar[Carrier]
 
 class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,20 +38,58 @@ DTYPE_INT32: DType
 DTYPE_INT64: DType
 CARRIER_UNSPECIFIED: Carrier
 CARRIER_BYTES: Carrier
+CARRIER_SHM: Carrier
+CARRIER_CUDA_IPC: Carrier
 SEQUENCE_STATUS_UNSPECIFIED: SequenceStatus
 SEQUENCE_STATUS_OK: SequenceStatus
 SEQUENCE_STATUS_UNKNOWN: SequenceStatus
 SEQUENCE_STATUS_NO_CAPACITY: SequenceStatus
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data")
+    __slots__ = ("dtype", "shape", "data", "span")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    span: SharedSpan
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., span: _Optional[_Union[SharedSpan, _Mapping]] = ...) -> None: ...
+
+class SharedSpan(_message.Message):
+    __slots__ = ("generation", "offset")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    offset: int
+    def __init__(self, generation: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Rendezvous(_message.Message):
+    __slots__ = ("socket", "token")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    token: bytes
+    def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class SegmentOffer(_message.Message):
+    __slots__ = ("carrier", "size", "nonce")
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    carrier: Carrier
+    size: int
+    nonce: bytes
+    def __init__(self, carrier: _Optional[_Union[Carrier, str]] = ..., size: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class SegmentVerdict(_message.Message):
+    __slots__ = ("shared", "detail")
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    shared: bool
+    detail: str
+    def __init__(self, shared: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("hello", "step")
@@ -68,7 +108,7 @@ class DraftResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[DrafterHello, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
 
 class VerifierHello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "verifier", "target", "features", "speculative_config", "max_sequences", "carriers")
+    __slots__ = ("protocol_version", "noise_version", "verifier", "target", "features", "speculative_config", "max_sequences", "carriers", "rendezvous")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +117,7 @@ class VerifierHello(_message.Message):
     SPECULATIVE_CONFIG_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CARRIERS_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     verifier: str
@@ -85,7 +126,8 @@ class VerifierHello(_message.Message):
     speculative_config: _config_pb2.SpeculativeConfig
     max_sequences: int
     carriers: _containers.RepeatedScalarFieldContainer[Carrier]
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., verifier: _Optional[str] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., max_sequences: _Optional[int] = ..., carriers: _Optional[_Iterable[_Union[Carrier, str]]] = ...) -> None: ...
+    rendezvous: Rendezvous
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., verifier: _Optional[str] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., max_sequences: _Optional[int] = ..., carriers: _Optional[_Iterable[_Union[Carrier, str]]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
 class TargetSpec(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "hidden_size", "num_layers", "max_model_len")
@@ -104,31 +146,59 @@ class TargetSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
-    __slots__ = ("layers", "width", "dtype")
+    __slots__ = ("layers", "width", "dtype", "fused_for")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FUSED_FOR_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     width: int
     dtype: DType
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+    fused_for: str
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., fused_for: _Optional[str] = ...) -> None: ...
+
+class FeatureFusion(_message.Message):
+    __slots__ = ("width", "num_norms", "norm_eps", "digest")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_NORMS_FIELD_NUMBER: _ClassVar[int]
+    NORM_EPS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    num_norms: int
+    norm_eps: float
+    digest: str
+    def __init__(self, width: _Optional[int] = ..., num_norms: _Optional[int] = ..., norm_eps: _Optional[float] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class GetFeatureFusionRequest(_message.Message):
+    __slots__ = ("head_fingerprint",)
+    HEAD_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    head_fingerprint: str
+    def __init__(self, head_fingerprint: _Optional[str] = ...) -> None: ...
+
+class FeatureFusionChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class DrafterHello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "info", "draft_token_ids", "carrier")
+    __slots__ = ("protocol_version", "noise_version", "info", "draft_token_ids", "carrier", "logits_carrier")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CARRIER_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_CARRIER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     info: GetDrafterInfoResponse
     draft_token_ids: Tensor
     carrier: Carrier
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., info: _Optional[_Union[GetDrafterInfoResponse, _Mapping]] = ..., draft_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., carrier: _Optional[_Union[Carrier, str]] = ...) -> None: ...
+    logits_carrier: Carrier
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., info: _Optional[_Union[GetDrafterInfoResponse, _Mapping]] = ..., draft_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., logits_carrier: _Optional[_Union[Carrier, str]] = ...) -> None: ...
 
 class DraftStep(_message.Message):
-    __slots__ = ("step_id", "opened", "closed_ids", "sequence_ids", "first_rows", "num_rows", "num_drafts", "tokens", "features")
+    __slots__ = ("step_id", "opened", "closed_ids", "sequence_ids", "first_rows", "num_rows", "num_drafts", "tokens", "features", "logits_read")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +208,7 @@ class DraftStep(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_READ_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     opened: OpenSequences
     closed_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -147,7 +218,8 @@ class DraftStep(_message.Message):
     num_drafts: _containers.RepeatedScalarFieldContainer[int]
     tokens: Tensor
     features: Tensor
-    def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    logits_read: int
+    def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ..., logits_read: _Optional[int] = ...) -> None: ...
 
 class OpenSequences(_message.Message):
     __slots__ = ("ids", "temperatures", "proposal_keys", "first_rows")
@@ -162,7 +234,7 @@ class OpenSequences(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ..., proposal_keys: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Drafts(_message.Message):
-    __slots__ = ("step_id", "sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts", "tokens", "logits", "logits_token_ids", "load")
+    __slots__ = ("step_id", "sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts", "tokens", "logits", "logits_token_ids", "load", "compute_time_s", "features_read")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +245,8 @@ class Drafts(_message.Message):
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_READ_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     statuses: _containers.RepeatedScalarFieldContainer[SequenceStatus]
@@ -183,7 +257,9 @@ class Drafts(_message.Message):
     logits: Tensor
     logits_token_ids: Tensor
     load: DrafterLoad
-    def __init__(self, step_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., statuses: _Optional[_Iterable[_Union[SequenceStatus, str]]] = ..., committed_lengths: _Optional[_Iterable[int]] = ..., last_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., logits_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ...) -> None: ...
+    compute_time_s: float
+    features_read: int
+    def __init__(self, step_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., statuses: _Optional[_Iterable[_Union[SequenceStatus, str]]] = ..., committed_lengths: _Optional[_Iterable[int]] = ..., last_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., logits_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., compute_time_s: _Optional[float] = ..., features_read: _Optional[int] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
     __slots__ = ("sessions", "sequences", "kv_cache_usage")
@@ -200,7 +276,7 @@ class GetDrafterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDrafterInfoResponse(_message.Message):
-    __slots__ = ("version", "method", "head", "head_fingerprint", "target_vocab_size", "target_hidden_size", "target_num_layers", "features", "draft_vocab_size", "max_num_speculative_tokens", "max_sequences", "max_model_len", "draft_logits_forms", "device", "dtype", "load", "protocol_version", "noise_version")
+    __slots__ = ("version", "method", "head", "head_fingerprint", "target_vocab_size", "target_hidden_size", "target_num_layers", "features", "draft_vocab_size", "max_num_speculative_tokens", "max_sequences", "max_model_len", "draft_logits_forms", "device", "dtype", "load", "protocol_version", "noise_version", "fusion")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +295,7 @@ class GetDrafterInfoResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FUSION_FIELD_NUMBER: _ClassVar[int]
     version: str
     method: str
     head: str
@@ -237,4 +314,5 @@ class GetDrafterInfoResponse(_message.Message):
     load: DrafterLoad
     protocol_version: int
     noise_version: int
-    def __init__(self, version: _Optional[str] = ..., method: _Optional[str] = ..., head: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., target_vocab_size: _Optional[int] = ..., target_hidden_size: _Optional[int] = ..., target_num_layers: _Optional[int] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., draft_vocab_size: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_model_len: _Optional[int] = ..., draft_logits_forms: _Optional[_Iterable[_Union[_config_pb2.DraftLogitsForm, str]]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ...) -> None: ...
+    fusion: FeatureFusion
+    def __init__(self, version: _Optional[str] = ..., method: _Optional[str] = ..., head: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., target_vocab_size: _Optional[int] = ..., target_hidden_size: _Optional[int] = ..., target_num_layers: _Optional[int] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., draft_vocab_size: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_model_len: _Optional[int] = ..., draft_logits_forms: _Optional[_Iterable[_Union[_config_pb2.DraftLogitsForm, str]]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., fusion: _Optional[_Union[FeatureFusion, _Mapping]] = ...) -> None: ...

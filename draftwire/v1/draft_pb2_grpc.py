@@ -45,6 +45,11 @@ class DraftingStub:
                 request_serializer=draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoRequest.SerializeToString,
                 response_deserializer=draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoResponse.FromString,
                 _registered_method=True)
+        self.GetFeatureFusion = channel.unary_stream(
+                '/draftwire.v1.Drafting/GetFeatureFusion',
+                request_serializer=draftwire_dot_v1_dot_draft__pb2.GetFeatureFusionRequest.SerializeToString,
+                response_deserializer=draftwire_dot_v1_dot_draft__pb2.FeatureFusionChunk.FromString,
+                _registered_method=True)
 
 
 class DraftingServicer:
@@ -68,6 +73,14 @@ class DraftingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFeatureFusion(self, request, context):
+        """The weights with which a verifier fuses features for the head, in pieces: those of the norms, then those of the
+        layer, row-major, little-endian, of the features' type. FAILED_PRECONDITION when the head is another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +93,11 @@ def add_DraftingServicer_to_server(servicer, server):
                     servicer.GetDrafterInfo,
                     request_deserializer=draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoRequest.FromString,
                     response_serializer=draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoResponse.SerializeToString,
+            ),
+            'GetFeatureFusion': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetFeatureFusion,
+                    request_deserializer=draftwire_dot_v1_dot_draft__pb2.GetFeatureFusionRequest.FromString,
+                    response_serializer=draftwire_dot_v1_dot_draft__pb2.FeatureFusionChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class Drafting:
             '/draftwire.v1.Drafting/GetDrafterInfo',
             draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoRequest.SerializeToString,
             draftwire_dot_v1_dot_draft__pb2.GetDrafterInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFeatureFusion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/draftwire.v1.Drafting/GetFeatureFusion',
+            draftwire_dot_v1_dot_draft__pb2.GetFeatureFusionRequest.SerializeToString,
+            draftwire_dot_v1_dot_draft__pb2.FeatureFusionChunk.FromString,
             options,
             channel_credentials,
             insecure,

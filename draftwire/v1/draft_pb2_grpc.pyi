@@ -46,6 +46,10 @@ class DraftingStub:
     """
     GetDrafterInfo: _grpc.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]
     """The head, what it needs from a target and the drafter's limits."""
+    GetFeatureFusion: _grpc.UnaryStreamMultiCallable[_draft_pb2.GetFeatureFusionRequest, _draft_pb2.FeatureFusionChunk]
+    """The weights with which a verifier fuses features for the head, in pieces: those of the norms, then those of the
+    layer, row-major, little-endian, of the features' type. FAILED_PRECONDITION when the head is another one.
+    """
 
 @_typing.type_check_only
 class DraftingAsyncStub(DraftingStub):
@@ -60,6 +64,10 @@ class DraftingAsyncStub(DraftingStub):
     """
     GetDrafterInfo: _aio.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]  # type: ignore[assignment]
     """The head, what it needs from a target and the drafter's limits."""
+    GetFeatureFusion: _aio.UnaryStreamMultiCallable[_draft_pb2.GetFeatureFusionRequest, _draft_pb2.FeatureFusionChunk]  # type: ignore[assignment]
+    """The weights with which a verifier fuses features for the head, in pieces: those of the norms, then those of the
+    layer, row-major, little-endian, of the features' type. FAILED_PRECONDITION when the head is another one.
+    """
 
 class DraftingServicer(metaclass=_abc_1.ABCMeta):
     """Answered by the drafter."""
@@ -83,5 +91,15 @@ class DraftingServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_draft_pb2.GetDrafterInfoResponse, _abc.Awaitable[_draft_pb2.GetDrafterInfoResponse]]:
         """The head, what it needs from a target and the drafter's limits."""
+
+    @_abc_1.abstractmethod
+    def GetFeatureFusion(
+        self,
+        request: _draft_pb2.GetFeatureFusionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_draft_pb2.FeatureFusionChunk], _abc.AsyncIterator[_draft_pb2.FeatureFusionChunk]]:
+        """The weights with which a verifier fuses features for the head, in pieces: those of the norms, then those of the
+        layer, row-major, little-endian, of the features' type. FAILED_PRECONDITION when the head is another one.
+        """
 
 def add_DraftingServicer_to_server(servicer: DraftingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

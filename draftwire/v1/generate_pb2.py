@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from draftwire.v1 import config_pb2 as draftwire_dot_v1_dot_config__pb2
+from draftwire.v1 import draft_pb2 as draftwire_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/generate.proto\x12\x0c\x64raftwire.v1\x1a\x19\x64raftwire/v1/config.proto\"\xbc\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.draftwire.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.draftwire.v1.ChatH\x00\x12\x35\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1c.draftwire.v1.SamplingParams\x12;\n\x16num_speculative_tokens\x18\x05 \x01(\rB\x16\xaa\xd4\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x30@H\x01\x88\x01\x01\x12 \n\nrequest_id\x18\x06 \x01(\tB\x07\xaa\xd4\x18\x03\x30\x80\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\x19\n\x17_num_speculative_tokensB\r\n\x0b_request_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.ChatMessage\"4\n\x0b\x43hatMessage\x12\x14\n\x04role\x18\x01 \x01(\tB\x06\xaa\xd4\x18\x02\x30@\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xdc\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.draftwire.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.draftwire.v1.FinishReason\x12\x16\n\tstop_text\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x33\n\nstatistics\x18\x08 \x01(\x0b\x32\x1f.draftwire.v1.RequestStatistics\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x17\n\x0ftoken_text_ends\x18\n \x03(\rB\x0c\n\n_stop_textB\x10\n\x0e_stop_token_id\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xfa\x01\n\x11RequestStatistics\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x14\n\x0cverify_steps\x18\x03 \x01(\r\x12\x15\n\rverify_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x1d\n\x15time_to_first_token_s\x18\x07 \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x08 \x01(\x01\x12\x14\n\x0cqueue_time_s\x18\t \x01(\x01\x12\x1c\n\x14synthetic_acceptance\x18\n \x01(\x08\"\x18\n\x16GetVerifierInfoRequest\"\x80\x03\n\x17GetVerifierInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x11\n\tmax_queue\x18\x07 \x01(\r\x12;\n\x12speculative_config\x18\x08 \x01(\x0b\x32\x1f.draftwire.v1.SpeculativeConfig\x12-\n\x08\x64rafters\x18\t \x03(\x0b\x32\x1b.draftwire.v1.DrafterStatus\x12\x18\n\x10requests_running\x18\n \x01(\r\x12\x18\n\x10requests_waiting\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x15\n\rhas_tokenizer\x18\x0e \x01(\x08\"\x88\x01\n\rDrafterStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.draftwire.v1.DrafterState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x18\n\x10head_fingerprint\x18\x04 \x01(\t\x12\x11\n\tsequences\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x7f\n\x0c\x44rafterState\x12\x1d\n\x19\x44RAFTER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFTER_STATE_CONNECTING\x10\x01\x12\x17\n\x13\x44RAFTER_STATE_READY\x10\x02\x12\x19\n\x15\x44RAFTER_STATE_REFUSED\x10\x03\x32\xb9\x01\n\nGeneration\x12K\n\x08Generate\x12\x1d.draftwire.v1.GenerateRequest\x1a\x1e.draftwire.v1.GenerateResponse0\x01\x12^\n\x0fGetVerifierInfo\x12$.draftwire.v1.GetVerifierInfoRequest\x1a%.draftwire.v1.GetVerifierInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/generate.proto\x12\x0c\x64raftwire.v1\x1a\x19\x64raftwire/v1/config.proto\x1a\x18\x64raftwire/v1/draft.proto\"\xbc\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.draftwire.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.draftwire.v1.ChatH\x00\x12\x35\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1c.draftwire.v1.SamplingParams\x12;\n\x16num_speculative_tokens\x18\x05 \x01(\rB\x16\xaa\xd4\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x30@H\x01\x88\x01\x01\x12 \n\nrequest_id\x18\x06 \x01(\tB\x07\xaa\xd4\x18\x03\x30\x80\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\x19\n\x17_num_speculative_tokensB\r\n\x0b_request_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.ChatMessage\"4\n\x0b\x43hatMessage\x12\x14\n\x04role\x18\x01 \x01(\tB\x06\xaa\xd4\x18\x02\x30@\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xdc\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.draftwire.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.draftwire.v1.FinishReason\x12\x16\n\tstop_text\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x33\n\nstatistics\x18\x08 \x01(\x0b\x32\x1f.draftwire.v1.RequestStatistics\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x17\n\x0ftoken_text_ends\x18\n \x03(\rB\x0c\n\n_stop_textB\x10\n\x0e_stop_token_id\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xaa\x02\n\x11RequestStatistics\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x14\n\x0cverify_steps\x18\x03 \x01(\r\x12\x15\n\rverify_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x1d\n\x15time_to_first_token_s\x18\x07 \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x08 \x01(\x01\x12\x14\n\x0cqueue_time_s\x18\t \x01(\x01\x12\x1c\n\x14synthetic_acceptance\x18\n \x01(\x08\x12\x19\n\x11prefix_hit_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\"\x18\n\x16GetVerifierInfoRequest\"\xb0\x03\n\x17GetVerifierInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x11\n\tmax_queue\x18\x07 \x01(\r\x12;\n\x12speculative_config\x18\x08 \x01(\x0b\x32\x1f.draftwire.v1.SpeculativeConfig\x12-\n\x08\x64rafters\x18\t \x03(\x0b\x32\x1b.draftwire.v1.DrafterStatus\x12\x18\n\x10requests_running\x18\n \x01(\r\x12\x18\n\x10requests_waiting\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x15\n\rhas_tokenizer\x18\x0e \x01(\x08\x12.\n\x08\x63ounters\x18\x0f \x01(\x0b\x32\x1c.draftwire.v1.EngineCounters\"\xe5\x01\n\x0e\x45ngineCounters\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x13\n\x0bprompt_rows\x18\x02 \x01(\x04\x12\x14\n\x0cverify_steps\x18\x03 \x01(\x04\x12\x13\n\x0bverify_rows\x18\x04 \x01(\x04\x12\'\n\x05times\x18\x05 \x01(\x0b\x32\x18.draftwire.v1.PhaseTimes\x12-\n\x07traffic\x18\x06 \x03(\x0b\x32\x1c.draftwire.v1.CarrierTraffic\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x17\n\x0fprefix_hit_rows\x18\x08 \x01(\x04\"q\n\nPhaseTimes\x12\x0f\n\x07\x64raft_s\x18\x01 \x01(\x01\x12\x0e\n\x06wire_s\x18\x02 \x01(\x01\x12\x10\n\x08verify_s\x18\x03 \x01(\x01\x12\x10\n\x08sample_s\x18\x04 \x01(\x01\x12\x0e\n\x06host_s\x18\x05 \x01(\x01\x12\x0e\n\x06idle_s\x18\x06 \x01(\x01\"\x8a\x01\n\x0e\x43\x61rrierTraffic\x12&\n\x07\x63\x61rrier\x18\x01 \x01(\x0e\x32\x15.draftwire.v1.Carrier\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x65\x61ture_rows\x18\x03 \x01(\x04\x12\x15\n\rfeature_bytes\x18\x04 \x01(\x04\x12\x14\n\x0clogits_bytes\x18\x05 \x01(\x04\"\xdb\x02\n\rDrafterStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.draftwire.v1.DrafterState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x18\n\x10head_fingerprint\x18\x04 \x01(\t\x12\x11\n\tsequences\x18\x05 \x01(\r\x12\x19\n\x11\x66\x65\x61ture_row_bytes\x18\x06 \x01(\r\x12/\n\x10\x66\x65\x61tures_carrier\x18\x07 \x01(\x0e\x32\x15.draftwire.v1.Carrier\x12-\n\x0elogits_carrier\x18\x08 \x01(\x0e\x32\x15.draftwire.v1.Carrier\x12\x1a\n\x12sent_message_bytes\x18\t \x01(\x04\x12\x1e\n\x16received_message_bytes\x18\n \x01(\x04\x12\x1a\n\x12\x66\x65\x61tures_are_fused\x18\x0b \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x7f\n\x0c\x44rafterState\x12\x1d\n\x19\x44RAFTER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFTER_STATE_CONNECTING\x10\x01\x12\x17\n\x13\x44RAFTER_STATE_READY\x10\x02\x12\x19\n\x15\x44RAFTER_STATE_REFUSED\x10\x03\x32\xb9\x01\n\nGeneration\x12K\n\x08Generate\x12\x1d.draftwire.v1.GenerateRequest\x1a\x1e.draftwire.v1.GenerateResponse0\x01\x12^\n\x0fGetVerifierInfo\x12$.draftwire.v1.GetVerifierInfoRequest\x1a%.draftwire.v1.GetVerifierInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +39,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST'].fields_by_name['request_id']._serialized_options = b'\252\324\030\0030\200\001'
   _globals['_CHATMESSAGE'].fields_by_name['role']._loaded_options = None
   _globals['_CHATMESSAGE'].fields_by_name['role']._serialized_options = b'\252\324\030\0020@'
-  _globals['_FINISHREASON']._serialized_start=1766
-  _globals['_FINISHREASON']._serialized_end=1861
-  _globals['_DRAFTERSTATE']._serialized_start=1863
-  _globals['_DRAFTERSTATE']._serialized_end=1990
-  _globals['_GENERATEREQUEST']._serialized_start=73
-  _globals['_GENERATEREQUEST']._serialized_end=389
-  _globals['_TOKENIDS']._serialized_start=391
-  _globals['_TOKENIDS']._serialized_end=414
-  _globals['_CHAT']._serialized_start=416
-  _globals['_CHAT']._serialized_end=467
-  _globals['_CHATMESSAGE']._serialized_start=469
-  _globals['_CHATMESSAGE']._serialized_end=521
-  _globals['_GENERATERESPONSE']._serialized_start=524
-  _globals['_GENERATERESPONSE']._serialized_end=872
-  _globals['_TOKENLOGPROBS']._serialized_start=874
-  _globals['_TOKENLOGPROBS']._serialized_end=959
-  _globals['_REQUESTSTATISTICS']._serialized_start=962
-  _globals['_REQUESTSTATISTICS']._serialized_end=1212
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=1214
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=1238
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=1241
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=1625
-  _globals['_DRAFTERSTATUS']._serialized_start=1628
-  _globals['_DRAFTERSTATUS']._serialized_end=1764
-  _globals['_GENERATION']._serialized_start=1993
-  _globals['_GENERATION']._serialized_end=2178
+  _globals['_FINISHREASON']._serialized_start=2587
+  _globals['_FINISHREASON']._serialized_end=2682
+  _globals['_DRAFTERSTATE']._serialized_start=2684
+  _globals['_DRAFTERSTATE']._serialized_end=2811
+  _globals['_GENERATEREQUEST']._serialized_start=99
+  _globals['_GENERATEREQUEST']._serialized_end=415
+  _globals['_TOKENIDS']._serialized_start=417
+  _globals['_TOKENIDS']._serialized_end=440
+  _globals['_CHAT']._serialized_start=442
+  _globals['_CHAT']._serialized_end=493
+  _globals['_CHATMESSAGE']._serialized_start=495
+  _globals['_CHATMESSAGE']._serialized_end=547
+  _globals['_GENERATERESPONSE']._serialized_start=550
+  _globals['_GENERATERESPONSE']._serialized_end=898
+  _globals['_TOKENLOGPROBS']._serialized_start=900
+  _globals['_TOKENLOGPROBS']._serialized_end=985
+  _globals['_REQUESTSTATISTICS']._serialized_start=988
+  _globals['_REQUESTSTATISTICS']._serialized_end=1286
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=1288
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=1312
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=1315
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=1747
+  _globals['_ENGINECOUNTERS']._serialized_start=1750
+  _globals['_ENGINECOUNTERS']._serialized_end=1979
+  _globals['_PHASETIMES']._serialized_start=1981
+  _globals['_PHASETIMES']._serialized_end=2094
+  _globals['_CARRIERTRAFFIC']._serialized_start=2097
+  _globals['_CARRIERTRAFFIC']._serialized_end=2235
+  _globals['_DRAFTERSTATUS']._serialized_start=2238
+  _globals['_DRAFTERSTATUS']._serialized_end=2585
+  _globals['_GENERATION']._serialized_start=2814
+  _globals['_GENERATION']._serialized_end=2999
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from draftwire.v1 import config_pb2 as _config_pb2
+from draftwire.v1 import draft_pb2 as _draft_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -101,7 +102,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestStatistics(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "verify_steps", "verify_tokens", "drafted", "accepted", "time_to_first_token_s", "total_time_s", "queue_time_s", "synthetic_acceptance")
+    __slots__ = ("prompt_tokens", "output_tokens", "verify_steps", "verify_tokens", "drafted", "accepted", "time_to_first_token_s", "total_time_s", "queue_time_s", "synthetic_acceptance", "prefix_hit_tokens", "preemptions")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +113,8 @@ class RequestStatistics(_message.Message):
     TOTAL_TIME_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIME_S_FIELD_NUMBER: _ClassVar[int]
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
     verify_steps: int
@@ -122,14 +125,16 @@ class RequestStatistics(_message.Message):
     total_time_s: float
     queue_time_s: float
     synthetic_acceptance: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., time_to_first_token_s: _Optional[float] = ..., total_time_s: _Optional[float] = ..., queue_time_s: _Optional[float] = ..., synthetic_acceptance: _Optional[bool] = ...) -> None: ...
+    prefix_hit_tokens: int
+    preemptions: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., time_to_first_token_s: _Optional[float] = ..., total_time_s: _Optional[float] = ..., queue_time_s: _Optional[float] = ..., synthetic_acceptance: _Optional[bool] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class GetVerifierInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetVerifierInfoResponse(_message.Message):
-    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer")
+    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +149,7 @@ class GetVerifierInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target: str
     target_fingerprint: str
@@ -158,18 +164,81 @@ class GetVerifierInfoResponse(_message.Message):
     device: str
     dtype: str
     has_tokenizer: bool
-    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ...) -> None: ...
+    counters: EngineCounters
+    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ...) -> None: ...
+
+class EngineCounters(_message.Message):
+    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    prompt_rows: int
+    verify_steps: int
+    verify_rows: int
+    times: PhaseTimes
+    traffic: _containers.RepeatedCompositeFieldContainer[CarrierTraffic]
+    preemptions: int
+    prefix_hit_rows: int
+    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ...) -> None: ...
+
+class PhaseTimes(_message.Message):
+    __slots__ = ("draft_s", "wire_s", "verify_s", "sample_s", "host_s", "idle_s")
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    draft_s: float
+    wire_s: float
+    verify_s: float
+    sample_s: float
+    host_s: float
+    idle_s: float
+    def __init__(self, draft_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., sample_s: _Optional[float] = ..., host_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class CarrierTraffic(_message.Message):
+    __slots__ = ("carrier", "steps", "feature_rows", "feature_bytes", "logits_bytes")
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    carrier: _draft_pb2.Carrier
+    steps: int
+    feature_rows: int
+    feature_bytes: int
+    logits_bytes: int
+    def __init__(self, carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., steps: _Optional[int] = ..., feature_rows: _Optional[int] = ..., feature_bytes: _Optional[int] = ..., logits_bytes: _Optional[int] = ...) -> None: ...
 
 class DrafterStatus(_message.Message):
-    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences")
+    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     HEAD_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_CARRIER_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_CARRIER_FIELD_NUMBER: _ClassVar[int]
+    SENT_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_ARE_FUSED_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: DrafterState
     detail: str
     head_fingerprint: str
     sequences: int
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ...) -> None: ...
+    feature_row_bytes: int
+    features_carrier: _draft_pb2.Carrier
+    logits_carrier: _draft_pb2.Carrier
+    sent_message_bytes: int
+    received_message_bytes: int
+    features_are_fused: bool
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ...) -> None: ...

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from draftwire import cli
 from draftwire.cli import main as main_module
+from draftwire.cli.lazy import Source
 from draftwire.cli.main import COMMANDS, main
 from draftwire.cli.output import statistics_text, visible
 from draftwire.client import Statistics
@@ -217,6 +218,6 @@ def test_errors_of_any_command_are_told_in_one_line(monkeypatch, error, code):
         raise error
 
     monkeypatch.setattr(cli, "failing", failing, raising=False)
-    monkeypatch.setitem(main_module.COMMANDS, "failing", main_module._Source("draftwire.cli", "failing", ""))
+    monkeypatch.setitem(main_module.COMMANDS, "failing", Source("draftwire.cli", "failing", ""))
     result = run("failing")
     assert (result.exit_code, result.stderr) == (code, f"Error: {error}\n")

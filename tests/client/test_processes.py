@@ -21,6 +21,7 @@ import sys
 import time
 import click
 from draftwire.errors import CheckpointError
+from draftwire.security import ServerSecurity
 from draftwire.server import serve
 
 async def nothing():
@@ -34,7 +35,7 @@ def drafter(arguments):
         raise CheckpointError("head = 'missing': no such directory")
     if "slow" in arguments:
         time.sleep(60)
-    asyncio.run(serve("127.0.0.1:0", "draftwire.v1.Drafting", lambda server: None, nothing))
+    asyncio.run(serve("127.0.0.1:0", "draftwire.v1.Drafting", lambda server: None, nothing, ServerSecurity()))
 
 verifier = drafter
 """

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness import NO_CAPACITY, OK, UNKNOWN, Rows, Text, connect, draft_alone, make_engine, opened, run
+from harness import (
+    NO_CAPACITY,
+    OK,
+    SAME_LOGITS,
+    UNKNOWN,
+    Rows,
+    Text,
+    connect,
+    draft_alone,
+    make_engine,
+    opened,
+    replies,
+    run,
+)
 from tiny_head import TinyHead
 
 from drafter_service.sampling_mode import SamplingMode
@@ -103,13 +116,23 @@ class TestBatch:
         streams = [connect(engine) for _ in range(3)]
         texts = [Text(30 + i) for i in range(3)]
         for stream, text in zip(streams, texts, strict=True):
-            stream.send([Rows(1, text, 0, 9, drafts=3)], [opened(1)])
+            stream.send([Rows(1, text, 0, 5, drafts=3)], [opened(1)])
         head.rows_of_forwards.clear()
         run(engine)
-        assert head.rows_of_forwards == [27, 3, 3]
+        assert head.rows_of_forwards == [15, 3, 3]
         for stream, text in zip(streams, texts, strict=True):
             assert stream.answers[0].sequence_ids == [1]
-            assert np.concatenate(stream.answers[0].tokens).tolist() == draft_alone(head, text, 9, 3).tokens
+            assert np.concatenate(stream.answers[0].tokens).tolist() == draft_alone(head, text, 5, 3).tokens
+
+    def test_more_rows_than_a_verify_step_brings_are_fed_before_the_last_one_drafts(self, head: TinyHead) -> None:
+        texts = [Text(30 + i) for i in range(3)]
+        lengths = [9, 5, 6]
+        stream = connect(make_engine(head), k=4)
+        rows = [Rows(i, texts[i], 0, lengths[i], drafts=3) for i in range(3)]
+        head.rows_of_forwards.clear()
+        answered = stream.step(rows, [opened(i) for i in range(3)])
+        assert head.rows_of_forwards == [8 + 5, 1 + 5 + 1, 3, 3]
+        assert answered == {i: draft_alone(head, texts[i], lengths[i], 3) for i in range(3)}
 
     def test_a_long_step_is_computed_in_pieces_without_a_difference(self, head: TinyHead) -> None:
         texts = [Text(40 + i) for i in range(3)]
@@ -129,7 +152,7 @@ class TestBatch:
         for i in range(3):
             alone = draft_alone(head, texts[i], 20 + i, 3, mode)
             assert answered[i].tokens == alone.tokens
-            torch.testing.assert_close(answered[i].logits, alone.logits)
+            torch.testing.assert_close(answered[i].logits, alone.logits, **SAME_LOGITS)
 
     def test_a_prefill_does_not_delay_another_sessions_drafts(self, head: TinyHead) -> None:
         engine = make_engine(head, max_batch_rows=16, max_sessions=4)
@@ -164,17 +187,126 @@ class TestBatch:
             engine.iterate()
         assert [answer.step_id for answer in long.answers] == [1]
 
-    def test_steps_of_one_session_are_batched_when_they_name_different_sequences(self, head: TinyHead) -> None:
+    def test_steps_of_one_session_are_batched(self, head: TinyHead) -> None:
         stream = connect(make_engine(head))
         texts = [Text(60), Text(61)]
         stream.send([Rows(1, texts[0], 0, 4, drafts=2)], [opened(1)])
         stream.send([Rows(2, texts[1], 0, 5, drafts=2)], [opened(2)])
-        stream.send([Rows(1, texts[0], 4, 1, drafts=2)], closed=[2])
         head.rows_of_forwards.clear()
         run(stream.engine)
-        assert head.rows_of_forwards == [9, 2, 1, 1]
+        assert head.rows_of_forwards == [9, 2]
+        assert [answer.step_id for answer in stream.answers] == [1, 2]
+        for i, length in enumerate((4, 5)):
+            assert replies(stream.answers[i])[i + 1] == draft_alone(head, texts[i], length, 2)
+
+
+class TestOrder:
+    """Nobody waits for rows after which nothing is drafted, and a session's steps are answered in their order."""
+
+    def test_drafts_come_before_the_rows_of_a_prompt(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        stream.step(new=[opened(1), opened(2)])
+        stream.send([Rows(1, Text(1), 0, 3, drafts=2)])
+        stream.send([Rows(2, Text(2), 0, 40)])
+        head.rows_of_forwards.clear()
+        stream.engine.iterate()
+        assert head.rows_of_forwards == [3, 1, 40]
         assert [answer.step_id for answer in stream.answers] == [1, 2, 3]
-        assert np.concatenate(stream.answers[2].tokens).tolist() == draft_alone(head, texts[0], 5, 2).tokens
+        assert stream.answers[1].compute_time_s < stream.answers[2].compute_time_s
+
+    def test_an_older_step_is_answered_first(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head))
+        stream.step(new=[opened(1), opened(2)])
+        stream.send([Rows(2, Text(2), 0, 40)])
+        stream.send([Rows(1, Text(1), 0, 3, drafts=2)])
+        head.rows_of_forwards.clear()
+        stream.engine.iterate()
+        assert head.rows_of_forwards == [3, 1, 40]
+        assert [answer.step_id for answer in stream.answers] == [1, 2, 3]
+
+    def test_another_sessions_prompt_does_not_hold_up_drafts(self, head: TinyHead) -> None:
+        engine = make_engine(head)
+        order: list[str] = []
+        streams = {name: connect(engine) for name in ("prompt", "drafts")}
+        for name, stream in streams.items():
+            stream.step(new=[opened(1)])
+            stream.session.deliver = lambda _, name=name: order.append(name)
+        streams["prompt"].send([Rows(1, Text(2), 0, 40)])
+        streams["drafts"].send([Rows(1, Text(1), 0, 3, drafts=2)])
+        engine.iterate()
+        assert order == ["drafts", "prompt"]
+
+
+class TestSupersededSteps:
+    """A step's drafts are of no use once a newer step of the session has moved the sequence on, or closes it."""
+
+    def test_only_the_newest_step_of_a_sequence_drafts(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head))
+        stream.step(new=[opened(1)])
+        for first, count in [(0, 5), (5, 2), (7, 1)]:
+            stream.send([Rows(1, text, first, count, drafts=4)])
+        head.rows_of_forwards.clear()
+        run(stream.engine)
+        assert head.rows_of_forwards == [7, 1, 1, 1, 1]
+        assert [answer.step_id for answer in stream.answers] == [1, 2, 3, 4]
+        assert replies(stream.answers[3])[1] == draft_alone(head, text, 8, 4)
+
+    def test_the_steps_before_it_are_answered_without_drafts(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head), SamplingMode(gumbel=True, dense=True))
+        stream.send([Rows(1, text, 0, 5, drafts=4)], [opened(1)])
+        stream.send([Rows(1, text, 5, 1, drafts=4)])
+        run(stream.engine)
+        older = replies(stream.answers[0])[1]
+        assert (older.status, older.committed_length, older.last_token) == (OK, 6, int(text.tokens[5]))
+        assert (older.tokens, older.logits) == ([], None)
+        assert len(replies(stream.answers[1])[1].tokens) == 4
+
+    def test_a_newer_step_without_drafts_supersedes_as_well(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head))
+        stream.send([Rows(1, text, 0, 5, drafts=4)], [opened(1)])
+        stream.send([Rows(1, text, 5, 1)])
+        run(stream.engine)
+        assert replies(stream.answers[0])[1].tokens == []
+        assert replies(stream.answers[1]) == {}
+
+    def test_other_sequences_of_the_older_step_draft(self, head: TinyHead) -> None:
+        texts, stream = [Text(1), Text(2)], connect(make_engine(head))
+        stream.send([Rows(i, texts[i], 0, 5, drafts=4) for i in range(2)], [opened(0), opened(1)])
+        stream.send([Rows(0, texts[0], 5, 1, drafts=4)])
+        run(stream.engine)
+        older = replies(stream.answers[0])
+        assert older[0].tokens == []
+        assert older[1] == draft_alone(head, texts[1], 5, 4)
+        assert replies(stream.answers[1])[0] == draft_alone(head, texts[0], 6, 4)
+
+    def test_a_step_that_did_not_fit_into_the_batch_supersedes(self, head: TinyHead) -> None:
+        text, stream = Text(1), connect(make_engine(head, max_batch_rows=8, max_sessions=4))
+        stream.send([Rows(1, text, 0, 8, drafts=4)], [opened(1)])
+        stream.send([Rows(1, text, 8, 2, drafts=4)])
+        stream.engine.iterate()
+        assert [replies(answer)[1].tokens for answer in stream.answers] == [[]]
+        run(stream.engine)
+        assert replies(stream.answers[1])[1] == draft_alone(head, text, 10, 4)
+
+    def test_a_sequence_about_to_be_closed_does_not_draft(self, head: TinyHead) -> None:
+        stream = connect(make_engine(head, max_num_seqs=1))
+        stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
+        stream.send([Rows(2, Text(2), 0, 5, drafts=4)], [opened(2)], closed=[1])
+        run(stream.engine)
+        assert replies(stream.answers[0])[1].tokens == []
+        assert replies(stream.answers[1])[2] == draft_alone(head, Text(2), 5, 4)
+
+    def test_a_newer_step_with_a_gap_drops_the_sequence_after_the_batch(self, head: TinyHead) -> None:
+        """Nobody gets the blocks of rows that are still to be computed."""
+        stream = connect(make_engine(head, kv_cache_tokens=2 * BLOCK_SIZE))
+        texts = [Text(1), Text(2)]
+        stream.send([Rows(0, texts[0], 0, 5, drafts=4), Rows(1, texts[1], 0, 5)], [opened(0), opened(1)])
+        stream.send([Rows(0, texts[0], 6, 1, drafts=4), Rows(1, texts[1], 5, 14, drafts=4)])
+        run(stream.engine)
+        newer = replies(stream.answers[1])
+        assert (newer[0].status, newer[1].status) == (UNKNOWN, NO_CAPACITY)
+        assert (stream.engine.load.sequences, stream.engine.load.kv_cache_usage) == (0, 0)
+        assert stream.step([Rows(2, texts[1], 0, 19, drafts=4)], [opened(2)])[2] == draft_alone(head, texts[1], 19, 4)
 
 
 class TestStaleness:
@@ -275,7 +407,7 @@ class TestCapacity:
 def test_warming_up_leaves_nothing_behind(head: TinyHead) -> None:
     engine = make_engine(head)
     engine.warm_up()
-    assert head.rows_of_forwards == [2, 1]
+    assert head.rows_of_forwards == [5, 1, 1, 1, 1]
     assert (engine.load.sessions, engine.load.sequences, engine.load.kv_cache_usage) == (0, 0, 0)
 
 

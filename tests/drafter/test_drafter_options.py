@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from tiny_head import TinyHead
 
-from drafter_service.choices import CPU_KV_CACHE_TOKENS, choose_limits
+from drafter_service.choices import CPU_KV_CACHE_TOKENS, choose_limits, run_largest_step
 from drafter_service.cli import drafter
 from drafter_service.limits import EngineLimits
 from drafter_service.main import head_name
@@ -27,9 +29,22 @@ def target_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limits(target_dir: Path, **options: int) -> EngineLimits:
-    given = DrafterOptions("head", "target", **options)  # type: ignore[arg-type]
-    return choose_limits(given, TinyHead().spec, torch.float32, CPU, target_dir)
+class Memory:
+    """Leaves so many bytes for the cache when the largest step has been run."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self.utilization = 0.0
+
+    def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
+        largest_step()
+        self.utilization = utilization
+        return self._left
+
+
+def limits(target_dir: Path, memory: Memory | None = None, **options: Any) -> EngineLimits:
+    given = DrafterOptions("head", "target", **options)
+    return choose_limits(given, TinyHead(), torch.float32, CPU, target_dir, memory)  # type: ignore[arg-type]
 
 
 def test_the_longest_sequence_is_what_head_and_target_allow(target_dir: Path) -> None:
@@ -46,6 +61,31 @@ def test_the_cache_is_no_larger_than_its_use(target_dir: Path) -> None:
     assert limits(target_dir, max_num_seqs=2).kv_cache_tokens == 2 * (64 + 16)
     assert limits(target_dir, max_num_seqs=4096).kv_cache_tokens == CPU_KV_CACHE_TOKENS
     assert limits(target_dir, kv_cache_tokens=160).kv_cache_tokens == 160
+
+
+def test_the_cache_of_a_gpu_takes_what_its_memory_leaves(target_dir: Path) -> None:
+    row_bytes = 2 * 8 * 4  # the tiny head's keys and values, float32
+    memory = Memory(row_bytes * 1016)
+    assert limits(target_dir, memory, gpu_memory_utilization=0.5).kv_cache_tokens == 1000  # a block is padding
+    assert memory.utilization == 0.5
+    assert limits(target_dir, memory, max_num_seqs=2).kv_cache_tokens == 2 * (64 + 16)
+    assert limits(target_dir, Memory(0), kv_cache_tokens=160).kv_cache_tokens == 160
+
+
+def test_a_gpu_that_leaves_no_room_for_a_sequence_is_refused(target_dir: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"gpu_memory_utilization = 0\.9: leaves a cache of 63 positions"):
+        limits(target_dir, Memory(2 * 8 * 4 * 79))
+
+
+def test_the_largest_step_has_the_rows_of_a_full_batch() -> None:
+    for options, most in (({"max_num_seqs": 3, "max_batch_rows": 100}, 100), ({"max_num_seqs": 8}, 2048)):
+        head = TinyHead()
+        run_largest_step(head, DrafterOptions("head", "target", **options), 64, torch.float32, CPU)
+        assert head.rows_of_forwards == [most]
+    head = TinyHead()
+    given = DrafterOptions("head", "target", max_num_seqs=8, max_batch_rows=100, max_num_speculative_tokens=16)
+    run_largest_step(head, given, 64, torch.float32, CPU)
+    assert head.rows_of_forwards == [8 * 17]
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_speculative_tokens", "max_sessions", "max_batch_rows"])

@@ -11,10 +11,11 @@ import pytest
 import torch
 from harness import OK, Rows, Text, draft_alone
 from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
-from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
+from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 
 from drafter_service import stream as stream_module
 from draftwire.config import DENSE, GUMBEL, TOP_N
+from draftwire.fusion import load_fusion
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
@@ -46,6 +47,65 @@ def test_info_tells_head_and_limits(drafter: ServedDrafter, head: TinyHead) -> N
     assert (info.protocol_version, info.noise_version) == (PROTOCOL_VERSION, NOISE_VERSION)
     assert (info.device, info.dtype) == ("cpu", "float32")
     assert (info.load.sessions, info.load.sequences) == (0, 0)
+
+
+class TestFusion:
+    def test_the_weights_come_in_pieces(
+        self, drafter: ServedDrafter, head: TinyHead, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("draftwire.fusion.CHUNK_BYTES", 500)
+        info = drafter.stub.GetDrafterInfo(pb.GetDrafterInfoRequest())
+        pieces = drafter.stub.GetFeatureFusion(pb.GetFeatureFusionRequest(head_fingerprint=head.fingerprint))
+        data = [piece.data for piece in pieces]
+        assert len(data) == 4
+        fusion = load_fusion(info.fusion, info.features, bytearray(b"".join(data)), torch.device("cpu"))
+        assert torch.equal(fusion.weight, head.fusion.weight)
+
+    @pytest.mark.parametrize(("fuses", "text"), [(True, "the head is"), (False, "takes features as they are")])
+    def test_weights_of_another_head_are_refused(self, fuses: bool, text: str) -> None:
+        head = TinyHead()
+        if not fuses:
+            del head.fusion
+        with serve_drafter(head) as drafter:
+            request = pb.GetFeatureFusionRequest(head_fingerprint="beef" if fuses else head.fingerprint)
+            with pytest.raises(grpc.RpcError) as raised:
+                list(drafter.stub.GetFeatureFusion(request))
+        assert raised.value.code() == FAILED_PRECONDITION
+        assert text in raised.value.details()
+
+    def test_fused_features_draft_what_raw_ones_do(self, drafter: ServedDrafter, head: TinyHead) -> None:
+        answers = []
+        for fuses in (False, True):
+            step = step_message(1, [Rows(1, Text(3), 0, 5, drafts=4)], new=[1])
+            message = hello({"draft_sample_method": GUMBEL, "draft_logits": {"form": DENSE}})
+            if fuses:
+                message.features.width, message.features.fused_for = HIDDEN, head.fingerprint
+                features = decode_tensor(step.features, "features", torch.float32, (5, WIDTH))
+                del step.features.shape[:]
+                encode_tensor(head.fuse(features), step.features)
+            stream = drafter.stream()
+            stream.ask(message)
+            answers.append(stream.ask(step).drafts)
+        raw, fused = answers
+        assert raw.tokens == fused.tokens
+        logits = [decode_tensor(answer.logits, "logits", torch.float32, (4, DRAFT_VOCAB)) for answer in answers]
+        torch.testing.assert_close(*logits)
+
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"features__fused_for": "beef", "features__width": HIDDEN}, "fused_for: the verifier has beef"),
+            ({"features__fused_for": "0123456789abcdef"}, f"width: the verifier has {WIDTH}, the drafter has {HIDDEN}"),
+            ({"features__width": HIDDEN}, f"width: the verifier has {HIDDEN}, the drafter has {WIDTH}"),
+        ],
+        ids=["other head", "raw width", "fused width"],
+    )
+    def test_features_fused_for_another_head_are_refused(
+        self, drafter: ServedDrafter, changes: dict[str, Any], text: str
+    ) -> None:
+        code, told = drafter.refusal(hello(**changes))
+        assert code == FAILED_PRECONDITION
+        assert f"features.{text}" in told
 
 
 class TestHandshake:

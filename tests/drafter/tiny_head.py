@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from drafter_service.heads.spec import Head, HeadSpec
-from draftwire.kv_cache import KVCache, RaggedBatch, paged_attention
+from draftwire.fusion import FeatureFusion
+from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire_kernels import paged_attention
 
 HIDDEN = 16
 WIDTH = 24
@@ -46,10 +48,11 @@ class TinyHead(Head):
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.to(device))
+        self.fusion: FeatureFusion = FeatureFusion(self.fc.T.contiguous())
         self.rows_of_forwards: list[int] = []
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        return features @ self.fc
+        return self.fusion(features)
 
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch

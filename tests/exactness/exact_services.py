@@ -15,6 +15,7 @@ import grpc
 from draftwire.client import AsyncClient
 from draftwire.client.output import Statistics
 from draftwire.config import speculative_config_from_mapping
+from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
 from draftwire.wire import CHANNEL_OPTIONS
 from verifier_service.engine import EngineLimits
@@ -79,7 +80,7 @@ def serve_verifier(
 
     async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
         settings = speculative_config_from_mapping(config)
-        servicer = GenerationServicer(target, None, settings, limits, list(drafters), lambda: None)
+        servicer = GenerationServicer(target, None, settings, limits, list(drafters), LOOPBACK, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -93,22 +94,24 @@ def serve_verifier(
 
     servicer, server, address = loop.run(start())
     try:
-        wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY)
+        wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY, len(drafters))
         yield address
     finally:
         loop.run(stop(servicer, server))
         loop.close()
 
 
-def wait_for_drafters(address: str, state: generate_pb2.DrafterState) -> list[generate_pb2.DrafterStatus]:
-    """Waits until every drafter of a verifier is in `state`."""
+def wait_for_drafters(
+    address: str, state: generate_pb2.DrafterState, count: int = 1
+) -> list[generate_pb2.DrafterStatus]:
+    """Waits until a verifier has found `count` drafters and all are in `state`."""
 
     async def wait() -> list[generate_pb2.DrafterStatus]:
         deadline = time.monotonic() + START_TIMEOUT_S
         async with AsyncClient(address) as client:
             while True:
                 drafters = list((await client.info()).drafters)
-                if all(drafter.state == state for drafter in drafters):
+                if len(drafters) >= count and all(drafter.state == state for drafter in drafters):
                     return drafters
                 assert time.monotonic() < deadline, drafters
                 await asyncio.sleep(0.02)

@@ -6,15 +6,16 @@ Wrong features never change the output, so the chi-square cannot see them; this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from exact_cases import MAX_DEVIATIONS, Case, count_first_drafts
 from exact_law import LENGTH, Law
 from exact_pair import VOCAB, Pair, run_target
-from exact_services import sample, sample_prompts, serve_verifier
+from exact_services import Sample, sample, sample_prompts, serve_verifier
 
+from draftwire.kv_cache import BLOCK_SIZE
 from verifier_service.features import FeatureStore
 from verifier_service.target import Target
 
@@ -24,33 +25,55 @@ K = 3
 OUTPUT = 24
 PROMPT_LENGTHS = (2, 7, 15, 19)
 PROMPTS_OF_EACH = 20
+ROUNDING = 2e-4
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A prompt, its greedy output, and the tokens that each verify step should emit."""
+    """A prompt with its greedy output, and which drafts after each row would be right."""
 
-    prompt: list[int]
-    output: tuple[int, ...]
-    steps: tuple[int, ...]
+    tokens: list[int]
+    prompt_length: int
+    matches: list[list[bool]]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        return tuple(self.tokens[self.prompt_length :])
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The tokens that each verify step should emit."""
+        return tuple(_steps(self.matches, self.prompt_length, len(self.tokens)))
 
 
 def walk_all(pair: Pair, head: str) -> list[Walk]:
-    """The greedy continuations of random prompts, and how the head's drafts do on each."""
+    """The greedy continuations of random prompts, and how the head's drafts do on each.
+
+    Walks with drafts that are within rounding of another are left out: batches of other shapes round otherwise.
+    """
     draw = torch.Generator().manual_seed(17)
     walks = []
     for length in PROMPT_LENGTHS:
         tokens = torch.randint(VOCAB, (PROMPTS_OF_EACH, length), generator=draw)
         for _ in range(OUTPUT):
             tokens = torch.cat([tokens, pair.target(tokens).logits[:, -1:].argmax(-1)], 1)
-        matches = _matches(pair, head, tokens)
-        for row, own in zip(tokens.tolist(), matches.tolist(), strict=True):
-            walks.append(Walk(row[:length], tuple(row[length:]), tuple(_steps(own, length))))
+        matches, margins = _matches(pair, head, tokens)
+        for row, own, margin in zip(tokens.tolist(), matches.tolist(), margins.tolist(), strict=True):
+            if margin > ROUNDING:
+                walks.append(Walk(row, length, own))
+    assert len(walks) > 0.9 * PROMPTS_OF_EACH * len(PROMPT_LENGTHS)
     return walks
 
 
-def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, T - 1, K]: whether greedy draft s after true row i is token i + 2 + s; False past the end."""
+def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T - 1, K]: whether greedy draft s after true row i is token i + 2 + s; False past the end.
+
+    And [B], the smallest distance of the two best scores of a draft.
+    """
     model = pair.heads[head]
     following = tokens[:, 1:]
     chain = model.chain(
@@ -60,15 +83,18 @@ def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> torch.Tensor:
         K,
     )
     matches = torch.zeros(*following.shape, K, dtype=torch.bool)
+    margins = torch.full((len(tokens),), torch.inf)
     for s, logits in enumerate(chain):
         wanted = tokens[:, 2 + s :]
         count = wanted.shape[1]
         matches[:, :count, s] = model.draft_ids[logits[:, :count].argmax(-1)] == wanted
-    return matches
+        best = logits[:, :count].topk(2).values
+        margins = torch.minimum(margins, (best[..., 0] - best[..., 1]).amin(1))
+    return matches, margins
 
 
-def _steps(matches: list[list[bool]], prompt_length: int) -> Iterable[int]:
-    committed, end = prompt_length + 1, prompt_length + OUTPUT
+def _steps(matches: list[list[bool]], prompt_length: int, end: int) -> Iterable[int]:
+    committed = prompt_length + 1
     while committed < end:
         num_drafts = min(K, end - committed - 1)
         row = matches[committed - 2][:num_drafts]
@@ -80,11 +106,17 @@ def _steps(matches: list[list[bool]], prompt_length: int) -> Iterable[int]:
 def emitted_steps(walks: Sequence[Walk], target: Target, drafter: str) -> list[tuple[int, ...]]:
     """Tokens of each verify step of each request; checks the outputs."""
     with serve_verifier(target, {"num_speculative_tokens": K}, [drafter]) as address:
-        samples = sample_prompts(
-            address, [(walk.prompt, 0) for walk in walks], max_tokens=OUTPUT, temperature=0.0, ignore_eos=True
-        )
+        return [one.step_sizes[1:] for one in walk_through(address, walks)]
+
+
+def walk_through(address: str, walks: Sequence[Walk]) -> list[Sample]:
+    """What a verifier says to the prompts of walks whose outputs have the same length; checks it."""
+    length = len(walks[0].output)
+    samples = sample_prompts(
+        address, [(walk.prompt, 0) for walk in walks], max_tokens=length, temperature=0.0, ignore_eos=True
+    )
     assert [one.tokens for one in samples] == [walk.output for walk in walks]
-    return [one.step_sizes[1:] for one in samples]
+    return samples
 
 
 def _acceptance_length(steps: Sequence[tuple[int, ...]]) -> float:
@@ -101,17 +133,35 @@ def test_every_step_accepts_what_the_offline_walk_accepts(
     assert 1.5 < _acceptance_length(steps) < K + 0.5
 
 
+@pytest.mark.parametrize("head", ["full", "reduced"])
+def test_a_prefix_that_is_in_the_cache_changes_no_step(
+    head: str, pair: Pair, target: Target, drafters: dict[str, str]
+) -> None:
+    """The walks are gone a second time with most of their output as a part of their prompts."""
+    walks = walk_all(pair, head)
+    again = [replace(walk, prompt_length=walk.prompt_length + OUTPUT - 7) for walk in walks]
+    with serve_verifier(target, {"num_speculative_tokens": K}, [drafters[head]]) as address:
+        walk_through(address, walks)
+        samples = walk_through(address, again)
+    for walk, one in zip(again, samples, strict=True):
+        assert one.statistics.prefix_hit_tokens == (walk.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
+    assert [one.step_sizes[1:] for one in samples] == [walk.steps for walk in again]
+
+
 @pytest.fixture(params=[-1, 1], ids=["earlier", "later"])
 def shifted_features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier sends each row the features of the row before or after it."""
     read = FeatureStore.read
 
     def read_shifted(
-        store: FeatureStore, spans: Sequence[tuple[Sequence[int], int, int]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        rows = [max(row + request.param, 0) for _, first, last in spans for row in range(first, last)]
-        blocks = [blocks for blocks, first, last in spans for _ in range(first, last)]
-        return read(store, [(own, row, row + 1) for own, row in zip(blocks, rows, strict=True)], dtype)
+        store: FeatureStore, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor
+    ) -> None:
+        shifted = [
+            (blocks, min(max(row + request.param, 0), len(blocks) * BLOCK_SIZE - 1))
+            for blocks, first, last in spans
+            for row in range(first, last)
+        ]
+        read(store, [(blocks, row, row + 1) for blocks, row in shifted], out)
 
     monkeypatch.setattr(FeatureStore, "read", read_shifted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from addresses import free_address
 
 from draftwire import Client
 from draftwire.client import Completion
@@ -23,13 +23,6 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 PATIENCE_S = 60.0
 # Scores nearer to each other than this are within rounding: verifying and decoding are products of different shapes.
 ROUNDING = 2e-4
-
-
-def free_address() -> str:
-    """An address of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+from addresses import free_address
 from services import (
     Pair,
     crowd,
     drafted_share,
     drafter_status,
-    free_address,
     wait_for,
     wait_for_drafter,
 )

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from draftwire.block_pool import BlockPool, blocks_for
+from draftwire.carriers import Outgoing, TensorReceiver, TensorSender
 from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
-from draftwire.kv_cache import BlockPool, RaggedBatch, SequenceRows, blocks_for
+from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service import drafting, step_gate
 from verifier_service.drafter_link import Answered, Connected, Disconnected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.features import FeatureStore
+from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
+from verifier_service.step_times import StepTimes
+from verifier_service.target_runner import StepOutput
 
 CPU = torch.device("cpu")
 VOCAB = 20
@@ -44,10 +50,16 @@ def make_head(**changes: Any) -> HeadInfo:
 
 
 def make_request(
-    prompt: Sequence[int], *, k: int = K, temperature: float = 0.0, max_tokens: int = 100, keys: int = 100
+    prompt: Sequence[int],
+    *,
+    k: int = K,
+    temperature: float = 0.0,
+    max_tokens: int = 100,
+    keys: int = 100,
+    **sampling: Any,
 ) -> Request:
     """A request that has just arrived; its keys are `keys` + 1, + 2 and + 3."""
-    params = resolve_sampling_params(build_sampling_params(temperature=temperature, max_tokens=max_tokens))
+    params = resolve_sampling_params(build_sampling_params(temperature=temperature, max_tokens=max_tokens, **sampling))
     return Request(
         request_id=f"request-{keys}",
         prompt=list(prompt),
@@ -69,8 +81,12 @@ class RecordedStream(Stream):
         self.failure: str | None = None
         self.is_expelled = False
         self.on_send = on_send
+        self.sender = TensorSender(CPU)
+        self.receiver = TensorReceiver(CPU)
 
-    def send(self, step: pb.DraftStep) -> None:
+    def send(self, step: pb.DraftStep, features: Outgoing | None = None) -> None:
+        if features is not None:
+            features.finish(step.features)
         self.steps.append(step)
         self.on_send(step)
 
@@ -134,32 +150,36 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
 
+    @classmethod
+    def stand_in(cls, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        """A clock in the place of the real one."""
+        made = cls()
+        for module in (drafting, step_gate):
+            monkeypatch.setattr(module, "time", made)
+        return made
+
     def monotonic(self) -> float:
         return self.now
 
 
 class _HandTarget:
-    """Of a target, what a store of features needs. Each feature of row i of request r is 10000 r + i."""
+    """Of a target, what a store of features needs."""
 
     hidden_size = HIDDEN
     dtype = torch.float32
     device = CPU
 
-    def __init__(self) -> None:
-        self.rows = torch.empty(0)
-
-    def features(self, layers: Sequence[int]) -> torch.Tensor:
-        return self.rows[:, None].expand(-1, len(layers) * HIDDEN)
-
 
 class Scene:
     """An engine's drafting, the requests that run and the drafters that are connected."""
 
-    def __init__(self, config: dict[str, Any] | None = None, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any] | None = None, deadline_s: float | None = None, *, adaptive_k: bool | None = None
+    ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
-        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU)
+        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU, StepTimes(CPU), adaptive_k=adaptive_k)
         self.requests: list[Request] = []
-        self.stores: dict[tuple[int, ...], FeatureStore] = {}
+        self.stores: dict[FeatureKind, FeatureStore] = {}
         self._target = _HandTarget()
         self._pool = BlockPool(NUM_BLOCKS)
         self._count = 0
@@ -167,10 +187,10 @@ class Scene:
     def connect(self, **head: Any) -> RecordedStream:
         """A drafter with that head connects."""
         stream = RecordedStream(make_head(**head))
-        layers = stream.head.layers
-        if layers not in self.stores:
+        made = stream.head
+        if made.kind not in self.stores:
             target: Any = self._target
-            self.stores[layers] = FeatureStore(target, layers, NUM_BLOCKS, self.requests)
+            self.stores[made.kind] = FeatureStore(target, made.layers, NUM_BLOCKS, made.fusion)
         self.drafting.handle(Connected(stream))
         return stream
 
@@ -187,13 +207,22 @@ class Scene:
         self.requests.append(request)
         return request
 
+    def reuse(self, former: Request, num_blocks: int, prompt_length: int) -> Request:
+        """A request runs whose first blocks are those of `former`, found in the cache."""
+        request = self.admit(prompt_length)
+        request.blocks[:num_blocks] = former.blocks[:num_blocks]
+        request.num_computed = request.num_reused = num_blocks * BLOCK_SIZE
+        return request
+
     def compute(self, request: Request, rows: int) -> None:
-        """The target runs over so many more rows."""
+        """The target runs over so many more rows; each feature of row i of request r is 10000 r + i."""
         number = request.keys.proposal // 100
         start = request.num_computed
-        self._target.rows = 10000.0 * number + torch.arange(start, start + rows)
+        states = (10000.0 * number + torch.arange(start, start + rows))[:, None].expand(-1, HIDDEN)
+        slots = RaggedBatch([SequenceRows(request.blocks, start, rows)], CPU).slot_mapping
+        output = StepOutput(torch.empty(0), [states] * (max(LAYERS) + 1), slots, slots.numpy())
         for store in self.stores.values():
-            store.capture(RaggedBatch([SequenceRows(request.blocks, start, rows)], CPU))
+            store.capture(output)
         request.num_computed += rows
 
     def verify(self, request: Request, *tokens: int) -> None:
@@ -214,9 +243,13 @@ class Scene:
         self.requests.remove(request)
         self.drafting.release(request)
 
+    def free(self, request: Request) -> None:
+        """The blocks of a request that has ended may be used again."""
+        self._pool.release(request.blocks)
+
     def flush(self) -> None:
         self.drafting.flush(self.requests, self.stores)
 
     def answer(self, stream: RecordedStream, drafts: pb.Drafts | None = None) -> None:
         """An answer comes; by default the one that is due to the last step."""
-        self.drafting.handle(Answered(stream, drafts or answer_to(stream.last)))
+        self.drafting.handle(Answered(stream, drafts or answer_to(stream.last), drafting.time.monotonic()))

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows, blocks_for, paged_attention
+from draftwire.block_pool import BlockPool, blocks_for
+from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire_kernels import paged_attention
 
 HEAD_SIZE = 16
 SCALE = 0.3

@@ -21,10 +21,13 @@ from drafting_scene import (
     tokens_of,
 )
 
+from draftwire.fusion import FeatureFusion
+from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
-from verifier_service import drafting
+from verifier_service import draft_session, drafting
+from verifier_service.features import FeatureKind
 from verifier_service.request import Request
 
 DEADLINE_S = 0.05
@@ -35,9 +38,7 @@ TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(drafting, "time", made)
-    return made
+    return Clock.stand_in(monkeypatch)
 
 
 def start(config: dict[str, Any] | None = None, deadline_s: float | None = None, **request: Any) -> Any:
@@ -93,6 +94,18 @@ def test_a_prompt_that_is_computed_in_pieces_feeds_the_head_and_asks_for_nothing
     assert (rows_of(stream.last), list(stream.last.num_drafts)) == ([(1, 6, 4)], [K])
 
 
+def test_rows_of_a_prompt_go_after_those_of_decoding_sequences_in_a_message_of_their_own():
+    scene, stream, one = start()
+    long, short = scene.decode(20), scene.decode(K + 1)
+    scene.verify(one, 3)
+    scene.flush()
+    assert [rows_of(step) for step in stream.steps[1:]] == [[(1, 4, 1), (2, 0, 4)], [(3, 0, 20)]]
+    assert [list(step.num_drafts) for step in stream.steps[1:]] == [[K, K], [K]]
+    scene.answer(stream, answer_to(stream.steps[1]))
+    assert [one.drafts is None, short.drafts is None, long.drafts is None] == [False, False, True]
+    assert not scene.drafting.gate.is_ready(long)
+
+
 def test_where_nothing_is_new_nothing_is_sent():
     scene, stream, _ = start()
     scene.flush()
@@ -102,7 +115,7 @@ def test_where_nothing_is_new_nothing_is_sent():
 def test_a_request_without_speculation_goes_to_no_drafter():
     scene, stream, one = start(k=0)
     assert not stream.steps
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 @pytest.mark.parametrize(("left", "asked"), [(10, K), (5, K), (4, K), (3, 2), (2, 1), (1, 0)])
@@ -110,7 +123,7 @@ def test_no_more_drafts_are_asked_than_the_request_has_room_for(left, asked):
     """A verify step emits one token more than it has drafts; `left` tokens remain of max_tokens."""
     scene, stream, one = start(max_tokens=left + 1)
     assert list(stream.last.num_drafts) == [asked]
-    assert scene.drafting.is_ready(one) == (asked == 0)
+    assert scene.drafting.gate.is_ready(one) == (asked == 0)
 
 
 def test_no_more_drafts_are_asked_than_the_head_makes():
@@ -176,12 +189,12 @@ def test_new_rows_of_other_sequences_go_whole_in_the_message_with_a_piece(monkey
 
 
 def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 10 * 4 * WIDTH)
+    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 15 * 4 * WIDTH)
     scene = Scene()
-    stream, _ = move(scene, 6, 6, 6)
+    stream, _ = move(scene, 10, 10, 10)
     scene.flush()
     scene.flush()
-    assert [list(step.num_rows) for step in stream.steps] == [[6, 4], [2, 6]]
+    assert [list(step.num_rows) for step in stream.steps] == [[10, 5], [5, 10]]
 
 
 def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
@@ -200,7 +213,7 @@ def test_ids_of_opened_sequences_rise_when_later_sequences_open_before_a_paced_o
     scene.decode(5)
     for _ in range(5):
         scene.flush()
-    assert rows_of(stream.steps[0]) == [(1, 0, 4), (2, 0, 5)]
+    assert [rows_of(step) for step in stream.steps[:2]] == [[(1, 0, 4)], [(2, 0, 5)]]
     opened = [sequence_id for step in stream.steps for sequence_id in step.opened.ids]
     assert opened == [1, 2, 3]
     third = [tokens_of(step) for step in stream.steps if 3 in step.sequence_ids]
@@ -219,6 +232,48 @@ def test_a_history_begins_at_the_first_row_that_has_features():
     assert list(stream.last.num_drafts) == [K]
 
 
+def test_a_prefix_that_was_found_in_the_cache_is_sent_with_its_features_and_the_tokens_of_the_request():
+    scene = Scene()
+    stream = scene.connect()
+    former = scene.decode(2 * BLOCK_SIZE)
+    one = scene.reuse(former, num_blocks=1, prompt_length=BLOCK_SIZE + 3)
+    scene.end(former)
+    scene.compute(one, 3)
+    one.tokens.append(9)
+    scene.flush()
+    assert rows_of(stream.last) == [(1, 0, BLOCK_SIZE + 3)]
+    assert tokens_of(stream.last) == one.tokens[1:]
+    features = decode_tensor(stream.last.features, "features", torch.float32, (BLOCK_SIZE + 3, WIDTH))
+    assert features[:, 0].tolist() == [*range(10000, 10000 + BLOCK_SIZE), *(20000 + BLOCK_SIZE + i for i in range(3))]
+    assert list(stream.last.num_drafts) == [K]
+
+
+def test_a_prefix_that_was_found_is_sent_in_pieces_like_every_history(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", BLOCK_SIZE)
+    scene = Scene()
+    stream = scene.connect()
+    former = scene.decode(2 * BLOCK_SIZE)
+    one = scene.reuse(former, num_blocks=2, prompt_length=2 * BLOCK_SIZE + 5)
+    scene.end(former)
+    scene.compute(one, 5)
+    one.tokens.append(9)
+    for _ in range(3):
+        scene.flush()
+    assert [rows_of(step) for step in stream.steps] == [[(1, 0, 16)], [(1, 16, 16)], [(1, 32, 5)]]
+
+
+def test_of_a_prefix_from_before_the_drafter_nothing_is_sent():
+    scene = Scene()
+    former = scene.decode(2 * BLOCK_SIZE)
+    scene.end(former)
+    stream = scene.connect()
+    one = scene.reuse(former, num_blocks=1, prompt_length=BLOCK_SIZE + 3)
+    scene.compute(one, 3)
+    one.tokens.append(9)
+    scene.flush()
+    assert (list(stream.last.opened.first_rows), rows_of(stream.last)) == ([16], [(1, 16, 3)])
+
+
 # Which drafter.
 
 
@@ -228,7 +283,7 @@ def test_a_request_with_more_rows_than_the_head_has_positions_is_not_bound():
     fits, too_long = scene.decode(7), scene.decode(8)
     scene.flush()
     assert list(small.last.num_rows) == [7]
-    assert (scene.drafting.is_ready(fits), scene.drafting.is_ready(too_long)) == (False, True)
+    assert (scene.drafting.gate.is_ready(fits), scene.drafting.gate.is_ready(too_long)) == (False, True)
     large = scene.connect(max_model_len=8)
     scene.flush()
     assert list(large.last.num_rows) == [8]
@@ -254,7 +309,7 @@ def test_a_drafter_gets_no_more_sequences_than_it_takes():
     one, other = scene.decode(), scene.decode()
     scene.flush()
     assert list(stream.last.sequence_ids) == [1]
-    assert scene.drafting.is_ready(other)
+    assert scene.drafting.gate.is_ready(other)
     scene.end(one)
     scene.flush()
     assert (list(stream.last.closed_ids), list(stream.last.opened.ids)) == ([1], [2])
@@ -265,12 +320,12 @@ def test_requests_of_a_drafter_that_is_gone_move_to_another_and_are_sent_from_th
     scene.verify(one, 3)
     scene.flush()
     scene.disconnect(stream)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     other = scene.connect()
     scene.flush()
     assert (list(other.last.opened.ids), rows_of(other.last)) == ([1], [(1, 0, 5)])
     assert list(other.last.num_drafts) == [K]
-    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.gate.is_ready(one)
 
 
 def test_heads_of_different_layers_get_their_own_features():
@@ -278,9 +333,57 @@ def test_heads_of_different_layers_get_their_own_features():
     wide, narrow = scene.connect(), scene.connect(layers=(2,))
     scene.decode()
     scene.decode()
-    assert scene.drafting.feature_layers == {(1, 3), (2,)}
+    assert scene.drafting.feature_kinds == {FeatureKind((1, 3)), FeatureKind((2,))}
     scene.flush()
     assert [list(stream.last.features.shape) for stream in (wide, narrow)] == [[4, 4], [4, 2]]
+
+
+def fusing_head(fingerprint: str, factor: float) -> dict[str, Any]:
+    """A head of two states: `factor` times the sum of a row's features, twice."""
+    fusion = FeatureFusion(torch.full((2, WIDTH), factor))
+    return {"fingerprint": fingerprint, "fusion": fusion, "fusion_digest": str(factor), "row_bytes": 8}
+
+
+def states_of(stream: RecordedStream) -> list[list[float]]:
+    rows = sum(stream.last.num_rows)
+    return decode_tensor(stream.last.features, "features", torch.float32, (rows, 2)).tolist()
+
+
+def test_every_head_gets_what_its_own_fusion_makes_of_the_features():
+    scene = Scene()
+    one, other, raw = (
+        scene.connect(**fusing_head("a", 1)),
+        scene.connect(**fusing_head("b", 2)),
+        scene.connect(),
+    )
+    for _ in range(3):
+        scene.decode(2)
+    scene.flush()
+    rows = [10000, 10001]
+    assert states_of(one) == [[WIDTH * row] * 2 for row in rows]
+    assert states_of(other) == [[2 * WIDTH * (row + 10000)] * 2 for row in rows]
+    assert raw.last.features.shape == [2, WIDTH]
+
+
+def test_heads_of_the_same_weights_and_other_fingerprints_share_no_features():
+    scene = Scene()
+    scene.connect(**fusing_head("a", 1))
+    scene.connect(**fusing_head("b", 1))
+    scene.connect(**fusing_head("a", 1))
+    assert len(scene.stores) == len(scene.drafting.feature_kinds) == 2
+
+
+def test_a_head_that_comes_late_gets_no_features_fused_for_another():
+    scene = Scene()
+    first = scene.connect(**fusing_head("a", 1))
+    one = scene.decode()
+    scene.flush()
+    scene.disconnect(first)
+    late = scene.connect(**fusing_head("b", 2))
+    scene.verify(one, 3)
+    scene.flush()
+    assert rows_of(late.last) == [(1, 4, 1)]
+    assert states_of(late) == [[2 * WIDTH * 10004.0] * 2]
 
 
 @pytest.mark.parametrize("status", [pb.SEQUENCE_STATUS_UNKNOWN, pb.SEQUENCE_STATUS_NO_CAPACITY])
@@ -289,7 +392,7 @@ def test_a_sequence_that_the_drafter_has_not_got_is_opened_anew_after_a_delay_th
     shortest, longest = drafting.REOPEN_DELAY_S
     for delay in (shortest, 2 * shortest, 4 * shortest):
         scene.answer(stream, refusal_of(stream.last, status))
-        assert scene.drafting.is_ready(one)
+        assert scene.drafting.gate.is_ready(one)
         steps = len(stream.steps)
         clock.now += 0.99 * delay
         scene.flush()
@@ -314,7 +417,7 @@ def test_a_sequence_that_the_drafter_has_not_got_disturbs_no_other(clock):  # no
     answer.MergeFrom(refusal_of(stream.steps[0], pb.SEQUENCE_STATUS_UNKNOWN))
     answer.step_id = 2
     scene.answer(stream, answer)
-    assert (lost.drafts, kept.drafts.tokens.tolist()) == (None, [5, 6, 7])
+    assert (lost.drafts, kept.drafts.tokens) == (None, [5, 6, 7])
     assert stream.failure is None
 
 
@@ -355,8 +458,8 @@ def test_drafts_that_continue_the_request_are_given_to_it():
     scene, stream, one = start()
     scene.answer(stream)
     assert (one.drafts.committed_length, one.drafts.last_token) == (5, 9)
-    assert one.drafts.tokens.tolist() == [5, 6, 7]
-    assert scene.drafting.is_ready(one)
+    assert one.drafts.tokens == [5, 6, 7]
+    assert scene.drafting.gate.is_ready(one)
 
 
 @pytest.mark.parametrize(("field", "value"), [("committed_lengths", 4), ("committed_lengths", 6), ("last_tokens", 8)])
@@ -366,7 +469,7 @@ def test_drafts_that_continue_something_else_are_not_used(field, value):
     getattr(answer, field)[0] = value
     scene.answer(stream, answer)
     assert (one.drafts, stream.failure) == (None, None)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 def test_drafts_for_what_the_request_was_before_are_not_used():
@@ -375,7 +478,7 @@ def test_drafts_for_what_the_request_was_before_are_not_used():
     scene.flush()
     scene.answer(stream, answer_to(stream.steps[0]))
     assert one.drafts is None
-    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.gate.is_ready(one)
     scene.answer(stream)
     assert one.drafts.committed_length == 6
 
@@ -383,14 +486,14 @@ def test_drafts_for_what_the_request_was_before_are_not_used():
 def test_fewer_drafts_than_asked_are_used():
     scene, stream, one = start()
     scene.answer(stream, answer_to(stream.last, [5]))
-    assert one.drafts.tokens.tolist() == [5]
+    assert one.drafts.tokens == [5]
 
 
 def test_a_request_that_the_answer_leaves_out_goes_on_without_drafts():
     scene, stream, one = start()
     scene.answer(stream, pb.Drafts(step_id=1))
     assert (one.drafts, stream.failure) == (None, None)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 Change = Callable[[pb.Drafts], Any]
@@ -430,7 +533,7 @@ def test_a_drafter_that_answers_what_it_must_not_is_expelled(name):
     assert stream.is_expelled
     assert text in stream.failure
     assert one.drafts is None
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     assert scene.drafting.sequences_at(stream.address) == 0
 
 
@@ -456,7 +559,7 @@ def test_requests_of_an_expelled_drafter_go_to_another_one():
     scene.answer(stream, answer_to(stream.last, [VOCAB]))
     scene.flush()
     scene.answer(other)
-    assert one.drafts.tokens.tolist() == [5, 6, 7]
+    assert one.drafts.tokens == [5, 6, 7]
 
 
 def test_what_still_comes_from_a_drafter_that_was_given_up_is_ignored():
@@ -474,9 +577,9 @@ def test_a_request_waits_for_its_drafts_until_the_deadline(clock):
     scene, _, one = start(deadline_s=DEADLINE_S)
     assert scene.drafting.next_deadline() == clock.now + DEADLINE_S
     clock.now += 0.9 * DEADLINE_S
-    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.gate.is_ready(one)
     clock.now += 0.2 * DEADLINE_S
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 def test_a_drafter_whose_answer_is_late_is_not_waited_for_until_it_has_answered_everything(clock):
@@ -484,28 +587,28 @@ def test_a_drafter_whose_answer_is_late_is_not_waited_for_until_it_has_answered_
     other = scene.decode()
     scene.flush()
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     scene.verify(one, 3)
     scene.verify(other, 3)
     scene.flush()
     assert len(stream.steps) == 2  # it has enough to do
-    assert scene.drafting.is_ready(one)
-    assert scene.drafting.is_ready(other)
+    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.gate.is_ready(other)
     scene.answer(stream, answer_to(stream.steps[0]))
     scene.flush()
     assert len(stream.steps) == 2
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     scene.answer(stream)
     scene.flush()
     assert rows_of(stream.last) == [(1, 4, 1), (2, 4, 1)]
-    assert not scene.drafting.is_ready(one)
-    assert not scene.drafting.is_ready(other)
+    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.gate.is_ready(other)
 
 
 def test_no_sequence_is_bound_to_a_late_drafter(clock):
     scene, _, one = start(deadline_s=DEADLINE_S)
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     scene.decode()
     scene.flush()
     assert scene.drafting.sequences_at("drafter:1") == 1
@@ -514,23 +617,23 @@ def test_no_sequence_is_bound_to_a_late_drafter(clock):
 def test_without_a_deadline_a_request_waits_for_its_drafts(clock):
     scene, stream, one = start()
     clock.now += 3600
-    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.gate.is_ready(one)
     scene.answer(stream)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 def test_a_drafter_with_many_unanswered_steps_is_sent_no_more_and_its_requests_wait(clock, monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_UNANSWERED_STEPS", 1)
+    monkeypatch.setattr(draft_session, "MAX_UNANSWERED_STEPS", 1)
     scene, stream, one = start(deadline_s=DEADLINE_S)
     scene.verify(one, 3)
     scene.flush()
     assert len(stream.steps) == 1
-    assert not scene.drafting.is_ready(one)
+    assert not scene.drafting.gate.is_ready(one)
     scene.answer(stream)
     scene.flush()
     assert rows_of(stream.last) == [(1, 4, 1)]
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 # Drafters that are lost.
@@ -547,7 +650,7 @@ def test_a_drafter_whose_oldest_step_is_unanswered_for_long_is_given_up(clock):
     clock.now += 0.6 * drafting.LOST_AFTER_S
     scene.drafting.drop_lost()
     assert (stream.failure, stream.is_expelled) == ("no answer in 10 s", False)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
     assert scene.drafting.next_deadline() is None
 
 
@@ -588,7 +691,7 @@ def test_a_drafter_with_too_many_unanswered_bytes_is_given_up(monkeypatch):
     scene.verify(one, 3)
     scene.flush()
     assert (stream.failure, stream.is_expelled) == (f"more than {5 * 4 * WIDTH} bytes are unanswered", False)
-    assert scene.drafting.is_ready(one)
+    assert scene.drafting.gate.is_ready(one)
 
 
 # Draft logits.
@@ -710,9 +813,9 @@ def test_drafts_keep_the_columns_of_their_head_when_it_is_gone():
     scene.disconnect(stream)
     scene.connect(draft_token_ids=REDUCED + 1, draft_vocab_size=len(REDUCED))
     scene.flush()
-    assert torch.equal(one.drafts.draft_token_ids, REDUCED)
-    assert torch.equal(one.drafts.logits, logits)
-    assert one.drafts.draft_token_ids.device == CPU
+    assert torch.equal(one.drafts.logits.draft_token_ids, REDUCED)
+    assert torch.equal(one.drafts.logits.values, logits)
+    assert one.drafts.logits.draft_token_ids.device == CPU
 
 
 @pytest.mark.parametrize(

@@ -2,108 +2,33 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from drafting_scene import RecordedStream, answer_to, make_head, make_request
-from transformers import AutoModelForCausalLM, LlamaConfig
+from drafting_scene import RecordedStream, answer_to, make_head, make_request, rows_of, tokens_of
+from engine_scene import HIDDEN, VOCAB, WAIT_S, K, Served, make_target
 
-from draftwire.config import speculative_config_from_mapping
-from draftwire.errors import ServerError
+from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import attention_hook, drafting, engine
-from verifier_service.drafter_link import Answered, Connected, Disconnected
-from verifier_service.engine import Engine, EngineLimits, Item
-from verifier_service.request import Request
+from verifier_service import drafting, engine
+from verifier_service.drafter_link import Answered, Disconnected
+from verifier_service.output import Piece
+from verifier_service.pacing import Pace, Plan, governor
+from verifier_service.pacing import pace as pace_module
 from verifier_service.target import Target
 
-VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
-K = 3
-WAIT_S = 10.0
 REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=16,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.7,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
-    return Target(model.eval().requires_grad_(False), "tiny", frozenset())
-
-
-class Served:
-    """An engine and what it hands out."""
-
-    def __init__(self, target: Target, config: dict[str, Any] | None = None, max_num_seqs: int = 8) -> None:
-        settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
-        limits = EngineLimits(max_num_seqs, max_queue=8, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
-        self.has_failed = threading.Event()
-        self.engine = Engine(target, settings, limits, self._deliver, self.has_failed.set)
-        self._items: dict[Request, queue.SimpleQueue[Item]] = {}
-
-    def _deliver(self, items: list[tuple[Request, Item]]) -> None:
-        for request, item in items:
-            self._items[request].put(item)
-
-    def submit(self, **options: Any) -> Request:
-        request = make_request([3, 1, 4, 1, 5], **{"max_tokens": 12, **options})
-        self._items[request] = queue.SimpleQueue()
-        self.engine.submit(request)
-        return request
-
-    def next(self, request: Request) -> Item:
-        return self._items[request].get(timeout=WAIT_S)
-
-    def tokens(self, request: Request) -> list[int]:
-        """Waits until the request has finished; its output."""
-        tokens: list[int] = []
-        while True:
-            item = self.next(request)
-            assert isinstance(item, generate_pb2.GenerateResponse), item
-            tokens += item.token_ids
-            if item.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
-                return tokens
-
-    def error(self, request: Request) -> str:
-        """Waits until the request has ended with an error; its text."""
-        while isinstance(item := self.next(request), generate_pb2.GenerateResponse):
-            assert item.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED
-        assert isinstance(item, ServerError)
-        return str(item)
-
-    def connect(self, drafts: list[int] | None = None, **head: Any) -> RecordedStream:
-        """A drafter that answers every step with the same drafts."""
-        layers = head.get("layers", (1, 2))
-        head.setdefault("row_bytes", 4 * HIDDEN * len(layers))
-        made = make_head(**{"layers": layers, **head})
-
-        def answer(step: pb.DraftStep) -> None:
-            logits = None
-            if made.draft_token_ids is not None:
-                logits = torch.zeros(K, len(made.draft_token_ids))
-            self.engine.post(Answered(stream, answer_to(step, drafts or [5, 6, 7], logits)))
-
-        stream = RecordedStream(made, answer)
-        self.engine.post(Connected(stream))
-        return stream
+    return make_target()
 
 
 @pytest.fixture
@@ -133,6 +58,57 @@ def test_drafts_are_verified_and_change_no_output(served, greedy):
     assert stream.failure is None
 
 
+def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_the_same(served):
+    stream = served.connect()
+    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
+    first = served.submit(prompt)
+    said = served.tokens(first)
+    second = served.submit(prompt)
+    third = served.submit([*prompt, *said, 1])
+    assert served.tokens(second) == said
+    served.tokens(third)
+    assert [one.num_prefix_hits for one in (first, second, third)] == [0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
+    counters = served.engine.counters()
+    assert counters.prefix_hit_rows == 4 * BLOCK_SIZE
+    assert counters.prompt_rows == len(prompt) + 3 + 3 + len(said) + 1
+    computed = features_of(stream, 1)
+    for sequence in (2, 3):
+        sent = features_of(stream, sequence)
+        assert torch.equal(sent[: 2 * BLOCK_SIZE], computed[: 2 * BLOCK_SIZE])
+        torch.testing.assert_close(sent[: len(prompt)], computed[: len(prompt)], rtol=0, atol=1e-3)
+
+
+def features_of(stream: RecordedStream, sequence: int) -> torch.Tensor:
+    """All features that a drafter was sent of a sequence, row after row."""
+    rows = []
+    for step in (step for step in stream.steps if step.num_rows):
+        features = decode_tensor(step.features, "features", torch.float32, (sum(step.num_rows), 2 * HIDDEN))
+        parts = dict(zip(step.sequence_ids, features.split(list(step.num_rows)), strict=True))
+        rows += [parts[sequence]] if sequence in parts else []
+    return torch.cat(rows)
+
+
+def test_rows_of_a_request_that_failed_are_computed_again(served, greedy, target, monkeypatch):
+    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
+    expected = served.tokens(served.submit(prompt))
+    own = Served(target)
+    own.engine.start()
+    forward = target.forward
+
+    def spoil(*arguments: Any) -> Any:
+        output = forward(*arguments)
+        return output._replace(logits=torch.full_like(output.logits, torch.nan))
+
+    monkeypatch.setattr(target, "forward", spoil)
+    assert "not finite" in own.error(own.submit(prompt))
+    monkeypatch.setattr(target, "forward", forward)
+    second = own.submit(prompt)
+    assert own.tokens(second) == expected
+    assert second.num_prefix_hits == 0
+    assert own.tokens(own.submit()) == greedy
+    own.engine.stop()
+
+
 def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
     stream = served.connect()
 
@@ -147,16 +123,70 @@ def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
     assert one.verify_steps == 3  # 12 tokens: one with the prompt, then 4, 4 and 3
 
 
+def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypatch):
+    """From step to step between none and all, in one group or two, the drafter given up and taken up again."""
+    draw = random.Random(0)
+
+    def jump(pace: Pace, *_: Any) -> None:
+        pace.governor.plan = Plan(draw.randrange(K + 1), draw.randrange(1, 3))
+
+    for module, name in ((pace_module, "PLAN_EVERY_S"), (governor, "PING_EVERY_S"), (drafting, "MAX_PAUSED_ROWS")):
+        monkeypatch.setattr(module, name, 0)
+    monkeypatch.setattr(Pace, "make_plan", jump)
+    own = Served(target, draft_deadline_s=WAIT_S)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
+    own.engine.start()
+    alone = [own.tokens(own.submit(prompt, max_tokens=50)) for prompt in prompts]
+    said = {tuple(prompt): prompt + tokens for prompt, tokens in zip(prompts, alone, strict=True)}
+    stream = own.connect()
+    sequences: dict[int, list[int]] = {}  # each sequence's prompt and all that the target says after it
+
+    def answer(step: pb.DraftStep) -> None:
+        """Each second draft is what the target says, as far as it is known which sequence it is."""
+        tokens = tokens_of(step) if step.num_rows else []
+        drafts = pb.Drafts(step_id=step.step_id)
+        drawn: list[int] = []
+        end = 0
+        for (sequence_id, first, rows), wanted in zip(rows_of(step), step.num_drafts, strict=True):
+            end += rows
+            if sequence_id not in sequences:
+                own_rows = tokens[end - rows : end]
+                sequences[sequence_id] = next(
+                    (text for text in said.values() if text[first + 1 : first + 1 + rows] == own_rows), [0] * 64
+                )
+            if wanted:
+                length = first + rows + 1
+                drafts.sequence_ids.append(sequence_id)
+                drafts.statuses.append(pb.SEQUENCE_STATUS_OK)
+                drafts.committed_lengths.append(length)
+                drafts.last_tokens.append(tokens[end - 1])
+                text = sequences[sequence_id] + [0] * K
+                made = [text[length + j] if draw.random() < 0.7 else 11 for j in range(wanted)]
+                drafts.num_drafts.append(len(made))
+                drawn += made
+        encode_tensor(torch.tensor(drawn, dtype=torch.int32), drafts.tokens)
+        own.engine.post(Answered(stream, drafts))
+
+    stream.on_send = answer
+    requests = [own.submit(prompt, max_tokens=50) for prompt in prompts]
+    assert [own.tokens(one) for one in requests] == alone
+    own.engine.stop()
+    assert stream.failure is None
+    counts = {wanted for step in stream.steps for wanted in step.num_drafts}
+    assert counts == set(range(K + 1))
+    assert any(step.closed_ids for step in stream.steps[:-1])  # given up on the way
+    assert sum(sum(one.accepted) for one in requests) > 10
+
+
 def test_a_request_whose_output_cannot_be_decoded_ends_alone(served, greedy):
     broken = make_request([3, 1, 4, 1, 5])
 
-    def push(token_ids: list[int], room: int) -> None:  # noqa: ARG001
+    def write(piece: Piece) -> None:  # noqa: ARG001
         raise ValueError("no such token")
 
-    broken.output.push = push
-    served._items[broken] = queue.SimpleQueue()
+    broken.output.write = write
     others = [served.submit()]
-    served.engine.submit(broken)
+    served.submit_made(broken)
     others.append(served.submit())
     assert served.error(broken) == "the output cannot be decoded: no such token"
     assert [served.tokens(one) for one in others] == [greedy, greedy]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from draftwire.config import speculative_config_from_mapping
+from draftwire.fusion import FeatureFusion
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.v1 import draft_pb2 as pb
@@ -23,6 +24,7 @@ from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 from verifier_service import drafter_link
 from verifier_service.drafter_link import Answered, Connected, Disconnected, DrafterLink, LinkEvent, Stream
+from verifier_service.features import FeatureKind
 
 READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
@@ -38,6 +40,7 @@ TARGET: Any = SimpleNamespace(
     hidden_size=HIDDEN,
     num_layers=NUM_LAYERS,
     max_model_len=64,
+    device=torch.device("cpu"),
 )
 RUNNER = asyncio.Runner()  # one loop for all tests: gRPC's threads outlive a test
 GUMBEL = {"draft_sample_method": "gumbel"}
@@ -99,6 +102,15 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         self.hellos: list[pb.VerifierHello] = []
         self.reads = True
         self.abort: tuple[grpc.StatusCode, str] | None = None
+        self.fusion_requests: list[str] = []
+        self.fusion_data = b""
+
+    async def GetFeatureFusion(  # noqa: N802
+        self, request: pb.GetFeatureFusionRequest, context: Any  # noqa: ARG002
+    ) -> AsyncIterator[pb.FeatureFusionChunk]:
+        self.fusion_requests.append(request.head_fingerprint)
+        for begin in range(0, len(self.fusion_data), 7):
+            yield pb.FeatureFusionChunk(data=self.fusion_data[begin : begin + 7])
 
     async def GetDrafterInfo(self, request: Any, context: Any) -> pb.GetDrafterInfoResponse:  # noqa: ARG002, N802
         return self.info
@@ -127,10 +139,10 @@ async def serve(drafter: Drafter, port: int = 0) -> tuple[grpc.aio.Server, int]:
 class Linked:
     """A link that runs and what it has posted."""
 
-    def __init__(self, port: int, config: dict[str, Any]) -> None:
+    def __init__(self, port: int, config: dict[str, Any], **options: Any) -> None:
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
-        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self.events.put_nowait)
+        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self.events.put_nowait, **options)
         self.task = asyncio.create_task(self.link.run())
 
     async def next(self, timeout_s: float = WAIT_S) -> LinkEvent:
@@ -156,9 +168,9 @@ class Linked:
 
 
 @contextlib.asynccontextmanager
-async def linked(drafter: Drafter, config: dict[str, Any] | None = None) -> AsyncIterator[Linked]:
+async def linked(drafter: Drafter, config: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Linked]:
     server, port = await serve(drafter)
-    own = Linked(port, config or {})
+    own = Linked(port, config or {}, **options)
     try:
         yield own
     finally:
@@ -183,6 +195,15 @@ async def test_a_drafter_that_fits_is_connected():
 
 
 @on_loop
+async def test_a_drafter_is_shown_as_ready_when_the_engine_has_been_told_of_it():
+    async with linked(Drafter()) as own:
+        shown: list[int] = []
+        own.link._post = lambda event: (shown.append(own.link.status.state), own.events.put_nowait(event))
+        await own.connected()
+        assert shown == [generate_pb2.DRAFTER_STATE_CONNECTING]
+
+
+@on_loop
 async def test_the_hello_says_what_the_target_is_and_what_will_be_sent():
     drafter = Drafter()
     async with linked(drafter, {"num_speculative_tokens": 2}) as own:
@@ -194,7 +215,7 @@ async def test_the_hello_says_what_the_target_is_and_what_will_be_sent():
     assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCAB, HIDDEN, NUM_LAYERS)
     assert hello.features == drafter.info.features
     assert hello.speculative_config.num_speculative_tokens == 2
-    assert (hello.max_sequences, list(hello.carriers)) == (5, [pb.CARRIER_BYTES])
+    assert (hello.max_sequences, list(hello.carriers)) == (5, [pb.CARRIER_SHM, pb.CARRIER_BYTES])
 
 
 @on_loop
@@ -222,6 +243,85 @@ async def test_steps_go_out_in_order_and_answers_are_posted():
             event = await own.next()
             assert isinstance(event, Answered)
             assert (event.stream, event.drafts.step_id) == (stream, step_id)
+
+
+# Features that are fused before they are sent.
+
+
+def fusing_drafter(seed: int = 0, **changes: Any) -> Drafter:
+    """A drafter whose head fuses two layers' features of width 2 into states of width 3."""
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, 2 * HIDDEN, generator=draw).bfloat16()
+    fusion = FeatureFusion(weight, [torch.rand(HIDDEN, generator=draw).bfloat16() for _ in range(2)], 1e-5)
+    drafter = Drafter(make_info(fusion=fusion.describe(), **changes))
+    drafter.fusion_data = b"".join(fusion.chunks())
+    return drafter
+
+
+@on_loop
+async def test_a_head_that_fuses_gets_fused_features():
+    drafter = fusing_drafter()
+    async with linked(drafter) as own:
+        head = (await own.connected()).head
+        assert own.link.status.features_are_fused
+        assert own.link.status.feature_row_bytes == head.row_bytes == 2 * 3
+    (hello,) = drafter.hellos
+    assert (hello.features.width, hello.features.fused_for) == (3, "f00d")
+    assert list(hello.features.layers) == [1, 3]
+    assert drafter.fusion_requests == ["f00d"]
+    assert b"".join(head.fusion.chunks()) == drafter.fusion_data
+    assert (head.width, head.kind) == (3, FeatureKind((1, 3), f"f00d {drafter.info.fusion.digest}"))
+
+
+@on_loop
+async def test_the_operator_can_have_features_sent_as_they_are():
+    drafter = fusing_drafter()
+    async with linked(drafter, fuses_features=False) as own:
+        head = (await own.connected()).head
+        assert (head.fusion, head.kind, head.width) == (None, FeatureKind((1, 3)), 4)
+        assert not own.link.status.features_are_fused
+    assert (drafter.hellos[0].features, drafter.fusion_requests) == (drafter.info.features, [])
+
+
+@on_loop
+async def test_fusion_that_saves_nothing_is_left_to_the_drafter():
+    drafter = fusing_drafter()
+    drafter.info.fusion.width = 4
+    async with linked(drafter) as own:
+        assert (await own.connected()).head.fusion is None
+    assert drafter.fusion_requests == []
+
+
+@on_loop
+async def test_heads_that_are_alike_share_weights_and_get_features_of_their_own():
+    one, other = fusing_drafter(5), fusing_drafter(5, head_fingerprint="0ddb")
+    async with linked(one) as own:
+        heads = [(await own.connected()).head]
+        async with linked(other) as second:
+            heads.append((await second.connected()).head)
+    assert heads[0].fusion is heads[1].fusion
+    assert heads[0].kind != heads[1].kind
+    assert len(one.fusion_requests + other.fusion_requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda drafter: setattr(drafter, "fusion_data", drafter.fusion_data[:-1]), "must be 32 bytes"),
+        (lambda drafter: setattr(drafter, "fusion_data", drafter.fusion_data * 1000), "must be 32 bytes"),
+        (lambda drafter: setattr(drafter, "fusion_data", bytes(32)), "fusion.digest"),
+        (lambda drafter: setattr(drafter.info.fusion, "num_norms", 7), "fusion does not fit: width 3, num_norms 7"),
+        (lambda drafter: drafter.hello.update(info=make_info(head_fingerprint="0ddb")), "the head has changed"),
+    ],
+    ids=["too little", "too much", "other weights", "no such fusion", "changed head"],
+)
+@on_loop
+async def test_weights_that_are_not_the_heads_are_refused(change, text):
+    drafter = fusing_drafter(7)
+    change(drafter)
+    async with linked(drafter) as own:
+        assert text in await own.refused()
+        assert own.events.empty()
 
 
 # Drafters that do not fit.
@@ -317,8 +417,8 @@ WRONG_HELLOS: dict[str, tuple[dict[str, Any], str]] = {
         "draft_token_ids must be in [0, 20)",
     ),
     "missing ids": ({"info": make_info(draft_vocab_size=7)}, "draft_token_ids are missing: drafter vocabulary 7, 20"),
-    "carrier": ({"carrier": 0}, f"must be a hello with carrier {pb.CARRIER_BYTES}"),
-    "unknown carrier": ({"carrier": 77}, f"must be a hello with carrier {pb.CARRIER_BYTES}"),
+    "carrier": ({"carrier": 0}, "must be a hello with one of the carriers shm, bytes"),
+    "unknown carrier": ({"carrier": 77}, "must be a hello with one of the carriers shm, bytes"),
 }
 
 

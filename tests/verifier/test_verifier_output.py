@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from draftwire.config import build_sampling_params, resolve_sampling_params
 from draftwire.v1 import generate_pb2 as pb
 from models import EOS, VOCAB_SIZE, make_tokenizer
-from verifier_service.output import OutputBuilder
+from verifier_service.output import OutputBuilder, Piece
 from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
 
 TOKENIZER = make_tokenizer()
@@ -31,6 +31,12 @@ def ids_of(text: str) -> list[int]:
 def builder(codec: TextCodec | None, **options) -> OutputBuilder:
     params = resolve_sampling_params(build_sampling_params(**{"max_tokens": 100, **options}))
     return OutputBuilder(params, frozenset([EOS]), codec)
+
+
+def push(output: OutputBuilder, token_ids: list[int], room: int = ROOM) -> Piece:
+    piece = output.take(token_ids, room)
+    output.write(piece)
+    return piece
 
 
 class TestStopFinder:
@@ -99,60 +105,60 @@ class TestDetokenizer:
 
 class TestOutputBuilder:
     def test_tokens_and_their_text_go_through(self, codec):
-        piece = builder(codec).push(ids_of("a€b"), ROOM)
+        piece = push(builder(codec), ids_of("a€b"))
         assert piece.text == "a€b"
         assert piece.text_ends == [1, 1, 1, 2, 3]
         assert piece.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
     def test_end_token_in_the_middle_of_a_step_cuts_the_rest_off(self, codec):
-        piece = builder(codec).push([*ids_of("ab"), EOS, *ids_of("cd")], ROOM)
+        piece = push(builder(codec), [*ids_of("ab"), EOS, *ids_of("cd")])
         assert piece.token_ids == [*ids_of("ab"), EOS]
         assert (piece.text, piece.finish_reason, piece.stop_token_id) == ("ab", pb.FINISH_REASON_STOP, None)
 
     def test_ignored_end_token_is_one_like_others(self, codec):
-        piece = builder(codec, ignore_eos=True).push([*ids_of("a"), EOS, *ids_of("b")], ROOM)
+        piece = push(builder(codec, ignore_eos=True), [*ids_of("a"), EOS, *ids_of("b")])
         assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
 
     def test_stop_token_is_kept_and_named_and_has_no_text(self, codec):
         a, b, c = ids_of("a"), ids_of("b"), ids_of("c")
-        piece = builder(codec, stop_token_ids=b).push([*a, *b, *c], ROOM)
+        piece = push(builder(codec, stop_token_ids=b), [*a, *b, *c])
         assert piece.token_ids == [*a, *b]
         assert (piece.text, piece.stop_token_id, piece.finish_reason) == ("a", b[0], pb.FINISH_REASON_STOP)
 
     def test_stop_text_over_two_steps_ends_before_it(self, codec):
         output = builder(codec, stop=["XYZ"])
-        first = output.push(ids_of("aX"), ROOM)
+        first = push(output, ids_of("aX"))
         assert (first.text, first.text_ends) == ("a", [1, 1])
-        second = output.push(ids_of("Y") + ids_of("Z") + ids_of("b"), ROOM)
+        second = push(output, ids_of("Y") + ids_of("Z") + ids_of("b"))
         assert second.token_ids == ids_of("Y") + ids_of("Z")
         assert (second.text, second.stop_text, second.finish_reason) == ("", "XYZ", pb.FINISH_REASON_STOP)
 
     def test_text_held_back_for_a_stop_comes_at_the_end(self, codec):
         output = builder(codec, stop=["XYZ"], max_tokens=2)
-        piece = output.push(ids_of("aX"), ROOM)
+        piece = push(output, ids_of("aX"))
         assert (piece.text, piece.text_ends, piece.finish_reason) == ("aX", [1, 2], pb.FINISH_REASON_LENGTH)
 
     @pytest.mark.parametrize(("max_tokens", "room"), [(3, ROOM), (100, 3)])
     def test_length_ends_in_the_middle_of_a_step(self, codec, max_tokens, room):
-        piece = builder(codec, max_tokens=max_tokens).push(ids_of("a") * 5, room)
+        piece = push(builder(codec, max_tokens=max_tokens), ids_of("a") * 5, room)
         assert (piece.text, piece.finish_reason) == ("aaa", pb.FINISH_REASON_LENGTH)
 
     def test_end_token_at_the_length_limit_is_a_stop(self, codec):
-        assert builder(codec, max_tokens=1).push([EOS], ROOM).finish_reason == pb.FINISH_REASON_STOP
+        assert push(builder(codec, max_tokens=1), [EOS]).finish_reason == pb.FINISH_REASON_STOP
 
     def test_nothing_ends_before_min_tokens(self, codec):
         a, b = ids_of("a"), ids_of("b")
         output = builder(codec, stop=["a"], stop_token_ids=b, min_tokens=3)
-        piece = output.push([*a, *b, EOS], ROOM)
+        piece = push(output, [*a, *b, EOS])
         assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
-        assert output.push(a, ROOM).stop_text == "a"
+        assert push(output, a).stop_text == "a"
 
     def test_stop_text_completed_by_the_last_token_is_found(self, codec):
-        piece = builder(codec, stop=["ab"], max_tokens=2).push([*ids_of("a"), *ids_of("b")], ROOM)
+        piece = push(builder(codec, stop=["ab"], max_tokens=2), [*ids_of("a"), *ids_of("b")])
         assert (piece.text, piece.stop_text, piece.finish_reason) == ("", "ab", pb.FINISH_REASON_STOP)
 
     def test_without_a_tokenizer_there_are_only_tokens(self):
-        piece = builder(None).push([1, 2, EOS], ROOM)
+        piece = push(builder(None), [1, 2, EOS])
         assert piece.token_ids == [1, 2, EOS]
         assert (piece.text, piece.text_ends, piece.finish_reason) == ("", [0, 0, 0], pb.FINISH_REASON_STOP)
 
@@ -165,7 +171,7 @@ class TestOutputBuilder:
         def joined(steps: list[list[int]]):
             output, text, tokens, last = builder(codec, **options), "", [], None
             for step in steps:
-                last = output.push(step, ROOM)
+                last = push(output, step)
                 text, tokens = text + last.text, tokens + last.token_ids
                 if last.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
                     break

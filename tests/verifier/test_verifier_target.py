@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -21,9 +22,11 @@ from transformers import (
     T5Config,
 )
 
+from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.errors import CheckpointError
-from draftwire.kv_cache import BlockPool, KVCache, RaggedBatch, SequenceRows, blocks_for
+from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
 from verifier_service.target import Target, load_target
+from verifier_service.target_runner import StepRows, TargetRunner
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4
@@ -80,16 +83,20 @@ class Served:
         generator = torch.Generator().manual_seed(5)
         self.tokens = [torch.randint(3, target.vocab_size, (length,), generator=generator) for length in lengths]
         pool = BlockPool(40)
-        self._cache = KVCache(target.layer_shapes, 40, target.dtype, CPU)
+        cache = KVCache(target.layer_shapes, 40, target.dtype, CPU)
+        self._runner = TargetRunner(target, cache, 3, 8, blocks_for(CONTEXT))
         self._blocks = [pool.allocate(blocks_for(length)) or [] for length in lengths]
 
     def step(self, pieces: list[tuple[int, int, int]], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and features of rows start .. start + count - 1 of each (sequence, start, count)."""
-        batch = RaggedBatch([SequenceRows(self._blocks[i], start, count) for i, start, count in pieces], CPU)
-        tokens = torch.cat([self.tokens[i][start : start + count] for i, start, count in pieces])
-        positions = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
-        logits = self.target.forward(tokens, positions, self._cache, batch, torch.arange(len(tokens)))
-        return logits, self.target.features(layers)
+        step = StepRows(
+            np.concatenate([self.tokens[i][start : start + count] for i, start, count in pieces]),
+            np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
+            [SequenceRows(self._blocks[i], start, count) for i, start, count in pieces],
+            np.arange(sum(count for _, _, count in pieces)),
+        )
+        output = self._runner.run(step)
+        return output.logits, output.features(layers)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -117,6 +124,17 @@ def test_logits_and_features_are_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(features, wanted_features, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_forward_pass_is_compiled_once_for_steps_of_any_size(name, tmp_path):
+    directory = save(CONFIGS[name], tmp_path / name)
+    eager, compiled = (Served(load(directory), [30, 9, 21]) for _ in range(2))
+    compiled.target.compile(backend="eager")  # its tracing and guards, without code of its own
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for pieces in ([(0, 0, 16)], [(1, 0, 9), (2, 0, 20)], [(0, 16, 1), (2, 20, 1)], [(0, 17, 8), (1, 4, 2)]):
+            for output, expected in zip(compiled.step(pieces, [1, 3]), eager.step(pieces, [1, 3]), strict=True):
+                torch.testing.assert_close(output, expected, **TOLERANCE)
+
+
 def test_logits_come_for_the_rows_asked_for(tmp_path):
     served = Served(load(save(CONFIGS["llama"], tmp_path / "llama")), [10])
     every, _ = served.step([(0, 0, 10)], [1])
@@ -126,7 +144,7 @@ def test_logits_come_for_the_rows_asked_for(tmp_path):
     def logits_of(*rows: int) -> torch.Tensor:
         return served.target.forward(
             served.tokens[0], torch.arange(10), cache, batch, torch.tensor(rows, dtype=torch.int64)
-        )
+        ).logits
 
     torch.testing.assert_close(logits_of(2, 9), every[[2, 9]], **TOLERANCE)
     assert logits_of().shape == (0, served.target.vocab_size)

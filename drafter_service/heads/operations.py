@@ -1,0 +1,105 @@
+"""The small operations of a head's layer: torch on the CPU, one Triton kernel each on CUDA."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+from draftwire import fusion
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of [T, H] rows: float32 inside, scaled by `weight` [H] in the rows' type, as in Llama."""
+    if uses_triton(x):
+        from drafter_service.gpu import layers
+
+        return layers.rms_norm(x, weight, eps)
+    return fusion.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of two [T, H], and its `rms_norm`."""
+    if uses_triton(x):
+        from drafter_service.gpu import layers
+
+        return layers.add_rms_norm(x, added, weight, eps)
+    total = x + added
+    return total, rms_norm(total, weight, eps)
+
+
+def first_input(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    embedding_norm: tuple[torch.Tensor, float],
+    g: torch.Tensor,
+    g_norm: tuple[torch.Tensor, float],
+) -> torch.Tensor:
+    """[T, 2 H]: the normed embeddings of `tokens` [T] int64 beside the normed states `g` [T, H].
+
+    A norm is its weight [H] and its eps.
+    """
+    if uses_triton(g):
+        from drafter_service.gpu import layers
+
+        return layers.first_input(tokens, embedding, embedding_norm, g, g_norm)
+    return torch.cat((rms_norm(F.embedding(tokens, embedding), *embedding_norm), rms_norm(g, *g_norm)), -1)
+
+
+def rotate_(
+    x: torch.Tensor,
+    num_q_heads: int,
+    positions: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> None:
+    """Rotates queries and keys by halves, as Llama does, in place.
+
+    Parameters
+    ----------
+    x
+        [T, H + KV, D] of unit stride within a row: the queries' heads, then the keys'.
+    positions
+        [T] int64.
+    cosines, sines
+        [positions, D / 2].
+    norms
+        Weights [D] of the root-mean-square norms that queries and keys go through first, and their eps.
+    """
+    if uses_triton(x):
+        from drafter_service.gpu import layers
+
+        layers.rotate_(x, num_q_heads, positions, cosines, sines, norms)
+        return
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        x[:, :num_q_heads] = rms_norm(x[:, :num_q_heads], q_weight, eps)
+        x[:, num_q_heads:] = rms_norm(x[:, num_q_heads:], k_weight, eps)
+    cosine, sine = cosines[positions, None], sines[positions, None]
+    first, second = (half.clone() for half in x.chunk(2, -1))
+    x[:] = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 I] rows [gate, up]."""
+    if uses_triton(x):
+        from drafter_service.gpu import layers
+
+        return layers.silu_mul(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def uses_triton(x: torch.Tensor) -> bool:
+    """Whether kernels stand in for torch where this tensor lies."""
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

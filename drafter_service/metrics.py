@@ -1,0 +1,55 @@
+"""What a drafter tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from drafter_service.answer import Answer, Load
+from draftwire.v1 import draft_pb2 as pb
+
+
+class DrafterCollector(Collector):
+    """Counts answers as the engine's thread delivers them, and reads its load at each scrape."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load = load
+        self._step_time = Histogram(
+            "draftwire_draft_step_seconds",
+            "Time in which the head computed a step.",
+            buckets=(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
+            registry=None,
+        )
+        self._draft_tokens = 0
+        self._answers: dict[int, int] = {}
+        self._failures = 0
+
+    def count(self, answer: Answer | Exception) -> None:
+        """Counts an answer, or a session that failed."""
+        if isinstance(answer, Exception):
+            self._failures += 1
+            return
+        self._step_time.observe(answer.compute_time_s)
+        self._draft_tokens += sum(answer.num_drafts)
+        for status in answer.statuses:
+            self._answers[status] = self._answers.get(status, 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus; from any thread."""
+        load = self._load()
+        yield GaugeMetricFamily("draftwire_draft_sessions", "Verifiers connected.", value=load.sessions)
+        yield GaugeMetricFamily("draftwire_draft_sequences", "Sequences open.", value=load.sequences)
+        yield GaugeMetricFamily(
+            "draftwire_kv_cache_usage_ratio", "Cache blocks in use.", value=load.kv_cache_usage
+        )
+        yield from self._step_time.collect()
+        yield CounterMetricFamily("draftwire_drafted_tokens", "Draft tokens answered.", value=self._draft_tokens)
+        answers = CounterMetricFamily("draftwire_draft_answers", "Sequences answered.", labels=["status"])
+        for status, count in list(self._answers.items()):
+            name = pb.SequenceStatus.Name(pb.SequenceStatus.ValueType(status))
+            answers.add_metric([name.removeprefix("SEQUENCE_STATUS_").lower()], count)
+        yield answers
+        yield CounterMetricFamily("draftwire_draft_session_failures", "Sessions given up.", value=self._failures)

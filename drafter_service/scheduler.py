@@ -1,0 +1,156 @@
+"""Which waiting rows the next batch computes, and which sequences live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from drafter_service.limits import EngineLimits
+from drafter_service.sequence_table import SequenceTable
+from drafter_service.session import Session
+from drafter_service.step import Step
+from drafter_service.step_work import StepRows, StepWork
+from draftwire.v1 import draft_pb2 as pb
+
+
+@dataclass
+class Batch:
+    """Rows to compute, and the steps that are done with them. A sequence may have rows of several steps, in order."""
+
+    rows: list[tuple[Session, StepRows]] = field(default_factory=list)
+    finished: list[tuple[Session, StepWork]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Opens, feeds and closes sequences as the sessions' steps say, and shares a batch's rows among the sessions."""
+
+    def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
+        self._limits = limits
+        self._table = table
+        self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
+        self._dropped: list[int] = []  # slots of the batch whose sequences are gone
+
+    def next_batch(self, sessions: Iterable[Session]) -> Batch:
+        """Shares max_batch_rows evenly; what a session does not need is shared by those with more rows waiting.
+
+        So drafts never wait for another session's prefill, and no prefill starves. The batch must be computed, and
+        `end_batch` called, before the next one.
+        """
+        batch = Batch()
+        waiting = sorted((s for s in sessions if s.works), key=lambda session: session.waiting_rows)
+        budget = self._limits.max_batch_rows
+        for index, session in enumerate(waiting):
+            budget -= self._take(session, budget // (len(waiting) - index), batch)
+        return batch
+
+    def end_batch(self) -> None:
+        """Frees what the computed batch was the last to use."""
+        for slot in self._dropped:
+            self._table.close(slot)
+        self._dropped.clear()
+        self._is_busy[:] = False
+
+    def drop(self, session: Session, sequence_id: int) -> None:
+        """Forgets a sequence; its blocks are free once the batch that uses them is computed."""
+        slot = session.slots.pop(sequence_id, None)
+        if slot is None:
+            return
+        if self._is_busy[slot]:
+            self._dropped.append(slot)
+        else:
+            self._table.close(slot)
+
+    def _take(self, session: Session, share: int, batch: Batch) -> int:
+        """Takes up to `share` rows of a session's steps, in order."""
+        taken = 0
+        parts: list[StepRows] = []
+        while session.works and taken < share:
+            work = session.works[0]
+            if not work.is_admitted:
+                if self._closes_busy(session, work.step):
+                    break
+                self._admit(session, work)
+            if work.rows_left:
+                part = work.take(share - taken, self._table)
+                self._is_busy[part.slots] = True
+                taken += int(part.counts.sum())
+                parts.append(part)
+            if work.rows_left:
+                break
+            batch.finished.append((session, session.works.popleft()))
+        self._drop_superseded(session, parts)
+        batch.rows += [(session, part) for part in parts if len(part.counts)]
+        session.waiting_rows -= taken
+        return taken
+
+    def _closes_busy(self, session: Session, step: Step) -> bool:
+        """Whether the step closes a sequence with rows in this batch, whose slot is not free before its end."""
+        slots = (session.slots.get(sequence_id) for sequence_id in step.closed_ids)
+        return any(slot is not None and self._is_busy[slot] for slot in slots)
+
+    def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
+        """Drafts only after a sequence's newest rows: a newer step has moved its end on, or closes it."""
+        named = [sequence_id for work in session.works if not work.is_admitted for sequence_id in _named(work.step)]
+        if not named and len(parts) < 2:
+            return
+        is_newer = np.zeros_like(self._is_busy)
+        is_newer[[session.slots[sequence_id] for sequence_id in named if sequence_id in session.slots]] = True
+        for part in reversed(parts):
+            part.withdraw(is_newer[part.slots])
+            is_newer[part.slots] = True
+
+    def _admit(self, session: Session, work: StepWork) -> None:
+        """Closes and opens sequences, finds room for the step's rows and answers for those that have none."""
+        step, table = work.step, self._table
+        for sequence_id in step.closed_ids:
+            self.drop(session, sequence_id)
+        refused = self._open(session, step)
+        slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids], np.int64)
+        follows = (slots >= 0) & (step.first_rows == table.next_row[slots])
+        is_taken = follows & table.has_room(slots, step.num_rows)
+        if not is_taken.all():
+            self._make_room(session, work, slots, follows, is_taken, refused)
+        for sequence_id in refused:
+            work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_NO_CAPACITY)
+        work.admit(slots, is_taken)
+        session.waiting_rows -= len(work.tokens) - work.rows_left
+
+    def _make_room(
+        self,
+        session: Session,
+        work: StepWork,
+        slots: np.ndarray,
+        follows: np.ndarray,
+        is_taken: np.ndarray,
+        refused: set[int],
+    ) -> None:
+        """Reserves blocks for sequences that are not taken as they are, in order; drops those whose rows do not fit."""
+        step = work.step
+        for index in np.flatnonzero(~is_taken):
+            sequence_id = step.sequence_ids[index]
+            if sequence_id in refused:
+                continue
+            is_taken[index] = follows[index] and self._table.reserve(int(slots[index]), int(step.num_rows[index]))
+            if not is_taken[index]:
+                self.drop(session, sequence_id)
+                status = pb.SEQUENCE_STATUS_NO_CAPACITY if follows[index] else pb.SEQUENCE_STATUS_UNKNOWN
+                work.answer.add_failure(sequence_id, status)
+
+    def _open(self, session: Session, step: Step) -> set[int]:
+        """Opens the step's new sequences; the ids of those that there is no room for."""
+        refused = set()
+        for new in step.opened:
+            slot = None
+            if len(session.slots) < session.terms.max_sequences:
+                slot = self._table.open(new)
+            if slot is None:
+                refused.add(new.sequence_id)
+            else:
+                session.slots[new.sequence_id] = slot
+        return refused
+
+
+def _named(step: Step) -> list[int]:
+    return [*step.sequence_ids, *step.closed_ids]

@@ -1,0 +1,109 @@
+"""State of every open sequence in the drafter, structure of arrays, so that a batch is handled without a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from drafter_service.limits import EngineLimits
+from drafter_service.loop_inputs import num_new_blocks
+from drafter_service.step import OpenedSequence
+from draftwire.block_pool import BlockPool, blocks_for
+from draftwire.kv_cache import BLOCK_SIZE
+
+
+class SequenceTable:
+    """Sequences by slot, 0 .. max_num_seqs - 1; the row of position p is cached at place p - first_row.
+
+    Attributes
+    ----------
+    first_row
+        [max_num_seqs] int64, position of the first row.
+    next_row
+        [max_num_seqs] int64, position of the first row that is not true: the true rows counted from position 0.
+    temperature, proposal_key
+        [max_num_seqs] float32 and int64.
+    end_row
+        [max_num_seqs] int64, position past the last one that a sequence's blocks and context hold.
+    blocks
+        [max_num_seqs, W] int32, ids of each sequence's blocks; 0 beyond its `num_blocks`. W is enough for a step's new
+        blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
+    """
+
+    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs = limits.max_num_seqs
+        self._max_model_len = limits.max_model_len
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        width = blocks_for(limits.max_model_len) + num_new_blocks(limits.max_num_speculative_tokens)
+        self.first_row = np.zeros(max_num_seqs, np.int64)
+        self.next_row = np.zeros(max_num_seqs, np.int64)
+        self.end_row = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.proposal_key = np.zeros(max_num_seqs, np.int64)
+        self.blocks = np.zeros((max_num_seqs, width), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return self._max_num_seqs - len(self._free)
+
+    def open(self, new: OpenedSequence) -> int | None:
+        """The slot of a new sequence, None when all are taken."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self.first_row[slot] = self.next_row[slot] = self.end_row[slot] = new.first_row
+        self.temperature[slot] = new.temperature
+        self.proposal_key[slot] = new.proposal_key
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Takes a slot and its blocks back."""
+        count = self.num_blocks[slot]
+        self._pool.release(self.blocks[slot, :count].tolist())
+        self.blocks[slot, :count] = 0
+        self.num_blocks[slot] = 0
+        self._free.append(slot)
+
+    def blocks_of(self, slot: int) -> Any:
+        """[n] int32, the blocks of a sequence."""
+        return self.blocks[slot, : self.num_blocks[slot]]
+
+    def has_room(self, slots: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
+        """Whether each sequence's blocks and context hold `num_rows` rows after its true ones; [n] bool."""
+        return self.next_row[slots] + num_rows <= self.end_row[slots]
+
+    def reserve(self, slot: int, num_rows: int) -> bool:
+        """Makes room for `num_rows` rows after a sequence's true ones, if the context and the pool have it."""
+        end = int(self.next_row[slot]) + num_rows
+        if end > self._max_model_len:
+            return False
+        held = int(self.num_blocks[slot])
+        missing = blocks_for(end - int(self.first_row[slot])) - held
+        if missing > 0:
+            blocks = self._pool.allocate(missing)
+            if blocks is None:
+                return False
+            self.blocks[slot, held : held + missing] = blocks
+            self.num_blocks[slot] = held + missing
+            room = int(self.first_row[slot]) + (held + missing) * BLOCK_SIZE
+            self.end_row[slot] = min(room, self._max_model_len)
+        return True
+
+    def reserve_drafts(self, slots: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        """Makes room for the rows of up to `num_drafts` drafts, at least 1 each; how many there is room for.
+
+        A sequence's first draft needs no row of its own: its last true row predicts it.
+        """
+        has_room = self.has_room(slots, num_drafts - 1)
+        if has_room.all():
+            return num_drafts
+        num_drafts = np.minimum(num_drafts, self._max_model_len - self.next_row[slots] + 1)
+        for index in np.flatnonzero(~has_room):
+            slot = int(slots[index])
+            if not self.reserve(slot, int(num_drafts[index]) - 1):
+                num_drafts[index] = self.end_row[slot] - self.next_row[slot] + 1
+        return num_drafts

@@ -1,0 +1,1 @@
+"""Measurements of speed and acceptance, behind `draftwire bench`."""

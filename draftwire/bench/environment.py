@@ -1,0 +1,69 @@
+"""On what a measurement was made: machine, versions, command, models."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from draftwire.version import VERSION
+
+PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
+
+
+def describe(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Machine, versions, date and the command line (`arguments`, else the process's own)."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return {
+        "command": shlex.join(["draftwire", *given]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform(), "gpus": _gpus()},
+        "versions": {"draftwire": VERSION, "python": platform.python_version(), **_versions()},
+    }
+
+
+def read_shape(directory: str) -> dict[str, Any] | None:
+    """The config.json of a model directory; None of a hub id."""
+    path = Path(directory).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    shape: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return shape
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Name and driver of each GPU; asked of the driver's tool, so that this process makes no context on them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    return answer.stdout.splitlines() if answer.returncode == 0 else []

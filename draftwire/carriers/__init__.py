@@ -1,0 +1,23 @@
+"""How tensors travel between a verifier and a drafter: in the message, in shared host memory, in shared GPU memory."""
+
+from draftwire.carriers.names import ALL_CARRIERS, carrier_name, offered_carriers, parse_carriers
+from draftwire.carriers.receiver import Incoming, TensorReceiver
+from draftwire.carriers.rendezvous import Rendezvous, SharedSegments, meet
+from draftwire.carriers.segment import Segment, segment_bytes
+from draftwire.carriers.sender import Outgoing, TensorSender
+
+__all__ = [
+    "ALL_CARRIERS",
+    "Incoming",
+    "Outgoing",
+    "Rendezvous",
+    "Segment",
+    "SharedSegments",
+    "TensorReceiver",
+    "TensorSender",
+    "carrier_name",
+    "meet",
+    "offered_carriers",
+    "parse_carriers",
+    "segment_bytes",
+]

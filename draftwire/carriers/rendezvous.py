@@ -1,0 +1,220 @@
+"""Where a verifier and a drafter of one host exchange segments. A peer of another host cannot come here.
+
+The conversation is described at `Rendezvous` in draft.proto. Its functions block and are called in a thread of their
+own; each message waits a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError, attach_segment, create_segment
+from draftwire.devices import make_current
+from draftwire.v1 import draft_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0
+_SOCKET_NAME = re.compile(r"draftwire-[0-9a-f]{32}")
+_TOKEN_BYTES = 32
+_MAX_MESSAGE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class SharedSegments:
+    """What one side holds after the conversation; None where bytes in the message are left."""
+
+    outgoing: Segment | None = None
+    incoming: Segment | None = None
+
+
+class Rendezvous:
+    """The verifier's socket. A context manager that closes it."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._name = f"draftwire-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{self._name}")
+        self._socket.listen()
+
+    def encode(self) -> pb.Rendezvous:
+        """Wire form."""
+        return pb.Rendezvous(socket=self._name, token=self._token)
+
+    def serve(
+        self,
+        carriers: Sequence[pb.Carrier],
+        logits_carriers: Sequence[pb.Carrier],
+        logits_bytes: int,
+        device: torch.device,
+    ) -> SharedSegments:
+        """Waits for the drafter and settles both directions; nothing is shared if it does not come before `close`.
+
+        Parameters
+        ----------
+        carriers, logits_carriers
+            That the verifier allows for features and for draft logits, best first.
+        logits_bytes
+            Size of the segment for draft logits; 0 for none.
+        """
+        make_current(device)
+        while (connection := self._accept()) is not None:
+            with connection:
+                try:
+                    connection.settimeout(TIMEOUT_S)
+                    if not hmac.compare_digest(connection.recv(_TOKEN_BYTES + 1), self._token):
+                        continue
+                    outgoing = _attach(connection, carriers, device)
+                    return SharedSegments(outgoing, _offer(connection, logits_carriers, logits_bytes, device))
+                except (OSError, DecodeError) as error:
+                    logger.warning("nothing is shared with the drafter: %s", str(error) or type(error).__name__)
+        return SharedSegments()
+
+    def _accept(self) -> socket.socket | None:
+        """The next connection; None when the socket was closed."""
+        try:
+            return self._socket.accept()[0]
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Ends a `serve` that still waits."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def meet(
+    rendezvous: pb.Rendezvous,
+    carriers: Sequence[pb.Carrier],
+    features_bytes: int,
+    device: torch.device,
+) -> SharedSegments:
+    """The drafter's side; nothing is shared when the verifier is not to be found on this host.
+
+    Parameters
+    ----------
+    rendezvous
+        Of the verifier's hello, not trusted.
+    carriers
+        That verifier and drafter allow, best first.
+    features_bytes
+        Size of the segment for features.
+    """
+    if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
+        return SharedSegments()
+    make_current(device)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(f"\0{rendezvous.socket}")
+        except OSError as error:
+            logger.debug("the verifier is not on this host: %s", str(error))
+            return SharedSegments()
+        try:
+            connection.send(rendezvous.token)
+            incoming = _offer(connection, carriers, features_bytes, device)
+            return SharedSegments(_attach(connection, carriers, device), incoming)
+        except (OSError, DecodeError) as error:
+            logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
+            return SharedSegments()
+
+
+def _offer(
+    connection: socket.socket, carriers: Sequence[pb.Carrier], num_bytes: int, device: torch.device
+) -> Segment | None:
+    """The receiver's part: offers segments, best first, until the sender has one."""
+    for carrier in carriers if num_bytes else ():
+        if carrier == pb.CARRIER_BYTES:
+            break
+        try:
+            segment, fd = create_segment(carrier, num_bytes, device)
+        except SegmentError as error:
+            logger.info("%s: %s", pb.Carrier.Name(carrier), error)
+            continue
+        try:
+            if _is_shared(connection, segment, fd):
+                return segment
+        finally:
+            os.close(fd)
+    _send(connection, pb.SegmentOffer(carrier=pb.CARRIER_BYTES))
+    return None
+
+
+def _is_shared(connection: socket.socket, segment: Segment, fd: int) -> bool:
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    segment.write_nonce(nonce)
+    offer = pb.SegmentOffer(carrier=segment.carrier, size=segment.size, nonce=nonce)
+    socket.send_fds(connection, [offer.SerializeToString()], [fd])
+    answer = pb.SegmentVerdict.FromString(connection.recv(_MAX_MESSAGE_BYTES))
+    shared = answer.shared and segment.read_nonce() == _complement(nonce)
+    if not shared:
+        logger.info("%s: %s", pb.Carrier.Name(segment.carrier), answer.detail or "the nonce was not written")
+    _send(connection, pb.SegmentVerdict(shared=shared, detail="" if shared else "not seen by the receiver"))
+    return shared
+
+
+def _attach(connection: socket.socket, carriers: Sequence[pb.Carrier], device: torch.device) -> Segment | None:
+    """The sender's part: takes the first segment that is offered and that it can map."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            offer = pb.SegmentOffer.FromString(data)
+            if not data:
+                raise ConnectionError("the connection has ended")
+            if offer.carrier == pb.CARRIER_BYTES:
+                return None
+            segment = None
+            try:
+                segment = _map(offer, fds, carriers, device)
+                _send(connection, pb.SegmentVerdict(shared=True))
+            except SegmentError as error:
+                logger.info("carrier %d: %s", offer.carrier, error)
+                _send(connection, pb.SegmentVerdict(detail=str(error)[:512]))
+            verdict = pb.SegmentVerdict.FromString(connection.recv(_MAX_MESSAGE_BYTES))
+            if segment is not None and verdict.shared:
+                return segment
+        finally:
+            for fd in fds:
+                os.close(fd)
+    raise TimeoutError(f"no segment within {TIMEOUT_S:g} s")
+
+
+def _map(
+    offer: pb.SegmentOffer, fds: Sequence[int], carriers: Sequence[pb.Carrier], device: torch.device
+) -> Segment:
+    if offer.carrier not in carriers or len(fds) != 1:
+        raise SegmentError(f"carrier {offer.carrier} with {len(fds)} files: not allowed here")
+    segment = attach_segment(offer.carrier, fds[0], offer.size, device)
+    if len(offer.nonce) != NONCE_BYTES or segment.read_nonce() != offer.nonce:
+        raise SegmentError("the nonce is not in the memory")
+    segment.write_nonce(_complement(offer.nonce))
+    return segment
+
+
+def _complement(nonce: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in nonce)
+
+
+def _send(connection: socket.socket, message: Message) -> None:
+    connection.send(message.SerializeToString())

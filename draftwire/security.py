@@ -1,0 +1,271 @@
+"""Who may talk to whom: TLS in both directions, bearer tokens, and plain text only where it is asked for.
+
+Files are read again when they change, so that certificates and tokens are renewed without a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from draftwire.errors import InvalidArgumentError, ServerError
+from draftwire.wire import parse_address
+
+logger = logging.getLogger(__name__)
+
+AUTHORIZATION = "authorization"
+_SCHEME = "Bearer "
+
+
+@dataclass(frozen=True)
+class ServerSecurity:
+    """How a server lets others in.
+
+    Attributes
+    ----------
+    certificate, key
+        PEM files of the server's certificate chain and private key; both or neither.
+    client_ca
+        PEM file of the authorities whose clients are let in (mutual TLS); needs a certificate of one's own.
+    token_file
+        Text file with one bearer token a line, any of which lets a client in; empty lines and lines that begin with #
+        are ignored.
+    insecure
+        Whether plain text is allowed outside of the loopback interface.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
+        if self.client_ca is not None and self.certificate is None:
+            raise InvalidArgumentError("tls_client_ca", str(self.client_ca), "needs tls_cert and tls_key")
+
+    def credentials(self, listen: str) -> grpc.ServerCredentials | None:
+        """Credentials for a port at `listen`; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read.
+        """
+        if self.certificate is None or self.key is None:
+            _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
+            return None
+        files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
+        watched = _Watched(files)
+        return grpc.dynamic_ssl_server_credentials(
+            _certificate_configuration(watched.read()),
+            lambda: _renewed(watched),  # type: ignore[arg-type,return-value]  # None keeps the old one
+            require_client_authentication=self.client_ca is not None,
+        )
+
+
+@dataclass(frozen=True)
+class ClientSecurity:
+    """How a client shows who it is and checks who answers.
+
+    Attributes
+    ----------
+    tls
+        Whether the connection is encrypted; set by any of the files.
+    ca
+        PEM file of the authorities that are trusted; None for the system's.
+    certificate, key
+        PEM files of the client's own certificate and key, for mutual TLS; both or neither.
+    token_file
+        File whose first line is the bearer token.
+    insecure
+        Whether plain text is allowed outside of the loopback interface.
+    """
+
+    tls: bool = False
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
+
+    def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:
+        """Credentials for a channel to `address`, read from the files now; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names `field` when it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read.
+        """
+        if not (self.tls or self.ca or self.certificate):
+            _refuse_plain_text(field, address, self.insecure, "tls")
+            return None
+        ca, key, certificate = (
+            None if path is None else _read(path) for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call: the bearer token, if there is one."""
+        if self.token_file is None:
+            return ()
+        lines = _read(self.token_file).decode().splitlines()
+        return ((AUTHORIZATION, _SCHEME + lines[0].strip()),) if lines else ()
+
+
+# Plain text, on loopback alone.
+LOOPBACK = ClientSecurity()
+
+
+def open_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """A channel to `address`; see `ClientSecurity.credentials` for the errors."""
+    credentials = security.credentials(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def open_async_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """A channel of the running event loop to `address`; see `ClientSecurity.credentials` for the errors."""
+    credentials = security.credentials(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls of one service through that carry a token of the file; UNAUTHENTICATED otherwise."""
+
+    def __init__(self, token_file: Path, service_name: str) -> None:
+        """
+        Raises
+        ------
+        ServerError
+            When the file cannot be read or has no token.
+        """
+        self._watched = _Watched([token_file])
+        self._prefix = f"/{service_name}/"
+        self._digests = _token_digests(self._watched.read()[0])
+        if not self._digests:
+            raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if not handler_call_details.method.startswith(self._prefix) or handler is None:
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get(AUTHORIZATION, "")
+        if self._is_known(given):
+            return handler
+
+        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a bearer token that this server knows is needed")
+
+        kinds = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        kind = kinds[bool(handler.response_streaming)]
+        return kind(refuse, handler.request_deserializer, handler.response_serializer)
+
+    def _is_known(self, given: str | bytes) -> bool:
+        changed = self._watched.changed()
+        if changed is not None:
+            self._digests = _token_digests(changed[0])
+            logger.info("the tokens were read again: %d", len(self._digests))
+        if not isinstance(given, str) or not given.startswith(_SCHEME):
+            return False
+        digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all, whichever is equal
+
+
+class _Watched:
+    """Files that are read again when one of them has changed."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._stamps: list[tuple[int, int, int]] | None = None
+
+    def read(self) -> list[bytes]:
+        """The contents."""
+        self._stamps = [_stamp(path) for path in self._paths]
+        return [_read(path) for path in self._paths]
+
+    def changed(self) -> list[bytes] | None:
+        """The contents, if they have changed since they were read; None too while they cannot be read."""
+        try:
+            if [_stamp(path) for path in self._paths] == self._stamps:
+                return None
+            return self.read()
+        except ServerError as error:
+            logger.warning("what was read before stays in force: %s", error)
+            return None
+
+
+def _renewed(watched: _Watched) -> grpc.ServerCertificateConfiguration | None:
+    """A new configuration when the files have changed; None keeps the old one."""
+    contents = watched.changed()
+    if contents is None:
+        return None
+    logger.info("the certificates were read again")
+    return _certificate_configuration(contents)
+
+
+def _certificate_configuration(contents: list[bytes]) -> grpc.ServerCertificateConfiguration:
+    certificate, key, *client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
+
+
+def _token_digests(text: bytes) -> list[bytes]:
+    lines = (line.strip() for line in text.decode(errors="replace").splitlines())
+    return [hashlib.sha256(line.encode()).digest() for line in lines if line and not line.startswith("#")]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ServerError(f"{path} cannot be read: {error.strerror}") from error
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ServerError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_plain_text(field: str, address: str, insecure: bool, instead: str) -> None:
+    if not insecure and not is_loopback(address):
+        raise InvalidArgumentError(
+            field, address, f"plain text outside of loopback must be asked for with insecure; or give {instead}"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is of this machine's loopback interface."""
+    host = parse_address(address, "address")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,88 @@
+"""A run in which anything was skipped is found out."""
+
+from __future__ import annotations
+
+import pytest
+from timelines import ROW_BYTES, counters, timeline
+
+from draftwire.bench.counts import expected_work, find_skipped
+
+K, MAX_TOKENS = 2, 6
+# Six tokens: the prompt's, then 2 (one draft accepted), then 3 (two accepted). The second step leaves room for both.
+STEPS = [(2, 1), (2, 2)]
+
+
+def honest():
+    """Two requests of 5 prompt tokens and what the engine counts for them: 2 steps of 3 rows each.
+
+    The second step's drafts need rows 0 .. 6: five tokens of the prompt and three of the output, the last has none.
+    """
+    timelines = [timeline(STEPS), timeline(STEPS)]
+    return timelines, {"prompt_rows": 10, "verify_steps": 4, "verify_rows": 12, "feature_rows": 14}
+
+
+def problems(timelines, changes, k=K):
+    return find_skipped(timelines, k, MAX_TOKENS, counters(**changes), ROW_BYTES)
+
+
+def test_the_work_behind_a_stream():
+    work = expected_work(timeline(STEPS), K, MAX_TOKENS)
+    assert (work.verify_steps, work.drafted, work.feature_rows) == (2, (2, 2), 7)
+
+
+def test_a_last_step_drafts_only_what_there_is_room_for():
+    # Five tokens are out when the last step begins: the one token that is left needs no draft.
+    work = expected_work(timeline([(2, 1), (2, 1), (0, 0)]), K, MAX_TOKENS)
+    assert (work.verify_steps, work.drafted) == (3, (2, 2))
+    # Four are out: one draft.
+    work = expected_work(timeline([(2, 2), (1, 1)]), K, MAX_TOKENS)
+    assert (work.verify_steps, work.drafted) == (2, (2, 1))
+
+
+def test_without_drafting_every_step_is_one_row():
+    plain = timeline([(0, 0)] * 5, k=0)
+    assert expected_work(plain, 0, MAX_TOKENS).drafted == ()
+    assert problems([plain], {"prompt_rows": 5, "verify_steps": 5, "verify_rows": 5}, k=0) == []
+
+
+def test_a_run_that_did_all_its_work_passes():
+    assert problems(*honest()) == []
+
+
+def test_rows_for_the_last_tokens_may_be_sent_or_not():
+    timelines, given = honest()
+    assert problems(timelines, given | {"feature_rows": 20}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"verify_rows": 11}, "rows verified: 12 due, 11 done"),
+        ({"verify_steps": 3}, "verify steps of the engine: 4 due, 3 done"),
+        ({"prompt_rows": 6}, "prompt rows (a prefix that is found computes fewer): 10 due, 6 done"),
+        ({"feature_rows": 13}, "feature rows: 14 to 20 due, 13 sent"),
+        ({"feature_rows": 21}, "feature rows: 14 to 20 due, 21 sent"),
+        ({"feature_bytes": 14 * ROW_BYTES - 1}, "feature bytes by bytes: 14 rows of 24 bytes are 336, 335 sent"),
+    ],
+)
+def test_what_the_engine_skipped_is_named(changes, text):
+    timelines, given = honest()
+    assert problems(timelines, given | changes) == [text]
+
+
+def test_a_step_that_went_on_without_its_drafts_is_named():
+    timelines = [timeline([(2, 1), (2, 2)]), timeline([(1, 1), (2, 2)])]
+    found = problems(timelines, {"prompt_rows": 10, "verify_steps": 4, "verify_rows": 11, "feature_rows": 14})
+    assert found == ["rows verified: 12 due, 11 done", "drafts verified at position 2: 4 due, 3 done"]
+
+
+def test_an_output_that_ended_early_is_named():
+    timelines, given = honest()
+    timelines[1] = timeline([(2, 1)])
+    assert problems(timelines, given)[0] == "output tokens: 12 due, 9 done"
+
+
+def test_features_sent_with_drafting_off_are_named():
+    plain = timeline([(0, 0)] * 5, k=0)
+    given = {"prompt_rows": 5, "verify_steps": 5, "verify_rows": 5, "feature_rows": 3}
+    assert problems([plain], given, k=0) == ["feature rows: 0 to 0 due, 3 sent"]

@@ -1,0 +1,212 @@
+"""`draftwire bench serve`, against a fake verifier and against the demo pair."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_verifier import ROW_BYTES, VOCAB_SIZE, FakeVerifier, served
+
+from draftwire.bench.load import Planned
+from draftwire.bench.workload import Level, in_slots, random_prompts, read_prompts
+from draftwire.cli.main import main
+from draftwire.errors import InvalidArgumentError
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+SMALL = ("--concurrency", "2", "--prompt-tokens", "5", "--output-tokens", "9", "--client-processes", "1")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "serve", *arguments])
+
+
+@pytest.fixture(scope="module")
+def fake_run(tmp_path_factory):
+    """A run against an honest fake; (verifier, console output, JSON)."""
+    verifier = FakeVerifier()
+    path = tmp_path_factory.mktemp("serve") / "out.json"
+    with served(verifier) as address:
+        result = bench("--server", address, *SMALL, "--num-requests", "3", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    return verifier, result.output, json.loads(path.read_text())
+
+
+def test_requests_are_random_prompts_of_which_none_repeats(fake_run):
+    verifier, _, _ = fake_run
+    prompts = [tuple(request.token_ids.ids) for request in verifier.requests]
+    assert len(prompts) == 2 * (2 + 3)  # warm-up and measurement, drafting off and on
+    assert len(set(prompts)) == len(prompts)
+    assert all(len(prompt) == 5 and max(prompt) < VOCAB_SIZE for prompt in prompts)
+
+
+def test_requests_go_on_past_the_end_of_sequence_at_the_temperature_given(fake_run):
+    verifier, _, _ = fake_run
+    assert all(request.sampling_params.ignore_eos for request in verifier.requests)
+    assert {request.sampling_params.temperature for request in verifier.requests} == {1.0}
+    seeds = [request.sampling_params.seed for request in verifier.requests]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_drafting_is_off_and_on_in_one_run(fake_run):
+    verifier, _, document = fake_run
+    off = [request for request in verifier.requests if request.HasField("num_speculative_tokens")]
+    assert {request.num_speculative_tokens for request in off} == {0}
+    assert len(off) == len(verifier.requests) / 2
+    assert [level["drafting"] for level in document["levels"]] == [False, True]
+    assert [entry["level"] for entry in document["speed_up"]] == ["2"]
+
+
+def test_warm_up_is_not_counted(fake_run):
+    _, _, document = fake_run
+    for level in document["levels"]:
+        assert (level["requests"], level["whole_run"]["prompt_rows"]) == (3, 15)
+
+
+def test_counts_of_the_engine_are_those_of_the_level_alone(fake_run):
+    off, on = fake_run[2]["levels"]
+    assert off["whole_run"]["verify_rows"] == off["whole_run"]["verify_steps"] == 3 * 8
+    # Each request: three steps of two drafts, of which one is accepted, then a step of one draft and one of none.
+    assert (on["acceptance"]["verify_steps"], on["acceptance"]["drafted"]) == (3 * 5, [3 * 4, 3 * 3])
+    assert on["whole_run"]["verify_rows"] == 3 * 12
+    traffic = on["whole_run"]["traffic"]["bytes"]
+    assert traffic["feature_bytes"] == ROW_BYTES * traffic["feature_rows"] == ROW_BYTES * 3 * (5 + 9 - 1)
+
+
+def test_json_says_on_what_it_was_measured(fake_run):
+    document = fake_run[2]
+    assert document["command"].startswith("draftwire")
+    assert {"cpu", "cores", "gpus", "system"} <= set(document["machine"])
+    assert {"draftwire", "python", "torch", "grpcio"} <= set(document["versions"])
+    assert document["server"]["speculative_config"]["rejection_sample_method"] == "synthetic"
+
+
+def test_output_names_the_clients_load_and_that_acceptance_is_synthetic(fake_run):
+    output = fake_run[1]
+    assert "clients: " in output
+    assert "acceptance is synthetic" in output
+
+
+def test_skipped_rows_fail_a_synthetic_run():
+    with served(FakeVerifier(forgotten_rows=1)) as address:
+        result = bench("--server", address, *SMALL, "--drafting", "on")
+    assert result.exit_code == 1
+    assert "work was skipped" in result.output
+    assert "rows verified: 48 due, 44 done" in result.output
+
+
+def test_skipped_rows_are_told_where_acceptance_is_real():
+    with served(FakeVerifier(forgotten_rows=1, synthetic=False)) as address:
+        result = bench("--server", address, *SMALL, "--drafting", "on")
+    assert result.exit_code == 0
+    assert "2 on: rows verified: 48 due, 44 done" in result.output
+
+
+def test_a_verifier_that_others_use_is_not_measured():
+    with served(FakeVerifier(running=3)) as address:
+        result = bench("--server", address, *SMALL, "--warmup-tokens", "0")
+    assert result.exit_code == 1
+    assert "3 requests of others" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--concurrency", "9"), "concurrency = 9: the verifier computes at most 8 requests at once"),
+        (("--concurrency", "4", "--num-requests", "2"), "num_requests = 2: must be at least the concurrency, 4"),
+        (("--concurrency", "0"), "'0' is not a list of numbers above 0"),
+        (("--concurrency", "1", "--request-rate", "2"), "at most one of --concurrency and --request-rate"),
+        (("--head", "x"), "either --server or --target and --head"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, text):
+    with served(FakeVerifier()) as address:
+        result = bench("--server", address, *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+
+
+def test_drafting_without_drafters_is_refused():
+    with served(FakeVerifier(drafters=0)) as address:
+        assert "served without drafters" in bench("--server", address, *SMALL).output
+        assert bench("--server", address, *SMALL, "--drafting", "off").exit_code == 0
+
+
+def test_a_server_that_is_not_there_is_named():
+    result = bench("--server", "127.0.0.1:1", *SMALL)
+    assert result.exit_code == 1
+    assert "127.0.0.1:1 cannot be reached" in result.output
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = bench("--server", "127.0.0.1:1", "--plot", "out.png")
+    assert result.exit_code == 1
+    assert "pip install 'draftwire[bench]'" in result.output
+
+
+def test_requests_at_a_rate_arrive_as_a_poisson_process():
+    planned = [Planned(b"")] * 4000
+    slots = in_slots(planned, Level(request_rate=20.0), seed=1)
+    times = [slot[0].not_before_s for slot in slots]
+    gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 20, rel=0.05)
+    # The gaps of a Poisson process are as wide as they are long.
+    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
+    assert in_slots(planned, Level(request_rate=20.0), seed=1) == slots
+
+
+def test_requests_at_a_concurrency_follow_each_other_in_slots():
+    slots = in_slots([Planned(bytes([n])) for n in range(5)], Level(concurrency=2), seed=0)
+    assert [[planned.request for planned in slot] for slot in slots] == [[b"\0", b"\2", b"\4"], [b"\1", b"\3"]]
+
+
+def test_random_prompts_are_the_same_for_the_same_seed():
+    first, second, other = random_prompts(4, 50, 1), random_prompts(4, 50, 1), random_prompts(4, 50, 2)
+    assert [next(first) for _ in range(3)] == [next(second) for _ in range(3)]
+    assert next(first) != next(other)
+
+
+def test_a_prompt_file_has_text_or_token_ids(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "def f(", "path": "x.py"}\n\n{"token_ids": [3, 1]}\n')
+    assert read_prompts(path) == ["def f(", [3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", "at least one line"), ("[1]\n", r":1 = '\[1\]'"), ('{"text": ""}\n', ":1 ="), ("{\n", ":1 =")],
+)
+def test_a_wrong_prompt_file_is_named_with_its_line(tmp_path, content, text):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidArgumentError, match=text):
+        read_prompts(path)
+
+
+def test_the_demo_pair_from_start_to_plot(tmp_path):
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "png")}
+    result = bench(
+        *("--target", str(DEMO / "target"), "--head", str(DEMO / "head")),
+        *("--verifier-device", "cpu", "--drafter-device", "cpu"),
+        *("--speculative-config", '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}'),
+        *("--concurrency", "3", "--prompt-tokens", "16", "--output-tokens", "21", "--warmup-tokens", "6"),
+        *("--json", str(files["json"]), "--plot", str(files["png"])),
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(files["json"].read_text())
+    assert document["shapes"]["target"]["num_hidden_layers"] == 8
+    assert [(level["concurrency"], level["drafting"]) for level in document["levels"]] == [(3, False), (3, True)]
+    for level in document["levels"]:
+        assert level["work_skipped_or_repeated"] == []
+        assert level["tokens_per_s"]["whole_run"] > 0
+        times = level["whole_run"]["ms_per_step"]
+        assert (times["draft"] > 0) == level["drafting"]
+        assert min(times["verify"], times["sample"], times["host"]) > 0
+    on = document["levels"][1]
+    assert on["acceptance"]["rates"] == [1.0, 1.0, 0.0, 0.0]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "no work was skipped" in result.output

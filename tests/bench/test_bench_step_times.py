@@ -1,0 +1,97 @@
+"""The engine's counters: every second of its thread lands in one phase, waits are split between drafter and wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwire.v1 import draft_pb2
+from verifier_service.step_times import Phase, StepTimes
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.times = StepTimes(torch.device("cpu"), self.clock)
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        self.times.enter(phase)
+        self.clock.now += seconds
+
+    def step(self, waited: float, computed: float) -> None:
+        """A step that waited for drafts which took the drafter `computed` seconds."""
+        self.spend(Phase.WAIT, waited)
+        self.times.enter(Phase.HOST)
+        self.times.count_answer(computed)
+        self.spend(Phase.VERIFY, 4)
+        self.spend(Phase.SAMPLE, 2)
+        self.spend(Phase.HOST, 1)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def times_of(scene: Scene) -> dict[str, float]:
+    scene.times.enter(Phase.HOST)
+    return {field.name: value for field, value in scene.times.read().times.ListFields()}
+
+
+def test_every_second_belongs_to_one_phase(scene):
+    scene.spend(Phase.IDLE, 50)
+    scene.spend(Phase.HOST, 1)
+    scene.spend(Phase.VERIFY, 4)
+    scene.spend(Phase.SAMPLE, 2)
+    assert times_of(scene) == {"idle_s": 50, "host_s": 1, "verify_s": 4, "sample_s": 2}
+
+
+def test_a_wait_is_the_drafters_as_far_as_it_computed_and_the_wires_beyond(scene):
+    scene.step(waited=5, computed=3)
+    assert times_of(scene) == {"draft_s": 3, "wire_s": 2, "verify_s": 4, "sample_s": 2, "host_s": 1}
+
+
+def test_drafts_computed_while_nobody_waited_cost_no_time(scene):
+    scene.step(waited=1, computed=3)
+    assert times_of(scene)["draft_s"] == 1
+    assert "wire_s" not in times_of(scene)
+
+
+def test_each_step_is_split_by_its_own_answers(scene):
+    scene.step(waited=5, computed=3)
+    scene.step(waited=5, computed=7)
+    assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (8, 2)
+
+
+def test_of_several_drafters_the_slowest_counts(scene):
+    scene.times.count_answer(1)
+    scene.step(waited=5, computed=4)
+    scene.times.count_answer(2)
+    scene.step(waited=5, computed=1)
+    assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (6, 4)
+
+
+def test_steps_and_rows_add_up(scene):
+    scene.times.count_step(prompt_rows=7, verify_steps=0, verify_rows=0)
+    scene.times.count_step(prompt_rows=2, verify_steps=3, verify_rows=11)
+    read = scene.times.read()
+    assert (read.steps, read.prompt_rows, read.verify_steps, read.verify_rows) == (2, 9, 3, 11)
+
+
+def test_traffic_is_counted_for_each_carrier(scene):
+    scene.times.count_sent(draft_pb2.CARRIER_BYTES, feature_rows=5, feature_bytes=120)
+    scene.times.count_sent(draft_pb2.CARRIER_BYTES, feature_rows=1, feature_bytes=24)
+    scene.times.count_logits(draft_pb2.CARRIER_BYTES, 64)
+    (traffic,) = scene.times.read().traffic
+    assert traffic.carrier == draft_pb2.CARRIER_BYTES
+    assert (traffic.steps, traffic.feature_rows, traffic.feature_bytes, traffic.logits_bytes) == (2, 6, 144, 64)

@@ -1,0 +1,208 @@
+"""TLS, mutual TLS and bearer tokens, against a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+from certificates import Authority
+
+from draftwire import Client
+from draftwire.errors import InvalidArgumentError, RequestError, ServerError
+from draftwire.security import ClientSecurity, ServerSecurity, TokenInterceptor, is_loopback
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1 import generate_pb2_grpc
+
+SERVICE = "draftwire.v1.Generation"
+
+
+class Servicer(generate_pb2_grpc.GenerationServicer):
+    """Answers with a fixed version."""
+
+    async def GetVerifierInfo(self, request, context):  # noqa: N802, ARG002
+        return pb.GetVerifierInfoResponse(version="here")
+
+    async def Generate(self, request, context):  # noqa: N802, ARG002
+        statistics = pb.RequestStatistics()
+        yield pb.GenerateResponse(token_ids=[1], statistics=statistics, finish_reason=pb.FINISH_REASON_LENGTH)
+
+
+class Serving:
+    """The service with some security, on a loop of its own."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        self._security = security
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        token_file = self._security.token_file
+        interceptors = [TokenInterceptor(token_file, SERVICE)] if token_file else []
+        server = grpc.aio.server(interceptors=interceptors)
+        generate_pb2_grpc.add_GenerationServicer_to_server(Servicer(), server)
+        credentials = self._security.credentials("127.0.0.1:0")
+        add = server.add_insecure_port if credentials is None else None
+        port = add("127.0.0.1:0") if add else server.add_secure_port("127.0.0.1:0", credentials)
+        await server.start()
+        self.address = f"localhost:{port}"
+        self._started.set()
+        await self._stop.wait()
+        await server.stop(None)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(security: ServerSecurity) -> str:
+        servers.append(Serving(security))
+        return servers[-1].address
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def authority(tmp_path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def other(tmp_path) -> Authority:
+    return Authority(tmp_path / "other")
+
+
+def version(address: str, **security) -> str:
+    with Client(address, ClientSecurity(**security)) as client:
+        return client.info(timeout=3).version
+
+
+def refused(address: str, **security) -> str:
+    with pytest.raises(RequestError) as error:
+        version(address, **security)
+    return str(error.value)
+
+
+def test_a_client_that_trusts_the_authority_gets_through(serve, authority):
+    address = serve(ServerSecurity(*authority.issue("localhost")))
+    assert version(address, ca=authority.file) == "here"
+
+
+def test_a_server_of_another_authority_or_another_name_is_not_trusted(serve, authority, other):
+    refused(serve(ServerSecurity(*other.issue("localhost"))), ca=authority.file)
+    refused(serve(ServerSecurity(*authority.issue("elsewhere"))), ca=authority.file)
+
+
+def test_plain_text_does_not_reach_a_server_with_tls(serve, authority):
+    refused(serve(ServerSecurity(*authority.issue("localhost"))))
+
+
+def test_mutual_tls_lets_in_whom_the_authority_knows(serve, authority, other):
+    address = serve(ServerSecurity(*authority.issue("localhost"), client_ca=authority.file))
+    certificate, key = authority.issue("verifier")
+    assert version(address, ca=authority.file, certificate=certificate, key=key) == "here"
+    refused(address, ca=authority.file)
+    certificate, key = other.issue("stranger")
+    refused(address, ca=authority.file, certificate=certificate, key=key)
+
+
+def test_a_renewed_certificate_is_used_by_the_next_connection(serve, authority, other):
+    certificate, key = authority.issue("localhost")
+    address = serve(ServerSecurity(certificate, key))
+    assert version(address, ca=authority.file) == "here"
+    new_certificate, new_key = other.issue("localhost")
+    certificate.write_bytes(new_certificate.read_bytes())
+    key.write_bytes(new_key.read_bytes())
+    assert version(address, ca=other.file) == "here"
+    refused(address, ca=authority.file)
+
+
+def test_a_damaged_renewal_leaves_the_old_certificate_in_force(serve, authority):
+    certificate, key = authority.issue("localhost")
+    address = serve(ServerSecurity(certificate, key))
+    assert version(address, ca=authority.file) == "here"
+    key.unlink()
+    assert version(address, ca=authority.file) == "here"
+
+
+def test_a_token_of_the_file_lets_in_and_no_other(serve, tmp_path):
+    known, own = tmp_path / "tokens", tmp_path / "own"
+    known.write_text("# of operations\nfirst\nsecond\n")
+    address = serve(ServerSecurity(token_file=known))
+    own.write_text("second\n")
+    assert version(address, token_file=own) == "here"
+    with Client(address, ClientSecurity(token_file=own)) as client:
+        assert client.complete([1]).token_ids == (1,)
+    own.write_text("secon\n")
+    assert "a bearer token that this server knows is needed" in refused(address, token_file=own)
+    assert "UNAUTHENTICATED" in refused(address)
+    own.write_text("# of operations\n")
+    assert "UNAUTHENTICATED" in refused(address, token_file=own)
+
+
+def test_a_stream_needs_the_token_too(serve, tmp_path):
+    known = tmp_path / "tokens"
+    known.write_text("first\n")
+    with Client(serve(ServerSecurity(token_file=known))) as client, pytest.raises(RequestError, match="UNAUTHENT"):
+        client.complete([1])
+
+
+def test_tokens_are_read_again_when_the_file_changes(serve, tmp_path):
+    known, own = tmp_path / "tokens", tmp_path / "own"
+    known.write_text("first\n")
+    own.write_text("another\n")
+    address = serve(ServerSecurity(token_file=known))
+    refused(address, token_file=own)
+    known.write_text("first\nanother\n")
+    assert version(address, token_file=own) == "here"
+
+
+def test_a_file_without_tokens_is_refused_at_start(tmp_path):
+    (tmp_path / "tokens").write_text("# none yet\n")
+    with pytest.raises(ServerError, match="there is no token in it"):
+        TokenInterceptor(tmp_path / "tokens", SERVICE)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.3.2.1:1", "localhost:1", "[::1]:1"])
+def test_loopback(address):
+    assert is_loopback(address)
+    assert ServerSecurity().credentials(address) is None
+    assert ClientSecurity().credentials(address) is None
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "drafter:1", "localhost.example:1"])
+def test_plain_text_outside_of_loopback_must_be_asked_for(address):
+    assert not is_loopback(address)
+    with pytest.raises(InvalidArgumentError, match="plain text outside of loopback must be asked for with insecure"):
+        ServerSecurity().credentials(address)
+    with pytest.raises(InvalidArgumentError, match=r"address = .* plain text outside of loopback"):
+        Client(address)
+    assert ServerSecurity(insecure=True).credentials(address) is None
+    assert ClientSecurity(insecure=True).credentials(address) is None
+
+
+def test_half_a_pair_of_files_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="needs tls_key beside it"):
+        ServerSecurity(certificate=tmp_path)
+    with pytest.raises(InvalidArgumentError, match="needs tls_key beside it"):
+        ClientSecurity(key=tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"tls_client_ca = .* needs tls_cert"):
+        ServerSecurity(client_ca=tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    missing = tmp_path / "none.pem"
+    with pytest.raises(ServerError, match=r"none\.pem cannot be read: No such file"):
+        ServerSecurity(missing, missing).credentials("127.0.0.1:1")
+    with pytest.raises(ServerError, match=r"none\.pem cannot be read: No such file"):
+        Client("127.0.0.1:1", ClientSecurity(ca=missing))

@@ -1,0 +1,83 @@
+"""`draftwire status` against a verifier that tells what it is asked to."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent import futures
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from draftwire.cli.main import main
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+
+
+class Busy(GenerationServicer):
+    """Takes 10 steps of 5 rows between two looks, half of the time in the target."""
+
+    def __init__(self) -> None:
+        self._looks = itertools.count(1)
+
+    def GetVerifierInfo(self, request, context):  # noqa: N802, ARG002
+        look = next(self._looks)
+        return pb.GetVerifierInfoResponse(
+            target="demo\x1b[2J",
+            device="cpu",
+            dtype="float32",
+            requests_running=3,
+            max_num_seqs=64,
+            requests_waiting=7,
+            max_queue=1024,
+            counters=pb.EngineCounters(
+                steps=10 * look,
+                verify_steps=10 * look,
+                verify_rows=50 * look,
+                times=pb.PhaseTimes(verify_s=2.0 * look, draft_s=1.0 * look, host_s=1.0 * look),
+            ),
+            drafters=[
+                pb.DrafterStatus(
+                    address="10.0.0.1:50052", state=pb.DRAFTER_STATE_READY, head_fingerprint="f00d", sequences=3
+                ),
+                pb.DrafterStatus(
+                    address="10.0.0.2:50052", state=pb.DRAFTER_STATE_REFUSED, detail="vocab_size does not match"
+                ),
+            ],
+        )
+
+
+@pytest.fixture
+def address():
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    add_GenerationServicer_to_server(Busy(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_one_look_shows_the_verifier_and_its_drafters(address):
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
+    assert result.exit_code == 0
+    verifier = next(line for line in result.output.splitlines() if "3 of 64" in line)
+    cells = [cell.strip() for cell in verifier.strip("│ ").split("│")]
+    assert cells[:2] == ["3 of 64", "7 of 1024"]
+    assert cells[5:] == ["25", "0", "50", "0", "25", "0"]
+    steps, rows, drafts = (int(cell) for cell in cells[2:5])
+    assert steps > 0
+    assert abs(rows - 5 * steps) <= 5
+    assert abs(drafts - 4 * steps) <= 5
+    assert "10.0.0.1:50052 │ ready" in result.output
+    assert "vocab_size does not match" in result.output
+
+
+def test_a_name_cannot_steer_the_terminal(address):
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
+    assert "\x1b[2J" not in result.output
+
+
+def test_no_server_is_an_error():
+    result = CliRunner().invoke(main, ["status", "--server", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.output

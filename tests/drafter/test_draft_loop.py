@@ -1,0 +1,185 @@
+"""What a draft step computes beside the head's passes, and that padding changes none of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import SAME_LOGITS, Reply, Rows, Text, connect, make_engine, opened
+from tiny_head import TinyHead
+
+from drafter_service import loop_state
+from drafter_service.draft_loop import DraftLoop, LoopShape
+from drafter_service.engine import DraftEngine
+from drafter_service.loop_graphs import batch_sizes
+from drafter_service.loop_inputs import LoopInputs, PackedInputs, fill
+from drafter_service.loop_state import LoopState
+from drafter_service.sampling_mode import SamplingMode
+
+MAX_BLOCKS, MAX_DRAFTS, NUM_SLOTS = 300, 4, 9
+CPU = torch.device("cpu")
+
+
+def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
+    """Three sequences with 5, 1 and 2 rows at places 14, 31 and 4785, padded to four with ten rows; their tables."""
+    packed = PackedInputs(8, 40, MAX_DRAFTS, device)
+    packed.host(4, 10).tokens[:] = 99  # of an earlier step
+    fill(
+        packed.host(4, 10),
+        counts=np.array([5, 1, 2]),
+        tokens=np.array([10, 11, 12, 13, 14, 20, 30, 31]),
+        proposal_keys=np.array([-7, 2**40, 0]),
+        first_positions=np.array([14, 131, 4785]),  # the second begins at position 100
+        first_places=np.array([14, 31, 4785]),
+        slots=np.array([8, 0, 3]),
+        num_drafts=np.array([4, 1, 2]),
+        temperatures=np.array([1.0, 0.5, 0.0]),
+        new_blocks=np.array([[40, 41], [51, 52], [299, 0]]),
+    )
+    packed.send(4, 10)
+    tables = torch.zeros(NUM_SLOTS, MAX_BLOCKS, dtype=torch.int32)
+    tables[0, 0] = 50
+    tables[3, :299] = torch.arange(299) + 1000
+    return packed.device(4, 10), tables.to(device)
+
+
+def make_state(device: torch.device) -> LoopState:
+    state = LoopState.allocate(8, 40, MAX_BLOCKS, MAX_DRAFTS, device)
+    for part in state:
+        part.fill_(77)  # of an earlier step
+    return state.view(4, 10)
+
+
+def test_the_pass_over_the_true_rows() -> None:
+    inputs, tables = make_inputs(CPU)
+    state = make_state(CPU)
+    loop_state.begin(inputs, tables, state)
+    assert state.tokens.tolist() == [10, 11, 12, 13, 14, 20, 30, 31, 0, 0]
+    assert state.positions.tolist() == [14, 15, 16, 17, 18, 131, 4785, 4786, 0, 0]
+    # Places 14 and 15 lie in block 40, 16 to 18 in block 41; padding lies in block 0.
+    assert state.slot_mapping.tolist() == [654, 655, 656, 657, 658, 831, 4785, 4786, 8, 9]
+    assert state.lengths.tolist() == [19, 32, 4787, 0]
+    assert state.last_rows.tolist() == [4, 5, 7, 7]
+    assert state.draw_positions.tolist() == [20, 133, 4788, 1]
+    assert state.block_tables[:, :2].tolist() == [[40, 41], [50, 51], [1000, 1001], [0, 0]]
+    assert state.block_tables[2, 297:300].tolist() == [1297, 1298, 299]
+    # The tables keep the new blocks for later steps.
+    assert tables[8, :3].tolist() == [40, 41, 0]
+    assert tables[0, :3].tolist() == [50, 51, 52]
+    assert tables[3, 299] == 299
+
+
+def test_the_passes_over_the_drafts() -> None:
+    inputs, tables = make_inputs(CPU)
+    state = make_state(CPU)
+    draft_token_ids = torch.tensor([0, 2, 4, 6])
+    loop_state.begin(inputs, tables, state)
+    loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids)
+    assert state.drafts[:, 0].tolist() == [6, 2, -1, 0]
+    assert state.next_tokens.tolist() == [6, 2, 0, 0]
+    assert state.draw_positions.tolist() == [21, 134, 4789, 2]
+    # The second sequence wants no more drafts, the fourth is padding: they write to block 0.
+    assert state.next_positions.tolist() == [19, 0, 4787, 0]
+    assert state.next_slots.tolist() == [41 * 16 + 3, 1, 299 * 16 + 3, 3]
+    assert state.next_lengths.tolist() == [20, 1, 4788, 1]
+    loop_state.record(torch.tensor([2, 1, 1, 0]), 1, inputs, state, None)
+    assert state.drafts[:, :2].tolist() == [[6, 2], [2, 1], [-1, 1], [0, 0]]
+    assert state.next_positions.tolist() == [20, 0, 0, 0]
+    assert state.next_slots.tolist() == [41 * 16 + 4, 1, 2, 3]
+
+
+@pytest.mark.parametrize("reduced_vocabulary", [True, False])
+def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool) -> None:
+    kernels = pytest.importorskip("drafter_service.gpu.loop")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([0, 2, 4, 6]) if reduced_vocabulary else None
+    columns = [torch.tensor([3, 1, -1, 0]), torch.tensor([2, -1, 1, 3])]
+    inputs, expected_tables = make_inputs(CPU)
+    expected = make_state(CPU)
+    loop_state.begin(inputs, expected_tables, expected)
+    inputs, tables = make_inputs(device)
+    state = make_state(device)
+    kernels.begin(inputs, tables, state)
+    for offset in range(2):
+        loop_state.record(columns[offset], offset, make_inputs(CPU)[0], expected, ids)
+        kernels.record(columns[offset].to(device), offset, inputs, state, None if ids is None else ids.to(device))
+    assert torch.equal(tables.cpu(), expected_tables)
+    for name, given, wanted in zip(LoopState._fields, state, expected, strict=True):
+        if name != "block_tables":
+            assert torch.equal(given.cpu(), wanted), name
+    for index, count in enumerate((2, 2, 300, 1)):  # as much as the step can read
+        assert torch.equal(state.block_tables[index, :count].cpu(), expected.block_tables[index, :count])
+
+
+class PaddingGraphs:
+    """Stands in for captured graphs: steps are padded as theirs, and run."""
+
+    def __init__(self, loop: DraftLoop, k: int) -> None:
+        self._loop, self._k = loop, k
+
+    def shape_for(self, mode: SamplingMode, num_sequences: int, num_rows: int, num_drafts: int) -> LoopShape:
+        size = next(s for s in batch_sizes(32) if s >= num_sequences and s * (self._k + 1) >= num_rows)
+        return LoopShape(mode, size, size * (self._k + 1), self._k + 1, num_drafts)
+
+    def replay(self, shape: LoopShape) -> None:
+        self._loop.run(shape)
+
+    def drop_stale(self) -> None:
+        pass
+
+
+def converse(engine: DraftEngine, mode: SamplingMode) -> list[dict[int, Reply]]:
+    """Sequences of unlike lengths, opened together, that go on by unlike numbers of rows and want unlike drafts."""
+    texts = [Text(i) for i in range(5)]
+    lengths = [3, 11, 16, 29, 45]
+    stream = connect(engine, mode)
+    answered = []
+    for turn in range(6):
+        counts = lengths if turn == 0 else [(i + turn) % 5 + 1 for i in range(5)]
+        firsts = [0] * 5 if turn == 0 else lengths
+        rows = [Rows(i, texts[i], firsts[i], counts[i], drafts=(i * turn) % 5) for i in range(5)]
+        new = [opened(i, 0.8, key=i) for i in range(5)] if turn == 0 else []
+        answered.append(stream.step(rows, new))
+        lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
+    return answered
+
+
+@pytest.mark.parametrize(
+    "mode", [SamplingMode(), SamplingMode(gumbel=True, dense=True), SamplingMode(gumbel=True, top_n=5)], ids=str
+)
+def test_padded_steps_draft_what_exact_ones_draft(
+    head: TinyHead, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, padded = converse(make_engine(head), mode), make_engine(head)
+    monkeypatch.setattr(padded._proposer, "_graphs", PaddingGraphs(padded._loop, k=4))
+    for given, expected in zip(converse(padded, mode), exact, strict=True):
+        assert given.keys() == expected.keys()
+        for i, reply in expected.items():
+            assert (given[i].tokens, given[i].committed_length) == (reply.tokens, reply.committed_length)
+            if reply.logits is not None:
+                torch.testing.assert_close(given[i].logits, reply.logits, **SAME_LOGITS)
+
+
+class FullMemory(PaddingGraphs):
+    """Captures nothing, because there is no memory for it."""
+
+    def capture(self, mode: SamplingMode, k: int) -> None:
+        raise torch.OutOfMemoryError(f"{mode}, {k}")
+
+
+def test_a_session_that_there_is_no_memory_for_leaves_no_buffers(
+    head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(head)
+    monkeypatch.setattr(engine, "_graphs", FullMemory(engine._loop, k=4))
+    with pytest.raises(torch.OutOfMemoryError):
+        connect(engine, SamplingMode(gumbel=True, dense=True))
+    assert engine.logits_bytes == 0
+    assert engine.load.sessions == 0
+
+
+def test_batch_sizes_end_with_the_most_sequences() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(8) == [1, 2, 4, 8]
+    assert batch_sizes(60) == [1, 2, 4, 8, 16, 24, 32, 48, 60]
+    assert batch_sizes(256)[-4:] == [160, 192, 224, 256]

@@ -1,0 +1,108 @@
+"""An engine over a tiny target, with requests and drafters played by hand."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from drafting_scene import RecordedStream, answer_to, make_head, make_request
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draftwire.config import speculative_config_from_mapping
+from draftwire.errors import ServerError
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
+from verifier_service import attention_hook
+from verifier_service.drafter_link import Answered, Connected
+from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.request import Request
+from verifier_service.target import Target
+
+VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
+CONTEXT = 64
+K = 3
+WAIT_S = 10.0
+
+
+def make_target() -> Target:
+    """A Llama of random weights with 3 layers, 20 tokens and 64 positions."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.7,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
+    return Target(model.eval().requires_grad_(False), "tiny", frozenset())
+
+
+class Served:
+    """An engine and what it hands out."""
+
+    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
+        settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
+        usual = {"max_num_seqs": 8, "max_queue": 8, "max_prefill_rows": 64, "num_blocks": 33, "draft_deadline_s": None}
+        self.has_failed = threading.Event()
+        self.engine = Engine(target, settings, EngineLimits(**{**usual, **limits}), self._deliver, self.has_failed.set)
+        self._items: dict[Request, queue.SimpleQueue[Item]] = {}
+
+    def _deliver(self, items: list[tuple[Request, Item]]) -> None:
+        for request, item in items:
+            self._items[request].put(item)
+
+    def submit(self, prompt: Sequence[int] = (3, 1, 4, 1, 5), **options: Any) -> Request:
+        """Hands over a request of 12 tokens, unless `options` say more."""
+        return self.submit_made(make_request(prompt, **{"max_tokens": 12, **options}))
+
+    def submit_made(self, request: Request) -> Request:
+        """Hands over a request."""
+        self._items[request] = queue.SimpleQueue()
+        self.engine.submit(request)
+        return request
+
+    def next(self, request: Request) -> Item:
+        return self._items[request].get(timeout=WAIT_S)
+
+    def tokens(self, request: Request) -> list[int]:
+        """Waits until the request has finished; its output."""
+        tokens: list[int] = []
+        while True:
+            item = self.next(request)
+            assert isinstance(item, generate_pb2.GenerateResponse), item
+            tokens += item.token_ids
+            if item.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
+                return tokens
+
+    def error(self, request: Request) -> str:
+        """Waits until the request has ended with an error; its text."""
+        while isinstance(item := self.next(request), generate_pb2.GenerateResponse):
+            assert item.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED
+        assert isinstance(item, ServerError)
+        return str(item)
+
+    def connect(self, drafts: list[int] | None = None, **head: Any) -> RecordedStream:
+        """A drafter that answers every step with the same drafts."""
+        layers = head.get("layers", (1, 2))
+        head.setdefault("row_bytes", 4 * HIDDEN * len(layers))
+        made = make_head(**{"layers": layers, **head})
+
+        def answer(step: pb.DraftStep) -> None:
+            logits = None
+            if made.draft_token_ids is not None:
+                logits = torch.zeros(K, len(made.draft_token_ids))
+            self.engine.post(Answered(stream, answer_to(step, drafts or [5, 6, 7], logits)))
+
+        stream = RecordedStream(made, answer)
+        self.engine.post(Connected(stream))
+        return stream

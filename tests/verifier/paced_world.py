@@ -1,0 +1,172 @@
+"""A verifier's steps and a drafter behind a link, in time that a fake clock counts: what pacing makes of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafting_scene import Clock, K, Scene, answer_to
+
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service.drafter_link import Answered
+from verifier_service.pacing import Forecast, Plan
+from verifier_service.request import Request
+
+PROMPT_LENGTH = 32
+OUTPUT_LENGTH = 200
+
+
+@dataclass
+class Costs:
+    """Seconds; by default those of an 8B model on an H200 and a drafter beside it."""
+
+    step_s: float = 4.87e-3
+    row_s: float = 6.5e-6
+    trip_s: float = 0.2e-3
+    feature_row_s: float = 8e-6  # on the link: 8 KiB at 1 GB/s
+    draft_s: float = 0.35e-3  # of each draft position
+    acceptance: float = 0.75
+    noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
+
+
+@dataclass
+class Drafter:
+    """Takes one message after another from a link that takes one after another."""
+
+    costs: Costs
+    world: World
+    link_free: float = 0.0
+    is_free: float = 0.0
+    longest_queue_s: float = 0.0  # that a message stood in for the link
+    answers: list[tuple[float, pb.Drafts]] = field(default_factory=list)
+
+    def take(self, step: pb.DraftStep) -> None:
+        costs, noisy = self.costs, self.world.noisy
+        self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
+        self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
+        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0))
+        self.is_free = max(self.is_free, self.link_free + noisy(costs.trip_s / 2)) + compute_s
+        answer = answer_to(step, [5] * 16)
+        answer.compute_time_s = compute_s
+        last = self.answers[-1][0] if self.answers else 0.0
+        self.answers.append((max(last, self.is_free + noisy(costs.trip_s / 2)), answer))
+
+
+class World:
+    """`sequences` requests at all times; one that ends is followed by another."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        sequences: int,
+        costs: Costs | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        deadline_s: float | None = 0.5,
+        **request: Any,
+    ) -> None:
+        self.clock = clock
+        self.costs = costs or Costs()
+        self.scene = Scene(config, deadline_s)
+        self.drafting = self.scene.drafting
+        self.drafter = Drafter(self.costs, self)
+        self.stream = self.scene.connect()
+        for store in self.scene.stores.values():
+            store._is_written[:] = True  # the features are of no interest here, so that none are computed
+        self.stream.on_send = self.drafter.take
+        self.busy_s = 0.0
+        self.tokens = 0
+        self.step_sizes: list[int] = []  # sequences of each step
+        self.drafted: list[int] = []  # drafts of each verify step of a sequence
+        self._request = request
+        self._random = random.Random(0)
+        for _ in range(sequences):
+            self.arrive()
+
+    def run(self, seconds: float) -> float:
+        """Tokens per second over that time."""
+        began, before = self.clock.now, self.tokens
+        while self.clock.now < began + seconds:
+            self._deliver()
+            self.drafting.drop_lost()
+            self.scene.flush()
+            works = [] if self.drafting.gate.is_held(self.scene.requests) else self._ready()
+            if works:
+                self._step(works)
+            else:
+                self._wait()
+        return (self.tokens - before) / (self.clock.now - began)
+
+    def rate_without(self) -> float:
+        """Tokens per second of steps without drafts."""
+        count = len(self.scene.requests)
+        return count / (self.costs.step_s + count * self.costs.row_s) / (1 + self.costs.noise)
+
+    def noisy(self, seconds: float) -> float:
+        """That time with some noise on it."""
+        return seconds * (1 + self.costs.noise * self._random.expovariate(1))
+
+    def arrive(self, prompt_length: int = PROMPT_LENGTH) -> None:
+        """A request more runs; its prompt is computed at once."""
+        one = self.scene.admit(prompt_length, max_tokens=OUTPUT_LENGTH, **{"k": K, **self._request})
+        one.num_computed = prompt_length
+        one.tokens.append(9)
+
+    def _deliver(self) -> None:
+        answers = self.drafter.answers
+        while answers and answers[0][0] <= self.clock.now:
+            received, answer = answers.pop(0)
+            self.drafting.handle(Answered(self.stream, answer, received))
+
+    def _ready(self) -> list[Request]:
+        return [request for request in self.scene.requests if self.drafting.gate.is_ready(request)]
+
+    def _wait(self) -> None:
+        times = [self.drafting.next_deadline(), *(received for received, _ in self.drafter.answers[:1])]
+        self.clock.now = max(self.clock.now, min(time for time in times if time is not None)) + 1e-6
+
+    def _step(self, requests: list[Request]) -> None:
+        counts = [0 if one.drafts is None else len(one.drafts.tokens) for one in requests]
+        rows = sum(counts) + len(requests)
+        seconds = self.noisy(self.costs.step_s + self.costs.row_s * rows)
+        self.clock.now += seconds
+        self.busy_s += seconds
+        self.step_sizes.append(len(requests))
+        self.drafted += counts
+        self.drafting.gate.count_step(rows, has_prompts=False, busy_s=self.busy_s)
+        for one, count in zip(requests, counts, strict=True):
+            accepted = 0
+            while accepted < count and self._random.random() < self.costs.acceptance:
+                accepted += 1
+            self.drafting.count_verified(one, count, accepted)
+            emitted = min(accepted + 1, one.max_length - len(one.tokens))
+            one.drafts = None
+            one.tokens += [*[5] * accepted, 9]
+            one.num_computed += accepted + 1
+            self.tokens += emitted
+            if len(one.tokens) >= one.max_length:
+                self.scene.end(one)
+                self.scene.free(one)
+                self.arrive()
+
+
+
+
+class _Rates(Forecast):
+    """Of one plan with drafts, that of 4 in one group."""
+
+    def __init__(self, gain: float) -> None:
+        self.without = 1.0
+        self._gain = gain
+
+    def rate(self, plan: Plan) -> float:
+        return self._gain if plan.num_drafts else 1.0
+
+    def best(self, num_drafts: int | None = None) -> Plan:  # noqa: ARG002
+        return Plan(4)
+
+
+def forecast_of(gain: float) -> Forecast:
+    """Drafts are `gain` times as fast as none."""
+    return _Rates(gain)

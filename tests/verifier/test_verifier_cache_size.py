@@ -1,0 +1,166 @@
+"""How large the verifier's cache is: from a number, from the memory that is left, never less than one request needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_scene import CONTEXT, HIDDEN, NUM_LAYERS, make_target
+
+from draftwire.block_pool import blocks_for
+from draftwire.config import speculative_config_from_mapping
+from draftwire.devices import GpuMemory
+from draftwire.errors import InvalidArgumentError, ServerError
+from draftwire.kv_cache import BLOCK_SIZE
+from verifier_service.cache_size import CPU_KV_CACHE_TOKENS, choose_num_blocks, run_largest_step
+from verifier_service.options import VerifierOptions
+from verifier_service.target import Target
+
+GIB = 2**30
+DEVICE = torch.device("cuda", 0)
+# Keys and values of one head of size 8 in every layer, float32.
+KV_BLOCK_BYTES = NUM_LAYERS * 2 * (HIDDEN // 2) * 4 * BLOCK_SIZE
+STATE_BLOCK_BYTES = HIDDEN * 4 * BLOCK_SIZE
+FUSION_BYTES = 3 * HIDDEN * HIDDEN * 4
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+class FakeGpu:
+    """Of a GPU of 100 GiB, what `torch.cuda` says about memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, foreign: int = 0) -> None:
+        self.foreign = foreign  # taken by other processes and by libraries
+        self.reserved = 0
+        self.peak = 0
+        for name, answer in {
+            "mem_get_info": lambda _: (100 * GIB - self.foreign - self.reserved, 100 * GIB),
+            "memory_reserved": lambda _: self.reserved,
+            "max_memory_reserved": lambda _: self.peak,
+            "reset_peak_memory_stats": lambda _: None,
+            "empty_cache": lambda: None,
+            "synchronize": lambda _: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def take(self, size: int) -> None:
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
+
+
+class FixedMemory(GpuMemory):
+    """A GPU on which so much is left, whatever the step takes."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.utilization = 0.0
+
+    def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
+        self.utilization = utilization
+        largest_step()
+        return self.left
+
+
+def choose(target: Target, memory: GpuMemory | None = None, **options: Any) -> int:
+    config = speculative_config_from_mapping({"num_speculative_tokens": 3})
+    return choose_num_blocks(target, config, VerifierOptions("tiny", **options), memory)
+
+
+# What is left of a GPU.
+
+
+def test_the_cache_gets_what_loaded_libraries_and_twice_the_activations_leave_of_the_share(monkeypatch):
+    gpu = FakeGpu(monkeypatch, foreign=5 * GIB)
+    memory = GpuMemory(DEVICE)
+    gpu.take(16 * GIB)
+    gpu.foreign += 1 * GIB  # libraries that loading has brought
+    assert memory.left_for_cache(0.9, lambda: gpu.take(2 * GIB)) == (90 - 16 - 1 - 2 * 2) * GIB
+
+
+def test_what_others_hold_is_not_given_to_the_cache(monkeypatch):
+    gpu = FakeGpu(monkeypatch, foreign=40 * GIB)
+    memory = GpuMemory(DEVICE)
+    gpu.take(16 * GIB)
+    assert memory.left_for_cache(0.3, lambda: None) == (30 - 16) * GIB
+    assert memory.left_for_cache(0.9, lambda: gpu.take(2 * GIB)) == (100 - 40 - 16 - 2 * 2) * GIB
+
+
+def test_nothing_is_left_of_a_share_that_the_weights_fill(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    memory = GpuMemory(DEVICE)
+    gpu.take(16 * GIB)
+    assert memory.left_for_cache(0.1, lambda: None) == 0
+
+
+def test_a_largest_step_that_does_not_fit_is_told(monkeypatch):
+    FakeGpu(monkeypatch)
+
+    def step() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    with pytest.raises(ServerError, match=r"cuda:0: no memory for the largest step .*: tried to allocate 9 GiB"):
+        GpuMemory(DEVICE).left_for_cache(0.9, step)
+
+
+# Blocks.
+
+
+def test_a_number_of_tokens_wins(target):
+    assert choose(target, kv_cache_tokens=100) == blocks_for(100) + 1
+    assert choose(target, FixedMemory(0), kv_cache_tokens=100) == blocks_for(100) + 1
+
+
+def test_the_cache_of_a_cpu_is_what_all_requests_can_use_up_to_a_limit(target):
+    assert choose(target, max_num_seqs=2) == 2 * blocks_for(CONTEXT) + 1
+    assert choose(target, max_num_seqs=4096) == blocks_for(CPU_KV_CACHE_TOKENS) + 1
+
+
+def test_the_cache_of_a_gpu_is_what_is_left_with_room_for_the_features_beside_it(target):
+    raw = FixedMemory(10 * (KV_BLOCK_BYTES + 3 * STATE_BLOCK_BYTES))
+    assert choose(target, raw, drafters="localhost:1", gpu_memory_utilization=0.7, fuse_features=False) == 10
+    assert raw.utilization == 0.7
+    fused = FixedMemory(10 * (KV_BLOCK_BYTES + STATE_BLOCK_BYTES) + FUSION_BYTES)
+    assert choose(target, fused, drafters="localhost:1") == 10
+    assert choose(target, FixedMemory(10 * KV_BLOCK_BYTES)) == 10
+
+
+def test_the_cache_of_a_gpu_is_no_larger_than_all_requests_can_use(target):
+    assert choose(target, FixedMemory(GIB), max_num_seqs=3) == 3 * blocks_for(CONTEXT) + 1
+
+
+def test_a_cache_that_holds_no_request_of_full_length_is_refused(target):
+    assert choose(target, FixedMemory((blocks_for(CONTEXT) + 1) * KV_BLOCK_BYTES)) == blocks_for(CONTEXT) + 1
+    with pytest.raises(InvalidArgumentError) as caught:
+        choose(target, FixedMemory(blocks_for(CONTEXT) * KV_BLOCK_BYTES))
+    assert str(caught.value) == (
+        "gpu_memory_utilization = 0.9: leaves a cache of 48 positions, which must hold one request of max_model_len = "
+        "64 positions; free memory of the GPU, or lower max_model_len, max_num_seqs or max_prefill_rows"
+    )
+    with pytest.raises(InvalidArgumentError, match="kv_cache_tokens = 48: must hold one request of max_model_len = 64"):
+        choose(target, kv_cache_tokens=48)
+
+
+# The largest step.
+
+
+@pytest.mark.parametrize("draft_logits", [None, "dense", {"top_n": 4}], ids=["none", "dense", "top_n"])
+def test_the_largest_step_verifies_all_drafts_of_all_requests_beside_a_full_prefill(target, monkeypatch, draft_logits):
+    mapping = {"num_speculative_tokens": 3}
+    if draft_logits is not None:
+        mapping |= {"draft_sample_method": "gumbel", "draft_logits": draft_logits}
+    shapes = []
+    forward = target.forward
+
+    def record(token_ids: torch.Tensor, positions: torch.Tensor, cache: Any, batch: Any, rows: torch.Tensor) -> Any:
+        shapes.append((token_ids.shape[0], int(positions.max()), rows.shape[0]))
+        return forward(token_ids, positions, cache, batch, rows)
+
+    monkeypatch.setattr(target, "forward", record)
+    options = VerifierOptions("tiny", max_num_seqs=5, max_prefill_rows=2 * CONTEXT + 3)
+    run_largest_step(target, speculative_config_from_mapping(mapping), options)
+    assert shapes == [(5 * 4 + 2 * CONTEXT + 3, CONTEXT - 1, 5 * 4)]

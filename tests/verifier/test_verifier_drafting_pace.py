@@ -1,0 +1,288 @@
+"""Steps and drafts together, in time that a fake clock counts: groups of sequences and the number of drafts."""
+
+from __future__ import annotations
+
+import pytest
+from drafting_scene import Clock, K, Scene
+from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
+
+from verifier_service.drafting import Drafting
+from verifier_service.pacing import NUM_SCOUTS, Governor, Pace
+from verifier_service.pacing.governor import PING_EVERY_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock.stand_in(monkeypatch)
+
+
+def pace_of(own: Drafting) -> Pace:
+    (session,) = own._sessions.values()
+    return session.pace
+
+
+# Groups.
+
+
+def test_sequences_of_a_near_drafter_share_every_step(clock):
+    world = World(clock, 8, Costs(trip_s=1e-3))
+    world.run(0.6)
+    world.step_sizes.clear()
+    world.run(0.2)
+    assert set(world.step_sizes) == {8}
+
+
+def test_two_groups_out_of_phase_become_one_where_the_drafter_is_near(clock):
+    world = World(clock, 8, Costs(trip_s=1e-3))
+    world.run(0.3)
+    world.step_sizes.clear()
+    world.drafting.gate.part_next()  # one step runs half of them
+    world.run(0.1)
+    assert world.step_sizes[:3] != [8, 8, 8]
+    assert set(world.step_sizes[-5:]) == {8}
+
+
+def test_sequences_of_a_far_drafter_part_into_groups_that_take_turns(clock):
+    far = World(clock, 32, Costs(trip_s=6e-3))
+    tokens = 32 * (1 + 0.75 + 0.75**2 + 0.75**3)
+    together = tokens / (4.87e-3 + 128 * 6.5e-6 + 6e-3 + tokens * 8e-6 + K * 0.35e-3)  # one group, which waits for all
+    far.run(0.5)
+    far.step_sizes.clear()
+    assert far.run(0.5) > together
+    assert max(far.step_sizes) <= 1.5 * 16
+
+
+def test_the_groups_of_a_drafter_that_comes_near_become_one(clock):
+    world = World(clock, 32, Costs(trip_s=6e-3))
+    world.run(0.5)
+    world.costs.trip_s = 0.2e-3
+    world.run(1.0)
+    assert set(world.step_sizes[-10:]) == {32}
+    assert pace_of(world.drafting).plan.num_groups == 1
+
+
+def test_a_step_that_is_held_ends_its_wait_at_the_draft_deadline(clock):
+    world = World(clock, 8, Costs(trip_s=1e-3), deadline_s=2.5e-3)
+    world.run(0.3)
+    assert pace_of(world.drafting).cost.is_known
+    one, *others = world.scene.requests
+    world.drafter.costs.trip_s = 1.0  # nothing comes any more
+    for request in world.scene.requests:
+        world.scene.verify(request, 9)
+    world.scene.flush()
+    sent = clock.now
+    one.drafts, world.drafting._bindings[one].wait_until = None, None
+    assert world.drafting.gate.is_held(world.scene.requests)
+    assert clock.now < world.drafting.next_deadline() <= sent + 2.5e-3
+    clock.now = sent + 2.5e-3
+    assert not world.drafting.gate.is_held(world.scene.requests)
+    assert all(world.drafting.gate.is_ready(other) for other in others)
+
+
+@pytest.mark.parametrize("trip_s", [0.2e-3, 3e-3, 12e-3])
+def test_no_sequence_is_left_out_for_long(clock, trip_s):
+    world = World(clock, 16, Costs(trip_s=trip_s))
+    world.run(0.3)
+    before = {request: len(request.tokens) for request in world.scene.requests}
+    world.run(0.1)
+    assert all(len(request.tokens) > length for request, length in before.items())
+
+
+# How many drafts are asked for. K = 4, c = 0.75.
+
+CONFIG = {"num_speculative_tokens": 4}
+
+
+def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:
+    return World(clock, sequences, costs, config=CONFIG, k=4)
+
+
+def num_drafts(world: World) -> int:
+    return pace_of(world.drafting).plan.num_drafts
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 32])
+def test_a_near_drafter_is_asked_for_all_drafts(clock, sequences):
+    world = adaptive(clock, sequences, Costs())
+    assert world.run(1.0) > 1.4 * world.rate_without()
+    assert num_drafts(world) == 4
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 32])
+def test_a_drafter_further_away_than_its_drafts_gain_is_asked_for_none(clock, sequences):
+    world = adaptive(clock, sequences, Costs(trip_s=30e-3))
+    world.run(0.5)
+    assert num_drafts(world) == 0
+    assert world.run(1.0) > 0.97 * world.rate_without()
+
+
+def test_drafts_come_back_when_the_drafter_comes_near_again(clock):
+    world = adaptive(clock, 8, Costs(trip_s=30e-3))
+    world.run(1.5)
+    assert num_drafts(world) == 0
+    world.costs.trip_s = 0.2e-3
+    world.run(2.0)
+    assert num_drafts(world) == 4
+    assert world.run(0.5) > 1.7 * world.rate_without()
+
+
+@pytest.mark.parametrize(("acceptance", "least", "most"), [(0.9, 4, 4), (0.4, 1, 3), (0.03, 0, 0)])
+def test_drafts_that_are_rarely_accepted_are_asked_for_less(clock, acceptance, least, most):
+    world = adaptive(clock, 8, Costs(trip_s=0.4e-3, acceptance=acceptance))
+    world.run(1.0)
+    assert least <= num_drafts(world) <= most
+
+
+def test_drafts_come_back_when_they_are_accepted_again(clock):
+    """A drafter whose drafts are of no use is tried with a few sequences."""
+    world = adaptive(clock, 8, Costs(acceptance=0.03))
+    world.run(1.0)
+    assert num_drafts(world) == 0
+    world.costs.acceptance = 0.9
+    world.run(4.0)
+    assert num_drafts(world) == 4
+
+
+@pytest.mark.parametrize("acceptance", [0.4, 0.8])
+@pytest.mark.parametrize("row_s", [4e-6, 80e-6])
+@pytest.mark.parametrize("trip_s", [0.4e-3, 2e-3, 10e-3])
+@pytest.mark.parametrize("sequences", [1, 16])
+def test_throughput_is_never_under_that_without_drafts(clock, sequences, trip_s, row_s, acceptance):
+    """By more than the looking after a drafter takes."""
+    world = adaptive(clock, sequences, Costs(trip_s=trip_s, feature_row_s=row_s, acceptance=acceptance))
+    world.run(1.0)
+    assert world.run(1.5) > 0.97 * world.rate_without()
+
+
+def test_noise_does_not_mislead(clock):
+    for trip_s, gain in ((0.4e-3, 1.6), (30e-3, 0.95)):
+        world = adaptive(clock, 8, Costs(trip_s=trip_s, noise=0.2))
+        world.run(0.5)
+        assert world.run(2.0) > gain * world.rate_without()
+
+
+def test_with_as_many_drafts_as_configured_nothing_adapts(clock):
+    """Neither without a deadline, which is for output that a seed reproduces, nor under synthetic acceptance."""
+    synthetic = {**CONFIG, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    for config, deadline_s in ((CONFIG, None), (synthetic, 0.5)):
+        world = World(clock, 8, Costs(trip_s=30e-3), config=config, deadline_s=deadline_s, k=4)
+        world.run(1.0)
+        assert num_drafts(world) == 4
+        assert world.drafted.count(4) > 0.95 * len(world.drafted)  # fewer at the end of a request alone
+
+
+def test_adaptive_k_can_be_asked_for_under_synthetic_acceptance():
+    synthetic = {**CONFIG, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    own = Scene(synthetic, 0.5, adaptive_k=True)
+    own.connect()
+    assert pace_of(own.drafting).governor.is_adaptive
+    fixed = Scene(CONFIG, 0.5, adaptive_k=False)
+    fixed.connect()
+    assert not pace_of(fixed.drafting).governor.is_adaptive
+
+
+# A drafter that is asked for nothing.
+
+
+def far_world(clock: Clock, sequences: int = 8, **costs: float) -> World:
+    """Whose drafter has been given up."""
+    world = adaptive(clock, sequences, Costs(**{"trip_s": 30e-3, **costs}))
+    world.run(0.5)
+    assert pace_of(world.drafting).is_off
+    return world
+
+
+def test_a_drafter_that_is_asked_for_nothing_is_sent_next_to_nothing(clock):
+    world = far_world(clock, 32)
+    before, began = len(world.stream.steps), clock.now
+    world.run(2.0)
+    sent = world.stream.steps[before:]
+    assert len(sent) <= (clock.now - began) / PING_EVERY_S + 1
+    rows = world.rate_without() * 2.0 * (1 + PROMPT_LENGTH / OUTPUT_LENGTH)
+    assert 0 < sum(sum(step.num_rows) for step in sent) < 0.1 * rows
+
+
+def test_nobody_waits_for_a_drafter_that_could_not_gain_if_all_its_drafts_were_accepted(clock):
+    world = far_world(clock)
+    world.step_sizes.clear()
+    world.run(1.0)
+    assert set(world.step_sizes) == {8}
+
+
+def test_the_wait_for_trials_of_a_drafter_takes_a_percent_of_the_time(clock):
+    """Its drafts are of no use at present, but could be."""
+    world = far_world(clock, 1, trip_s=4e-3, acceptance=0.05)
+    before = len(world.stream.steps)
+    assert world.run(5.0) > 0.975 * world.rate_without()
+    assert any(any(step.num_drafts) for step in world.stream.steps[before:])
+
+
+def test_sequences_left_behind_are_closed_and_opened_again_when_drafts_are_back(clock):
+    world = far_world(clock)
+    world.run(1.0)
+    assert world.drafting.sequences_at("drafter:1") <= NUM_SCOUTS
+    assert len({sequence for step in world.stream.steps for sequence in step.closed_ids}) >= 6
+    world.costs.trip_s = 0.2e-3
+    world.run(2.0)
+    assert world.drafting.sequences_at("drafter:1") == 8
+
+
+def test_a_drafter_that_relapses_rests_longer_each_time(clock):
+    """Its link is fine for a few and too narrow for all, which a message of a few rows does not tell."""
+    governor = Governor(4, is_adaptive=True)
+    slow, fast = forecast_of(0.5), forecast_of(2.0)
+    rests = []
+    for _ in range(4):
+        governor.decide(clock.now, slow)
+        assert governor.is_off
+        given_up = clock.now
+        while governor.is_off:
+            clock.now += 0.05
+            governor.decide(clock.now, fast)
+        rests.append(clock.now - given_up)
+        clock.now += 0.1
+    assert rests == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=0.1)
+
+
+def test_a_plan_stays_until_another_is_clearly_better():
+    governor = Governor(4, is_adaptive=True)
+    for gain, num_drafts_then in ((1.04, 4), (1.005, 0), (1.04, 0), (1.2, 4)):
+        governor.decide(1000.0 + 10 * gain, forecast_of(gain))
+        assert governor.plan.num_drafts == num_drafts_then, gain
+
+
+# Waiting and sending.
+
+
+def test_drafts_are_not_waited_for_longer_than_they_can_gain(clock):
+    """A drafter that stops to answer is late after as many steps as there are drafts, long before the deadline."""
+    world = adaptive(clock, 8, Costs())
+    world.run(0.5)
+    world.costs.trip_s = 1.0
+    world.step_sizes.clear()
+    world.run(0.1)
+    assert len(world.step_sizes) > 0.6 * 0.1 / 4.9e-3
+
+
+def test_rows_of_a_prompt_leave_room_on_a_narrow_link(clock):
+    """A prompt of 400 rows takes 26 ms of a link of 1 Gbit/s; drafts that are waited for do not stand behind it."""
+    world = adaptive(clock, 4, Costs(trip_s=0.2e-3, feature_row_s=65e-6))
+    world.run(1.0)
+    own = world.drafter
+    world.arrive(400)
+    before = len(world.stream.steps)
+    world.run(0.3)
+    rows = [sum(step.num_rows) for step in world.stream.steps[before:]]
+    assert sum(rows) >= 400
+    assert max(rows) * 65e-6 < 2 * 5e-3
+    assert own.longest_queue_s < 2 * 5e-3
+
+
+def test_where_every_step_is_to_have_its_drafts_a_prompt_is_sent_at_once(clock):
+    world = World(clock, 4, Costs(trip_s=0.2e-3, feature_row_s=65e-6), config=CONFIG, deadline_s=None, k=4)
+    world.run(1.0)
+    world.arrive(400)
+    before = len(world.stream.steps)
+    world.run(0.3)
+    (with_prompt,) = [step for step in world.stream.steps[before:] if max(step.num_rows, default=0) >= 400]
+    assert list(with_prompt.num_drafts) == [4]

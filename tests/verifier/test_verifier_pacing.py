@@ -1,0 +1,269 @@
+"""What is learnt of costs, which plan they make, and when a step waits for drafts that are on their way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from verifier_service.pacing import (
+    Acceptance,
+    DrafterCost,
+    Expected,
+    Forecast,
+    Group,
+    Load,
+    Plan,
+    TargetCost,
+    hold_until,
+)
+from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
+
+# The 8B shape on an H200: seconds of a step, of a row.
+FIXED_S, ROW_S = 4.87e-3, 6.5e-6
+ROW_BYTES = 8192
+
+
+def learnt_target(fixed_s: float = FIXED_S, row_s: float = ROW_S) -> TargetCost:
+    target = TargetCost()
+    for i in range(300):
+        rows = (5, 40, 160, 32)[i % 4]
+        target.observe(rows, 0, fixed_s + row_s * rows, 0.01 * i)
+    return target
+
+
+def learnt_drafter(trip_s: float, byte_s: float = 1e-9, draft_s: float = 0.35e-3) -> DrafterCost:
+    """A drafter that is `trip_s` away and takes `draft_s` for each draft position."""
+    drafter = DrafterCost()
+    for i in range(300):
+        rows, drafts, sequences = ((3, 4, 1), (90, 4, 32), (24, 2, 8))[i % 3]
+        num_bytes = ROW_BYTES * rows
+        compute_s = draft_s * drafts
+        seconds = trip_s + byte_s * num_bytes + compute_s
+        drafter.observe(seconds, num_bytes, rows, drafts, sequences, compute_s, 0.01 * i)
+    return drafter
+
+
+def tokens_at(rate: float, k: int = 4) -> list[float]:
+    """Expected tokens of 0 .. k drafts of that acceptance rate."""
+    return [sum(rate**j for j in range(i + 1)) for i in range(k + 1)]
+
+
+# Estimates.
+
+
+def test_a_line_is_learnt_from_noisy_observations():
+    noise = random.Random(0)
+    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    for i in range(200):
+        x = noise.choice([1, 10, 100])
+        estimate.observe((1.0, x), (5 + 0.02 * x) * noise.uniform(0.95, 1.05), 0.01 * i)
+    assert estimate.weights == pytest.approx([5, 0.02], rel=0.1)
+    assert estimate.noise < 0.3
+
+
+def test_a_step_costs_something_even_where_its_features_take_the_blame_for_all():
+    target = TargetCost()
+    erratic = [(8, 0, 1e-3), (8, 600, 0.1), (1, 200, 1e-5), (200, 600, 1e-3), (200, 600, 1e-5)]
+    for i, (rows, feature_rows, seconds) in enumerate(erratic):
+        target.observe(rows, feature_rows, seconds, 0.001 * i)
+    assert target.coefficients[1] == 0
+    assert target.fixed > 0
+    assert target.coefficients[0] == target.fixed
+    forecast = Forecast(Load(1, ROW_BYTES), tokens_at(0.7), target, learnt_drafter(1e-3))
+    assert forecast.without > 0
+
+
+def test_the_slope_learnt_before_is_kept_while_the_load_does_not_change():
+    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    for i in range(20):
+        x = (1, 100)[i % 2]
+        estimate.observe((1.0, x), 5 + 0.05 * x, 0.01 * i)
+    for i in range(1000):
+        estimate.observe((1.0, 1), 5.05, 0.2 + 0.01 * i)
+    assert estimate.predict((1.0, 100)) == pytest.approx(10, rel=0.02)
+    assert estimate.uncertainty((1.0, 100)) > estimate.uncertainty((1.0, 1))
+
+
+def test_a_single_outlier_moves_nothing_and_a_change_is_believed_after_a_few():
+    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    for i in range(50):
+        estimate.observe((1.0, 10), 1.0 + 0.02 * (i % 2), 0.01 * i)
+    estimate.observe((1.0, 10), 50.0, 0.5)
+    assert estimate.predict((1.0, 10)) == pytest.approx(1.01, abs=0.1)
+    for i in range(50):
+        estimate.observe((1.0, 10), 1.0 + 0.02 * (i % 2), 0.51 + 0.01 * i)
+    for i in range(CHANGE_AFTER + 2):
+        estimate.observe((1.0, 10), 9.0, 1.1 + 0.01 * i)
+    assert estimate.predict((1.0, 10)) == pytest.approx(9.0, rel=0.1)
+
+
+def test_a_trip_that_grows_longer_is_no_slower_byte():
+    """A drafter that answered large messages is far for a while and near again, seen through small ones alone."""
+    drafter = learnt_drafter(1e-3, byte_s=8e-9)
+    for i in range(30):
+        drafter.observe(11e-3 + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 10 + 0.5 * i)
+    far, near = 11e-3, 1e-3
+    assert drafter.transfer_s(100 * ROW_BYTES) == pytest.approx(far + 8e-9 * 100 * ROW_BYTES, rel=0.15)
+    for i in range(30):
+        drafter.observe(near + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 30 + 0.5 * i)
+    assert drafter.transfer_s(100 * ROW_BYTES) == pytest.approx(near + 8e-9 * 100 * ROW_BYTES, rel=0.3)
+
+
+def test_the_target_cost_tells_its_fixed_part_from_rows():
+    target = learnt_target()
+    assert target.fixed == pytest.approx(FIXED_S, rel=0.01)
+    assert target.seconds(160) == pytest.approx(FIXED_S + 160 * ROW_S, rel=0.01)
+
+
+def test_nothing_is_known_before_enough_has_been_seen():
+    target, drafter = TargetCost(), DrafterCost()
+    assert not target.is_known
+    assert not drafter.is_known
+    for i in range(8):
+        target.observe(5, 0, 5e-3, 0.01 * i)
+        drafter.observe(2e-3, 100, 5, 4, 1, 1e-3, 0.01 * i)
+    assert target.is_known
+    assert drafter.is_known
+
+
+def test_acceptance_is_learnt_at_each_position_given_those_before():
+    draw = random.Random(1)
+    acceptance = Acceptance(3)
+    for _ in range(4000):
+        accepted = 0
+        while accepted < 3 and draw.random() < (0.8, 0.5, 0.9)[accepted]:
+            accepted += 1
+        acceptance.count(3, accepted)
+    assert acceptance.expected_tokens() == pytest.approx([1, 1.8, 2.2, 2.56], abs=0.15)
+
+
+def test_acceptance_forgets():
+    acceptance = Acceptance(2)
+    for _ in range(2000):
+        acceptance.count(2, 2)
+    assert acceptance.expected_tokens()[2] > 2.9
+    for _ in range(600):
+        acceptance.count(2, 0)
+    assert acceptance.expected_tokens()[2] < 1.1
+
+
+def test_a_position_that_was_never_drafted_takes_after_the_one_before_it():
+    acceptance = Acceptance(3)
+    for i in range(1000):
+        acceptance.count(1, i % 2)
+    rate = acceptance.expected_tokens()[1] - 1
+    assert rate == pytest.approx(0.5, abs=0.02)
+    assert acceptance.expected_tokens()[3] == pytest.approx(1 + rate + rate**2 + rate**3, abs=1e-6)
+
+
+# Plans. With c = 0.75, k = 4 emits 3.05 tokens.
+
+
+def forecast(trip_s: float, sequences: int = 1, rate: float = 0.75, byte_s: float = 1e-9, **others: float) -> Forecast:
+    load = Load(sequences, ROW_BYTES, **others)
+    return Forecast(load, tokens_at(rate), learnt_target(), learnt_drafter(trip_s, byte_s))
+
+
+def test_the_rate_of_one_group_is_its_tokens_over_a_step_and_the_wait():
+    own = forecast(1e-3)
+    seconds = FIXED_S + 5 * ROW_S + 1e-3 + 1e-9 * ROW_BYTES * 3.05 + 4 * 0.35e-3
+    assert own.rate(Plan(4)) == pytest.approx(3.05 / seconds, rel=0.02)
+    assert own.rate(Plan(0)) == pytest.approx(1 / (FIXED_S + ROW_S), rel=0.02)
+
+
+def test_two_groups_hide_the_wait_behind_each_others_steps():
+    own = forecast(2e-3, sequences=32)
+    step = FIXED_S + 80 * ROW_S
+    assert own.rate(Plan(4, 2)) == pytest.approx(32 * 3.05 / (2 * step), rel=0.03)
+
+
+@pytest.mark.parametrize(("trip_s", "groups"), [(0.2e-3, 1), (2e-3, 1), (6e-3, 2), (12e-3, 3)])
+def test_sequences_part_into_groups_where_the_wait_is_longer_than_a_steps_fixed_time(trip_s, groups):
+    assert forecast(trip_s, sequences=32).best(4).num_groups == groups
+
+
+def test_a_single_sequence_makes_one_group():
+    assert forecast(9e-3, sequences=1).best() == Plan(forecast(9e-3).best().num_drafts, 1)
+
+
+def test_a_link_that_is_too_narrow_bounds_every_plan():
+    """64 sequences of 3 rows of 8 KiB at 1 Gbit/s take 12.6 ms of the link a round, however they part."""
+    own = forecast(0.2e-3, sequences=64, byte_s=8e-9)
+    wire = 8e-9 * ROW_BYTES * 64 * 3.05
+    for groups in (1, 2, 3, 4):
+        assert own.rate(Plan(4, groups)) <= 64 * 3.05 / wire
+
+
+def test_fewer_drafts_pay_where_they_are_rarely_accepted():
+    good, poor = forecast(1e-3, rate=0.9).best(), forecast(1e-3, rate=0.35).best()
+    assert good.num_drafts == 4
+    assert poor.num_drafts < 3
+
+
+def test_drafts_that_are_further_away_than_they_gain_are_slower_than_none():
+    near, far = forecast(1e-3), forecast(30e-3)
+    assert near.rate(near.best()) > near.without
+    assert far.rate(far.best()) < far.without
+
+
+# Holding a step.
+
+TOKENS_5 = 3.0  # of five rows
+
+
+def ready(drafted: int, undrafted: int = 0) -> Group:
+    return Group(5 * drafted + undrafted, TOKENS_5 * drafted + undrafted)
+
+
+def on_the_way(arrival: float, sequences: int = 8) -> Expected:
+    return Expected(ready(sequences), arrival, arrival + 0.2e-3)
+
+
+@pytest.mark.parametrize(("delay_s", "held"), [(0.5e-3, True), (4.5e-3, True), (5.2e-3, False), (20e-3, False)])
+def test_a_group_waits_for_another_that_is_less_than_the_fixed_time_away(delay_s, held):
+    until = hold_until(100.0, ready(8), ready(0), [on_the_way(100.0 + delay_s)], learnt_target())
+    assert (until is not None) == held
+    if held:
+        assert until == pytest.approx(100.0 + delay_s + 0.2e-3)
+
+
+def test_a_step_with_nothing_on_the_way_is_not_held():
+    assert hold_until(100.0, ready(8), ready(0), [], learnt_target()) is None
+
+
+def test_drafts_that_did_not_come_when_they_should_are_not_waited_for():
+    assert hold_until(100.0, ready(8), ready(0), [on_the_way(99.0)], learnt_target()) is None
+
+
+def test_a_short_overdue_is_still_waited_for():
+    assert hold_until(100.0, ready(8), ready(0), [on_the_way(99.9999)], learnt_target()) is not None
+
+
+def test_many_sequences_without_drafts_do_not_wait_for_a_few_with_drafts():
+    """They lose a step's time each, and the few ride in the step after."""
+    many = Group(32, 32.0)
+    assert hold_until(100.0, many, many, [on_the_way(102.0e0, 1)], learnt_target()) is None
+    assert hold_until(100.0, many, many, [on_the_way(100.0 + 2.5e-3, 1)], learnt_target()) is None
+
+
+def test_a_sequence_without_drafts_joins_the_step_of_many_with_drafts():
+    one = Group(1, 1.0)
+    assert hold_until(100.0, one, one, [on_the_way(100.0 + 2e-3, 16)], learnt_target()) is not None
+
+
+def test_a_prompt_joins_the_step_of_drafts_that_come_soon():
+    prompt = Group(0, 0.0)
+    assert hold_until(100.0, prompt, prompt, [on_the_way(100.0 + 2e-3)], learnt_target()) is not None
+    assert hold_until(100.0, prompt, prompt, [on_the_way(100.0 + 9e-3)], learnt_target()) is None
+
+
+def test_a_step_waits_for_the_later_of_two_groups_where_both_are_near():
+    near, later = on_the_way(100.0 + 0.5e-3), on_the_way(100.0 + 1.0e-3)
+    until = hold_until(100.0, ready(8), ready(0), [later, near], learnt_target())
+    assert until == later.latest
+
+
+def test_a_step_does_not_wait_for_the_later_group_when_it_is_far():
+    near, later = on_the_way(100.0 + 0.5e-3), on_the_way(100.0 + 9e-3)
+    assert hold_until(100.0, ready(8), ready(0), [later, near], learnt_target()) == near.latest

@@ -1,0 +1,154 @@
+"""Projections merged after load: what is merged, and that the model computes what it did with no weight kept twice."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from verifier_service import target_projections
+from verifier_service.target_projections import MergedProjection, find_projections, merge_projections
+
+NUM_LAYERS = 2
+COMMON: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON),
+    "llama_bias": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**COMMON),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON),
+    "gemma2": Gemma2Config(**COMMON),
+    "gemma3_text": Gemma3TextConfig(**COMMON),
+}
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+IDS = torch.arange(1, 24)[None]
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):  # zero as transformers makes them, which would hide their order
+            nn.init.normal_(parameter)
+    return model
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.inference_mode():
+        return model(IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_merged_model_computes_what_the_model_did(name):
+    model = make(name)
+    expected = logits_of(model)
+    groups = find_projections(model, lambda: logits_of(model))
+    assert [group.names for group in groups] == [QKV, GATE_UP] * NUM_LAYERS
+    merge_projections(groups)
+    assert sum(isinstance(module, MergedProjection) for module in model.modules()) == 2 * NUM_LAYERS
+    for _ in range(2):
+        torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_weight_is_kept_twice(monkeypatch):
+    model = make("qwen2")
+    groups = find_projections(model, lambda: logits_of(model))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = [[weakref.ref(linear.weight) for linear in group.linears] for group in groups]
+    alive = []
+
+    class Watched(MergedProjection):
+        def __init__(self, linears: Any) -> None:
+            alive.append([any(ref() is not None for ref in refs) for refs in weights])
+            super().__init__(linears)
+
+    monkeypatch.setattr(target_projections, "MergedProjection", Watched)
+    merge_projections(groups)
+    # While a group is merged, the weights of those before it are gone.
+    assert alive == [[False] * done + [True] * (len(groups) - done) for done in range(len(groups))]
+    assert all(ref() is None for refs in weights for ref in refs)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+class Mixed(nn.Module):
+    """Layers of which a and b alone can be one product."""
+
+    def __init__(self, **replaced: nn.Module) -> None:
+        super().__init__()
+        for name in "abcde":
+            setattr(self, name, nn.Linear(4, 3))
+        for name, module in replaced.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x + 1
+        return self.a(x) + self.b(x) + self.c(other) + self.e(x) + self.d(other) + self.d(x)
+
+
+class LinearOfSomeone(nn.Linear):
+    """A layer with its own way of computing."""
+
+
+def with_hook() -> nn.Linear:
+    linear = nn.Linear(4, 3)
+    linear.register_forward_pre_hook(lambda _module, args: args)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("replaced", "found"),
+    [
+        ({}, [("a", "b")]),
+        ({"b": nn.Linear(4, 3, bias=False)}, []),
+        ({"b": LinearOfSomeone(4, 3)}, []),
+        ({"b": with_hook()}, []),
+    ],
+    ids=["two of one input", "bias of one alone", "a class of its own", "a hook"],
+)
+def test_only_plain_layers_called_one_after_the_other_on_one_tensor_are_merged(replaced, found):
+    module = Mixed(**replaced)
+    x = torch.randn(2, 4)
+    expected = module(x)
+    groups = find_projections(module, lambda: module(x))
+    assert [group.names for group in groups] == found
+    merge_projections(groups)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_compiled_graph_is_traced_once_and_computes_the_same():
+    model = make("llama")
+    expected = logits_of(model)
+    merge_projections(find_projections(model, lambda: logits_of(model)))
+    traced: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        traced.append(sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert traced == [4 * NUM_LAYERS + 1]  # qkv, o, gate-up and down of each layer, and the head

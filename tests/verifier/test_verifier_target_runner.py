@@ -1,0 +1,165 @@
+"""Steps through the runner: eager on a CPU; on a GPU compiled, and as CUDA graphs where they decode."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftwire.block_pool import BlockPool, blocks_for
+from draftwire.kv_cache import KVCache, SequenceRows
+from verifier_service.target import Target, load_target
+from verifier_service.target_runner import StepOutput, StepRows, TargetRunner
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+CONTEXT = 256
+K = 4
+MAX_NUM_SEQS = 6
+VOCAB_SIZE = 2048
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def target(request) -> Target:
+    device = torch.device(request.param)
+    target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
+    if device.type == "cuda":
+        target.compile()
+    return target
+
+
+@pytest.fixture(scope="module")
+def runner(target) -> TargetRunner:
+    cache = KVCache(target.layer_shapes, 200, target.dtype, target.device)
+    runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, blocks_for(CONTEXT))
+    runner.capture()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def model(target) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
+    return loaded.eval().to(target.device)
+
+
+@pytest.fixture
+def no_recompilation():
+    """An error where anything is compiled anew."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+class Sequence:
+    """A sequence of tokens with its blocks, and how many of its rows are in the cache."""
+
+    def __init__(self, tokens: list[int], pool: BlockPool) -> None:
+        blocks = pool.allocate(blocks_for(CONTEXT))
+        assert blocks is not None
+        self.tokens, self.blocks, self.num_computed = tokens, blocks, 0
+
+
+def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> StepOutput:
+    """Runs these tokens behind the computed ones; logits of every row, or of each piece's last."""
+    ends = np.cumsum([len(tokens) for _, tokens in pieces])
+    return runner.run(
+        StepRows(
+            np.concatenate([np.array(tokens, np.int64) for _, tokens in pieces]),
+            np.concatenate([np.arange(s.num_computed, s.num_computed + len(tokens)) for s, tokens in pieces]),
+            [SequenceRows(s.blocks, s.num_computed, len(tokens)) for s, tokens in pieces],
+            np.arange(ends[-1]) if all_logits else ends - 1,
+        )
+    )
+
+
+def prompts(count: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(5, VOCAB_SIZE) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
+
+
+@pytest.mark.usefixtures("no_recompilation")
+@torch.inference_mode()
+def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(model, runner):
+    """Prompts in one step, then drafts of which some are right, in batches that shrink as sequences end."""
+    rng = random.Random(1)
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 1, 30, 7, 60)]
+    lengths = [30, 45, 20, 38, 25, 41]
+    device = model.device
+    expected = [
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None
+        )
+        for ids, length in (
+            (torch.tensor([s.tokens], device=device), n) for s, n in zip(sequences, lengths, strict=True)
+        )
+    ]
+    wanted = [ids[0].tolist() for ids in expected]
+    first = run(runner, [(s, s.tokens) for s in sequences], all_logits=False).logits.argmax(-1).tolist()
+    for sequence, token in zip(sequences, first, strict=True):
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens = [*sequence.tokens, token]
+    while True:
+        left = [(s, full) for s, full in zip(sequences, wanted, strict=True) if len(s.tokens) < len(full)]
+        if not left:
+            break
+        pieces = []
+        for sequence, full in left:
+            right = full[len(sequence.tokens) :][: rng.randrange(K + 1)]
+            wrong = [rng.randrange(5, VOCAB_SIZE)] if len(right) < K and rng.random() < 0.5 else []
+            pieces.append((sequence, [sequence.tokens[-1], *right, *wrong]))
+        drawn = run(runner, pieces).logits.argmax(-1).tolist()
+        for sequence, rows in pieces:
+            own, drawn = drawn[: len(rows)], drawn[len(rows) :]
+            accepted = next((i for i, draft in enumerate(rows[1:]) if draft != own[i]), len(rows) - 1)
+            sequence.num_computed += accepted + 1
+            sequence.tokens = [*sequence.tokens, *own[: accepted + 1]]
+    assert [s.tokens[: len(full)] for s, full in zip(sequences, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("counts", [(1,), (5,), (1, 1), (1, 1, 1, 1, 1), (5, 1, 3), (2, 5, 5, 5, 5, 5)])
+@pytest.mark.usefixtures("no_recompilation")
+@torch.inference_mode()
+def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(model, target, runner, counts):
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(len(counts), 20, 33)]
+    starts = [len(s.tokens) - count for s, count in zip(sequences, counts, strict=True)]
+    run(runner, [(s, s.tokens[:start]) for s, start in zip(sequences, starts, strict=True)])
+    for sequence, start in zip(sequences, starts, strict=True):
+        sequence.num_computed = start
+    layers = [2, 3, target.num_layers]
+    for _ in range(2):  # whatever lay in a graph's memory before
+        output = run(runner, [(s, s.tokens[start:]) for s, start in zip(sequences, starts, strict=True)])
+        begin = 0
+        for sequence, start, count in zip(sequences, starts, counts, strict=True):
+            ids = torch.tensor([sequence.tokens], device=model.device)
+            alone = model(ids, output_hidden_states=True, use_cache=False)
+            rows = slice(begin, begin + count)
+            torch.testing.assert_close(output.logits[rows], alone.logits[0, start:], rtol=1e-3, atol=1e-3)
+            states = torch.cat([alone.hidden_states[layer][0, start:] for layer in layers], -1)
+            torch.testing.assert_close(output.features(layers)[rows], states, rtol=1e-3, atol=1e-3)
+            slots = [sequence.blocks[i // 16] * 16 + i % 16 for i in range(start, start + count)]
+            assert output.slots[rows].tolist() == output.slots_on_host[rows].tolist() == slots
+            begin += count
+        assert output.logits.shape[0] == begin
+
+
+@torch.inference_mode()
+def test_logits_come_for_the_rows_asked_for(runner):
+    """Whether the step decodes or holds a prompt, and for no row as well."""
+    pool = BlockPool(200)
+    for length in (5, 40):
+        sequence = Sequence(prompts(1, length)[0], pool)
+        every = run(runner, [(sequence, sequence.tokens)]).logits.clone()
+        for rows in ([], [length - 1], [0, 2, 3]):
+            step = StepRows(
+                np.array(sequence.tokens),
+                np.arange(length),
+                [SequenceRows(sequence.blocks, 0, length)],
+                np.array(rows, np.int64),
+            )
+            torch.testing.assert_close(runner.run(step).logits, every[rows], rtol=1e-4, atol=1e-4)

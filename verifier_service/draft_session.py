@@ -1,0 +1,74 @@
+"""A stream to a drafter with the sequences that draft there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from verifier_service.drafter_link import Stream
+from verifier_service.pacing import NUM_SCOUTS, Message, Pace
+from verifier_service.request import Request
+
+# Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
+MAX_UNANSWERED_STEPS = 32
+LOST_AFTER_S = 10.0
+
+
+@dataclass(eq=False)
+class DraftSession:
+    """A stream and what is on its way over it."""
+
+    stream: Stream
+    draft_token_ids: torch.Tensor | None  # the head's, on the target's device
+    pace: Pace
+    step_id: int = 0
+    last_sequence_id: int = 0
+    bindings: list[Binding] = field(default_factory=list)
+    sequences: dict[int, Binding] = field(default_factory=dict)  # those that are open, by id
+    closed_ids: list[int] = field(default_factory=list)
+    unanswered: dict[int, Message] = field(default_factory=dict)  # by step
+    is_late: bool = False
+    redrawn: int = 0
+    mismatches: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the drafter takes another step."""
+        return not self.is_late and len(self.unanswered) < MAX_UNANSWERED_STEPS
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a sequence more may draft there."""
+        most = NUM_SCOUTS if self.pace.is_off else self.stream.head.max_sequences
+        return not self.is_late and len(self.bindings) < most
+
+    @property
+    def lost_at(self) -> float:
+        """Monotonic time at which the drafter counts as lost."""
+        return next(iter(self.unanswered.values())).sent + LOST_AFTER_S if self.unanswered else math.inf
+
+
+@dataclass(eq=False)
+class Binding:
+    """A request's place at a drafter."""
+
+    request: Request
+    session: DraftSession
+    next_row: int  # first row that has not been sent
+    sequence_id: int = 0  # given when its first rows are sent, so that ids rise on the stream; 0 before
+    asked_length: int = 0  # committed length for which drafts have been asked
+    asked_drafts: int = 0
+    asked_step: int = 0
+    wait_until: float | None = None  # monotonic time until which the request waits for drafts
+
+    @property
+    def rows_behind(self) -> int:
+        """Rows that the drafter has not been sent."""
+        return self.request.num_feature_rows - self.next_row
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its drafts are waited for."""
+        return self.wait_until is not None and not self.session.is_late

@@ -1,0 +1,70 @@
+"""What a verifier tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftwire.v1 import draft_pb2, generate_pb2
+from verifier_service.engine import Engine
+
+_PHASES = ("draft", "wire", "verify", "sample", "host", "idle")
+
+
+class VerifierCollector(Collector):
+    """Reads the state of a verifier at each scrape."""
+
+    def __init__(self, engine: Engine, drafters: Callable[[], Sequence[generate_pb2.DrafterStatus]]) -> None:
+        self._engine = engine
+        self._drafters = drafters
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        engine = self._engine
+        scheduler = engine.scheduler
+        yield GaugeMetricFamily("draftwire_requests_running", "Requests computed.", value=len(scheduler.running))
+        yield GaugeMetricFamily("draftwire_requests_waiting", "Requests in the queue.", value=len(scheduler.waiting))
+        yield GaugeMetricFamily("draftwire_kv_cache_usage_ratio", "Cache blocks in use.", value=engine.kv_cache_usage)
+        yield from engine.metrics.collect()
+        yield from _counters(engine.counters())
+        yield from self._pool()
+
+    def _pool(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("draftwire_drafter_up", "1 for a drafter in use.", labels=["drafter", "state"])
+        sequences = GaugeMetricFamily(
+            "draftwire_drafter_sequences", "Sequences that draft at a drafter.", labels=["drafter"]
+        )
+        for drafter in self._drafters():
+            name = generate_pb2.DrafterState.Name(drafter.state).removeprefix("DRAFTER_STATE_").lower()
+            is_up = drafter.state == generate_pb2.DRAFTER_STATE_READY
+            state.add_metric([drafter.address, name], float(is_up))
+            sequences.add_metric([drafter.address], self._engine.drafting.sequences_at(drafter.address))
+        yield state
+        yield sequences
+
+
+def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
+    yield CounterMetricFamily("draftwire_steps", "Forward passes of the target.", value=counters.steps)
+    yield CounterMetricFamily(
+        "draftwire_verify_steps", "Verify steps of all requests.", value=counters.verify_steps
+    )
+    yield CounterMetricFamily("draftwire_verify_rows", "Rows of decoding requests.", value=counters.verify_rows)
+    yield CounterMetricFamily("draftwire_prompt_rows", "Rows of prompts computed.", value=counters.prompt_rows)
+    yield CounterMetricFamily("draftwire_prefix_hit_rows", "Rows found in the cache.", value=counters.prefix_hit_rows)
+    yield CounterMetricFamily(
+        "draftwire_preemptions", "Requests that gave their blocks back.", value=counters.preemptions
+    )
+    seconds = CounterMetricFamily("draftwire_engine_seconds", "Time of the engine's thread.", labels=["phase"])
+    for phase in _PHASES:
+        seconds.add_metric([phase], getattr(counters.times, f"{phase}_s"))
+    yield seconds
+    wire = CounterMetricFamily(
+        "draftwire_wire_bytes", "Tensors exchanged with drafters, bytes.", labels=["carrier", "tensor"]
+    )
+    for traffic in counters.traffic:
+        carrier = draft_pb2.Carrier.Name(traffic.carrier).removeprefix("CARRIER_").lower()
+        wire.add_metric([carrier, "features"], traffic.feature_bytes)
+        wire.add_metric([carrier, "logits"], traffic.logits_bytes)
+    yield wire

@@ -1,0 +1,23 @@
+"""How fast drafters are asked and when steps run: measured costs, and what they say is fastest."""
+
+from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
+from verifier_service.pacing.governor import NUM_SCOUTS, Governor
+from verifier_service.pacing.grouping import Expected, Group, hold_until
+from verifier_service.pacing.pace import Message, Pace
+from verifier_service.pacing.plan import Forecast, Load, Plan
+
+__all__ = [
+    "NUM_SCOUTS",
+    "Acceptance",
+    "DrafterCost",
+    "Expected",
+    "Forecast",
+    "Governor",
+    "Group",
+    "Load",
+    "Message",
+    "Pace",
+    "Plan",
+    "TargetCost",
+    "hold_until",
+]

@@ -1,0 +1,157 @@
+"""What a step costs and brings: the target's pass, a drafter's answer and the acceptance of its drafts."""
+
+from __future__ import annotations
+
+from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
+
+# Observations after which an estimate decides.
+ENOUGH = 8
+# How far costs may move in a second, as shares: those of a target, and those of a link that others use too.
+TARGET_DRIFT = 0.02
+LINK_DRIFT = 0.1
+# The cost of a step of few rows is uncertain, and tried out, from this share on, and no more often than this.
+UNCERTAIN = 0.05
+EXPLORE_EVERY_S = 1.0
+# Acceptance: what is assumed of the first position, how many drafts that counts for, and after how many verify steps a
+# draft counts half, in all and of each sequence. A position of which nothing is known takes after the one before it.
+FIRST_RATE = 0.7
+PRIOR_DRAFTS = 4.0
+HALF_LIFE_STEPS = (64, 16)
+MOST_WEIGHT = 1e9
+
+
+class TargetCost:
+    """Time of the engine's thread for a step without prompts: fixed + rows + feature rows sent before it."""
+
+    def __init__(self) -> None:
+        self._estimate = LinearEstimate((1.0, 0.0, 0.0), TARGET_DRIFT)
+        self._explored = 0.0
+
+    def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
+        """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
+        self._estimate.observe((1.0, rows, feature_rows), seconds, now)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps have been seen."""
+        return self._estimate.count >= ENOUGH
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Seconds of a step, above 0, of each of its rows and of each feature row."""
+        _, per_row, per_feature_row = self._estimate.weights
+        return self.fixed, per_row, per_feature_row
+
+    @property
+    def fixed(self) -> float:
+        """Seconds that a step takes whatever its rows: what two steps pay twice and a joint one once."""
+        return max(self._estimate.weights[0], CLOCK_S)
+
+    def seconds(self, rows: float) -> float:
+        """Expected time of a step that no features were sent before."""
+        return self._estimate.predict((1.0, rows, 0.0))
+
+    def wants_step_of(self, rows: float, now: float) -> bool:
+        """Whether a step of about so many rows should be tried out; once it says so, it rests for a while."""
+        if not self.is_known or now < self._explored + EXPLORE_EVERY_S:
+            return False
+        is_uncertain = self._estimate.uncertainty((1.0, rows, 0.0)) > UNCERTAIN * self.seconds(rows)
+        if is_uncertain:
+            self._explored = now
+        return is_uncertain
+
+
+class DrafterCost:
+    """Time from a message to its answer: round trip + bytes + the computing time that the drafter tells."""
+
+    def __init__(self) -> None:
+        self._link = LinearEstimate((1.0, 0.0), LINK_DRIFT)
+        self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
+
+    def observe(
+        self, seconds: float, num_bytes: int, rows: int, drafts: int, sequences: int, compute_s: float, now: float
+    ) -> None:
+        """Takes an answer.
+
+        Parameters
+        ----------
+        seconds
+            From the message until the answer, time in queues behind other messages taken off.
+        num_bytes, rows
+            Of the message.
+        drafts, sequences
+            Drafts wanted of each sequence, and of how many.
+        compute_s
+            As the drafter tells it.
+        """
+        self._link.observe((1.0, num_bytes), max(0.0, seconds - compute_s), now)
+        self._compute.observe((1.0, drafts, drafts * sequences, rows), compute_s, now)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough answers have been seen."""
+        return self._link.count >= ENOUGH
+
+    @property
+    def jitter(self) -> float:
+        """Standard deviation of an answer around its expected time, seconds."""
+        return self._link.noise
+
+    @property
+    def link(self) -> tuple[float, float]:
+        """Seconds of a round trip and of each byte."""
+        fixed, per_byte = self._link.weights
+        return fixed, per_byte
+
+    @property
+    def compute(self) -> tuple[float, float, float, float]:
+        """Seconds of an answer, of each draft position, of each draft and of each row."""
+        fixed, per_position, per_draft, per_row = self._compute.weights
+        return fixed, per_position, per_draft, per_row
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Expected time on the link, both ways."""
+        return self._link.predict((1.0, num_bytes))
+
+    def compute_s(self, rows: int, drafts: int, sequences: int) -> float:
+        """Expected computing time."""
+        return self._compute.predict((1.0, drafts, drafts * sequences, rows))
+
+
+class Acceptance:
+    """Rates at which a drafter's drafts are accepted, given that those before them were."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._tested = [0.0] * max_drafts
+        self._accepted = [0.0] * max_drafts
+        self._weight = 1.0  # of the next verify step; growing weights age what has been counted
+        self._growth = 0.0
+        self.forget_over(1)
+
+    def forget_over(self, sequences: int) -> None:
+        """Sets how many sequences tell of their drafts, by which verify steps come sooner."""
+        in_all, of_each = HALF_LIFE_STEPS
+        self._growth = 2 ** (1 / max(in_all, of_each * sequences))
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Takes a verify step of one sequence: of its drafts the first `num_accepted` were accepted."""
+        self._weight *= self._growth
+        for position in range(num_accepted):
+            self._tested[position] += self._weight
+            self._accepted[position] += self._weight
+        if num_accepted < num_drafts:
+            self._tested[num_accepted] += self._weight
+        if self._weight > MOST_WEIGHT:
+            self._tested = [tested / self._weight for tested in self._tested]
+            self._accepted = [accepted / self._weight for accepted in self._accepted]
+            self._weight = 1.0
+
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a verify step of 0, 1, .. drafts emits, [max_drafts + 1], from 1 up."""
+        rate, reached, tokens = FIRST_RATE, 1.0, [1.0]
+        prior = PRIOR_DRAFTS * self._weight
+        for tested, accepted in zip(self._tested, self._accepted, strict=True):
+            rate = (accepted + prior * rate) / (tested + prior)
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        return tokens

@@ -1,0 +1,104 @@
+"""How many drafts a drafter is asked for, down to none, and how it is looked after while it is asked for none.
+
+The number depends on times, on how many sequences run and on what became of earlier drafts: never on a draft's own
+value or on the distribution that it was drawn from. It is fixed before the drafts exist, and none that came in time is
+left out for what it is. So every set of drafts that is verified is one that the acceptance tests are exact for,
+whatever this module decides.
+"""
+
+from __future__ import annotations
+
+import math
+
+from verifier_service.pacing.plan import OFF, Forecast, Plan
+
+# A plan must win by so much to replace another; drafts must gain so much to be taken up again, and to be kept.
+BETTER_BY = 1.03
+RESUME_ABOVE = 1.06
+KEEP_ABOVE = 1.01
+# A drafter whose drafts are slower than none goes on with so many sequences, which show when that changes.
+NUM_SCOUTS = 2
+# A drafter that is asked for nothing is sent a message so often, which shows how far it is.
+PING_EVERY_S = 0.1
+# The share of all sequences' time that may be spent on waiting for a drafter that is otherwise asked for nothing.
+TRIAL_SHARE = 0.01
+# A drafter that was given up rests so long; each time that it is given up again soon, twice as long.
+REST_S = (1.0, 30.0)
+RELAPSE_WITHIN = 10.0  # rests
+
+
+class Governor:
+    """Chooses the plan of one drafter. The clock is the caller's: monotonic times, in seconds."""
+
+    def __init__(self, max_drafts: int, *, is_adaptive: bool) -> None:
+        """`max_drafts`: the number of drafts that is asked for at first, and always unless `is_adaptive`."""
+        self.plan = Plan(max_drafts)
+        self.is_adaptive = is_adaptive
+        self._max_drafts = max_drafts
+        self._rest_s = REST_S[0]
+        self._rests_until = -math.inf
+        self._resumed = -math.inf
+        self._pinged = -math.inf
+        self._tried = -math.inf
+        self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
+        self._best = self.plan  # of those with drafts
+
+    @property
+    def is_off(self) -> bool:
+        """Whether drafts are slower than none."""
+        return self.plan.num_drafts == 0
+
+    @property
+    def trial_drafts(self) -> int:
+        """How many drafts a message asks for while the plan is to ask for none."""
+        return self._best.num_drafts
+
+    def decide(self, now: float, forecast: Forecast) -> None:
+        """Takes up the plan that is fastest by far enough."""
+        if not self.is_adaptive:
+            best = forecast.best(self._max_drafts)
+            if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
+                self.plan = best
+            return
+        self._best = best = forecast.best()
+        gain = forecast.rate(best) / forecast.without
+        if self.is_off:
+            if gain > RESUME_ABOVE and now >= self._rests_until:
+                self.plan, self._resumed = best, now
+        elif gain < KEEP_ABOVE:
+            self._give_up(now)
+        elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
+            self.plan = best
+
+    def _give_up(self, now: float) -> None:
+        relapsed = now < self._resumed + RELAPSE_WITHIN * self._rest_s
+        self._rest_s = min(2 * self._rest_s, REST_S[1]) if relapsed else REST_S[0]
+        self._rests_until = now + self._rest_s
+        self.plan, self._tried, self._pinged = OFF, now, now
+
+    def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:
+        """Sets how often a sequence may wait for drafts that the plan does not ask for.
+
+        Parameters
+        ----------
+        optimistic
+            What is expected if every draft were accepted; where that gains nothing there are no trials.
+        stall_s
+            What a trial takes: the time that one sequence waits, divided by the sequences that run.
+        """
+        can_gain = optimistic.rate(optimistic.best()) > RESUME_ABOVE * optimistic.without
+        self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf
+
+    def take_ping(self, now: float) -> bool:
+        """Whether a message is due to a drafter that is asked for nothing; the next one is due later."""
+        if now < self._pinged + PING_EVERY_S:
+            return False
+        self._pinged = now
+        return True
+
+    def take_trial(self, now: float) -> bool:
+        """Whether the answer to a message that is due may be waited for."""
+        if now < self._tried + self._trial_every_s:
+            return False
+        self._tried = now
+        return True

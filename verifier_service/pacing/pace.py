@@ -1,0 +1,188 @@
+"""The pace of one drafter: when its answers are expected, how long they are waited for, how many bytes may be sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
+from verifier_service.pacing.governor import NUM_SCOUTS, Governor
+from verifier_service.pacing.grouping import Expected, Group
+from verifier_service.pacing.plan import Forecast, Load, Plan
+
+# How often the plan is made anew.
+PLAN_EVERY_S = 0.05
+# An answer is counted on until so many standard deviations after its expected time; drafts are waited for longer.
+LATE_DEVIATIONS = 2.0
+PATIENCE_DEVIATIONS = 4.0
+# Fewer rows of prompts and histories than this are not worth a message while others are on their way.
+LEAST_BACKLOG_ROWS = 16
+MOST_ROWS = 1 << 30
+# Where no drafts are asked for, they may keep the link busy for so long.
+IDLE_BACKLOG_S = 0.05
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message to a drafter that is not answered yet."""
+
+    sent: float  # monotonic time
+    queued_s: float  # expected, behind the bytes of earlier messages
+    num_bytes: int
+    rows: int
+    drafts: int  # wanted of each sequence that wants any
+    sequences: int  # that want drafts
+    expected: float  # monotonic time of the answer; 0 when nothing is known
+    wait_until: float  # monotonic time until which its drafts are waited for
+
+
+class Pace:
+    """Costs and plan of one drafter. Used by the engine's thread alone."""
+
+    def __init__(self, max_drafts: int, deadline_s: float | None, *, is_adaptive: bool = False) -> None:
+        """
+        Parameters
+        ----------
+        max_drafts
+            Most drafts of a sequence, by the operator's settings and the head's.
+        deadline_s
+            How long drafts are waited for at most; None without an end.
+        is_adaptive
+            Whether fewer drafts, or none, are asked for where that is faster.
+        """
+        self.cost = DrafterCost()
+        self.acceptance = Acceptance(max_drafts)
+        self.governor = Governor(max_drafts, is_adaptive=is_adaptive)
+        self._deadline_s = math.inf if deadline_s is None else deadline_s
+        self._max_drafts = max_drafts
+        self._planned = 0.0
+        self._step_s = math.inf  # of a step without drafts
+        self._skips = False
+        self._link_free = 0.0  # when the bytes sent so far are through
+        self._last_expected = 0.0
+        self._last_answer = 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the drafter is asked for no drafts."""
+        return self.governor.is_off
+
+    @property
+    def plan(self) -> Plan:
+        """Drafts of each sequence, and groups that take turns."""
+        return self.governor.plan
+
+    def send(
+        self, now: float, num_bytes: int, rows: int, drafts: int, sequences: int, *, waits: bool = True
+    ) -> Message:
+        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`."""
+        queued_s = max(0.0, self._link_free - now)
+        self._link_free = now + queued_s + self.cost.link[1] * num_bytes
+        expected = 0.0
+        if self.cost.is_known:
+            begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
+            expected = self._last_expected = begins + self.cost.compute_s(rows, drafts, sequences)
+        wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
+        return Message(now, queued_s, num_bytes, rows, drafts, sequences, expected, wait_until)
+
+    def take_answer(self, message: Message, received: float, compute_s: float) -> None:
+        """Learns from an answer.
+
+        Parameters
+        ----------
+        received
+            Monotonic time at which it came.
+        compute_s
+            Computing time, as the drafter tells it.
+        """
+        arrived = message.sent + message.queued_s
+        behind_s = max(0.0, self._last_answer - arrived - self.cost.transfer_s(message.num_bytes))
+        self._last_answer = received
+        self.cost.observe(
+            received - arrived - behind_s,
+            message.num_bytes,
+            message.rows,
+            message.drafts,
+            message.sequences,
+            min(compute_s, received - message.sent),
+            received,
+        )
+
+    def expect(self, message: Message) -> Expected | None:
+        """The group whose drafts the answer brings; None when there is none or its time is not known."""
+        if message.sequences == 0 or message.expected == 0.0:
+            return None
+        tokens = message.sequences * self.acceptance.expected_tokens()[message.drafts]
+        group = Group(message.sequences * (message.drafts + 1), tokens)
+        latest = message.expected + LATE_DEVIATIONS * self.cost.jitter
+        return Expected(group, message.expected, min(latest, message.wait_until))
+
+    def patience_s(self, num_drafts: int, expected_s: float = 0.0) -> float:
+        """How long drafts that are asked for now, and expected in so many seconds, are waited for.
+
+        Where the number of drafts adapts that is about as long as they can gain: a step without drafts brings one
+        token, so that k drafts never bring more than k such steps.
+        """
+        if not self.governor.is_adaptive:
+            return self._deadline_s
+        gain_s = num_drafts * self._step_s
+        return min(self._deadline_s, max(gain_s, expected_s + PATIENCE_DEVIATIONS * self.cost.jitter))
+
+    def backlog_rows(self, now: float, row_bytes: int) -> int:
+        """How many rows of prompts and histories may be sent now, so that they delay no drafts.
+
+        They are to be through when the step that runs next is, before which nothing is asked for. Where every step is
+        to have its drafts, none of them waits: a sequence whose rows are not all there decodes without.
+        """
+        if not self.governor.is_adaptive:
+            return MOST_ROWS
+        per_row = self.cost.link[1] * row_bytes + self.cost.compute[3]
+        if not self.cost.is_known or math.isinf(self._step_s) or per_row <= 0.0:
+            return MOST_ROWS
+        horizon = max(self._step_s, IDLE_BACKLOG_S if self.is_off else 0.0)
+        rows = int(max(0.0, now + horizon - max(now, self._link_free)) / per_row)
+        if rows < LEAST_BACKLOG_ROWS:
+            return 0 if self._link_free > now else LEAST_BACKLOG_ROWS
+        return rows
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a new plan."""
+        return now >= self._planned + PLAN_EVERY_S
+
+    def make_plan(self, now: float, load: Load, target: TargetCost) -> None:
+        """Decides how many drafts are asked for, and into how many groups the sequences part."""
+        self._planned = now
+        if load.sequences == 0 or not target.is_known:
+            return
+        self._step_s = target.seconds(load.small_step)
+        if not self.cost.is_known:
+            return
+        tokens = self.acceptance.expected_tokens()
+        self.governor.decide(now, Forecast(load, tokens, target, self.cost, self._deadline_s))
+        self.acceptance.forget_over(1 if self.is_off else load.sequences)
+        if self.is_off:
+            best = [float(count) for count in range(1, self._max_drafts + 2)]
+            optimistic = Forecast(load, best, target, self.cost, self._deadline_s)
+            scouts = min(NUM_SCOUTS, load.sequences)
+            drafts = self.governor.trial_drafts
+            wait_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
+            self.governor.allow_trials(optimistic, wait_s * scouts / load.sequences)
+
+    def skip_drafts(self) -> None:
+        """Has the next message ask for no drafts, so that the cost of a step without any shows."""
+        self._skips = True
+
+    def take_num_drafts(self, has_rows: bool) -> int:
+        """Drafts to ask for of each sequence in the next message."""
+        skips, self._skips = self._skips and has_rows, self._skips and not has_rows
+        return 0 if skips else self.plan.num_drafts
+
+    def group_size(self, sequences: int) -> int:
+        """How many of so many sequences one step takes."""
+        return -(-sequences // self.plan.num_groups)
+
+    def share_of_step(self, sequences: int) -> tuple[float, float]:
+        """Rows and expected tokens of so many sequences in a step, on average."""
+        drafts, groups = self.plan.num_drafts, self.plan.num_groups
+        tokens = self.acceptance.expected_tokens()[drafts]
+        return sequences * (drafts + 1) / groups, sequences * tokens / groups

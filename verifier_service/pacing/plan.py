@@ -1,0 +1,99 @@
+"""How many drafts pay, and in how many groups their sequences take turns: expected tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier_service.pacing.costs import DrafterCost, TargetCost
+
+# Most groups that take turns.
+MAX_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What runs: the sequences of one drafter, and those that share the target's steps with them."""
+
+    sequences: int
+    row_bytes: int
+    other_rows: float = 0.0  # of a step
+    other_tokens: float = 0.0
+
+    @property
+    def small_step(self) -> float:
+        """Rows of a step without drafts."""
+        return self.sequences + self.other_rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Drafts of each sequence, and into how many groups the sequences part; no drafts are one group."""
+
+    num_drafts: int
+    num_groups: int = 1
+
+
+OFF = Plan(0)
+
+
+class Forecast:
+    """Tokens per second of every plan.
+
+    With k drafts and J groups a sequence is in every J-th step. While its drafts are made, the J - 1 steps of the other
+    groups run; what they do not hide is waited for. Neither the drafter nor the link works on two groups at once, so
+    that a round is never shorter than the time of either for all groups.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        tokens: Sequence[float],
+        target: TargetCost,
+        drafter: DrafterCost,
+        deadline_s: float = math.inf,
+    ) -> None:
+        """
+        Parameters
+        ----------
+        tokens
+            [k + 1], expected of a verify step of 0, 1, .. k drafts.
+        deadline_s
+            How long drafts are waited for; a plan that needs longer gets none.
+        """
+        fixed, per_row, per_feature_row = target.coefficients
+        count = load.sequences
+        self.without = (count + load.other_tokens) / (fixed + per_row * (count + load.other_rows))
+        drafts = np.arange(1, len(tokens))  # [k]
+        emitted = count * np.asarray(tokens[1:])  # [k], by all groups
+        most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
+        groups = np.arange(1, most + 1)[:, None]  # [J, 1]
+        rows = count * (drafts + 1) / groups + load.other_rows
+        step = fixed + per_row * rows + per_feature_row * emitted / groups
+        trip, per_byte = drafter.link
+        per_answer, per_position, per_draft, per_drafter_row = drafter.compute
+        compute = per_answer + per_position * drafts + (per_draft * drafts * count + per_drafter_row * emitted) / groups
+        wire = per_byte * load.row_bytes * emitted / groups
+        latency = trip + wire + compute
+        round_s = groups * step + np.maximum(0.0, latency - (groups - 1) * step)
+        round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
+        rates = (emitted + groups * load.other_tokens) / round_s
+        self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
+
+    def rate(self, plan: Plan) -> float:
+        """Tokens per second of a plan; 0 for one that is not open to this load."""
+        if plan.num_drafts == 0:
+            return self.without
+        most_groups, most_drafts = self._rates.shape
+        if plan.num_groups > most_groups or plan.num_drafts > most_drafts:
+            return 0.0
+        return float(self._rates[plan.num_groups - 1, plan.num_drafts - 1])
+
+    def best(self, num_drafts: int | None = None) -> Plan:
+        """The fastest plan with drafts, of `num_drafts` if that is given."""
+        rates = self._rates if num_drafts is None else self._rates[:, num_drafts - 1 : num_drafts]
+        group, column = np.unravel_index(int(rates.argmax()), rates.shape)
+        return Plan(int(column) + 1 if num_drafts is None else num_drafts, int(group) + 1)

@@ -1,0 +1,138 @@
+"""Who goes into the next step, and when it runs: requests wait for their drafts, and steps for each other."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.drafter_link import Stream
+from verifier_service.pacing import Expected, Group, TargetCost, hold_until
+from verifier_service.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class StepGate:
+    """Used by the engine's thread alone. It reads the sessions and bindings that `Drafting` keeps."""
+
+    def __init__(self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding]) -> None:
+        self.target_cost = TargetCost()
+        self._sessions = sessions
+        self._bindings = bindings
+        self._busy_s = 0.0  # of the engine's thread, at the last step
+        self._feature_rows = 0  # sent since then
+        self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
+        self._parts = False  # whether the next step is to take a part of those that are ready
+        self._held_since: float | None = None
+        self._held_until: float | None = None
+
+    def count_sent(self, feature_rows: int) -> None:
+        """Notes rows that the drafters were sent, which take some of the engine's time."""
+        self._feature_rows += feature_rows
+
+    def count_step(self, rows: int, *, has_prompts: bool, busy_s: float) -> None:
+        """Learns what a step has cost.
+
+        Parameters
+        ----------
+        rows
+            Of all its requests; the time of rows of prompts is of another kind and left out.
+        busy_s
+            Time that the engine's thread has spent on steps since it started, waits left out.
+        """
+        if not has_prompts:
+            self.target_cost.observe(rows, self._feature_rows, busy_s - self._busy_s, time.monotonic())
+        self._busy_s, self._feature_rows = busy_s, 0
+
+    def part_next(self) -> None:
+        """Has the next step take a part of those that are ready, so that its cost shows."""
+        self._parts = True
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a decoding request goes into the next step: it has its drafts or does not wait for any."""
+        if request in self._deferred:
+            return False
+        binding = self._bindings.get(request)
+        if binding is None or request.drafts is not None or binding.wait_until is None or binding.session.is_late:
+            return True
+        if time.monotonic() < binding.wait_until:
+            return False
+        session = binding.session
+        session.is_late = True
+        # Where the number of drafts adapts, the wait is short and ends often.
+        level = logging.DEBUG if session.pace.governor.is_adaptive else logging.WARNING
+        logger.log(level, "drafter %s: missed the draft deadline", session.stream.address)
+        return True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for drafts."""
+        return any(binding.wait_until is not None for binding in self._bindings.values())
+
+    @property
+    def next_deadline(self) -> float:
+        """The earliest time at which a waiting request or a held step stops to wait; infinite if there is none."""
+        waits = (binding.wait_until for binding in self._bindings.values() if not binding.session.is_late)
+        first = min((until for until in waits if until is not None), default=math.inf)
+        return first if self._held_until is None else min(first, self._held_until)
+
+    def is_held(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
+
+        Where sequences take turns, it also decides who leaves the step to others.
+        """
+        now = time.monotonic()
+        self._held_until = None
+        self._deferred.clear()
+        is_waiting = False
+        num_undrafted = 0
+        drafted: dict[DraftSession, list[Binding]] = {}
+        for request in requests:
+            binding = self._bindings.get(request)
+            if binding is not None and request.drafts is not None:
+                drafted.setdefault(binding.session, []).append(binding)
+            elif binding is not None and binding.is_waiting:
+                is_waiting = True
+            elif request.is_decoding:
+                num_undrafted += 1
+        self._take_turns(drafted)
+        if is_waiting and not self._deferred:
+            self._held_until = self._hold_until(now, drafted, num_undrafted)
+        if self._held_until is None:
+            self._held_since = None
+            return False
+        self._held_since = self._held_since or now
+        return True
+
+    def _take_turns(self, drafted: dict[DraftSession, list[Binding]]) -> None:
+        """Parts sequences that are ready at once into the groups of the plan, the longest ready first."""
+        for session, bindings in drafted.items():
+            size = session.pace.group_size(len(session.bindings))
+            if self._parts:
+                size = min(size, len(bindings) // 2)
+            # A few over are not left to a step of their own.
+            if size > 0 and len(bindings) > 1.5 * size:
+                bindings.sort(key=lambda binding: binding.asked_step)
+                self._deferred.update(binding.request for binding in bindings[size:])
+        self._parts = self._parts and not self._deferred
+
+    def _hold_until(self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int) -> float | None:
+        cost = self.target_cost
+        if not cost.is_known or (self._held_since is not None and now >= self._held_since + cost.fixed):
+            return None
+        rows, tokens = num_undrafted, float(num_undrafted)
+        for session, bindings in drafted.items():
+            rows += sum(1 + binding.asked_drafts for binding in bindings)
+            tokens += len(bindings) * session.pace.acceptance.expected_tokens()[bindings[0].asked_drafts]
+        expected: list[Expected] = []
+        for session in self._sessions.values():
+            # Groups that take turns stay apart once they are full.
+            pace, num_ready = session.pace, len(drafted.get(session, ()))
+            is_full = pace.plan.num_groups > 1 and 1.5 * num_ready > pace.group_size(len(session.bindings))
+            if not session.is_late and not is_full:
+                groups = map(session.pace.expect, session.unanswered.values())
+                expected += [group for group in groups if group is not None]
+        return hold_until(now, Group(rows, tokens), Group(num_undrafted, float(num_undrafted)), expected, cost)

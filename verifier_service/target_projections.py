@@ -1,0 +1,141 @@
+"""Projections of one input merged into one product: query, key and value; gate and up.
+
+Small batches read every weight once per product, and a product of few output columns does not fill a GPU. Which linear
+layers share an input is seen in a forward pass instead of being told by names, so that any model of transformers is
+merged as far as its own code allows. Weights that are to be sharded are sharded before: what is merged is what a
+process holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ProjectionGroup:
+    """Linear layers of one module that read the same tensor, in the order in which they are called."""
+
+    parent: nn.Module
+    names: tuple[str, ...]
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The layers."""
+        return [getattr(self.parent, name) for name in self.names]
+
+
+def find_projections(model: nn.Module, forward: Callable[[], object]) -> list[ProjectionGroup]:
+    """Groups of at least two layers, seen while `forward` runs `model` once without compilation.
+
+    Only plain `nn.Linear` without hooks are taken, of one dtype and device, all with a bias or all without, each called
+    once.
+    """
+    parents = {
+        module: (parent, name)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if _is_plain(module)
+    }
+    with _recorded_calls(parents) as calls:
+        forward()
+    counts: dict[nn.Module, int] = {}
+    for module, _ in calls:
+        counts[module] = counts.get(module, 0) + 1
+    groups: list[list[nn.Linear]] = []
+    previous: tuple[nn.Linear, Tensor] | None = None
+    for module, entering in calls:
+        if counts[module] > 1:
+            previous = None
+            continue
+        if previous is None or previous[1] is not entering or not _are_alike(parents, previous[0], module):
+            groups.append([])
+        groups[-1].append(module)
+        previous = (module, entering)
+    return [
+        ProjectionGroup(parents[group[0]][0], tuple(parents[linear][1] for linear in group))
+        for group in groups
+        if len(group) > 1
+    ]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _are_alike(parents: dict[Any, tuple[nn.Module, str]], one: nn.Linear, other: nn.Linear) -> bool:
+    return (
+        parents[one][0] is parents[other][0]
+        and (one.bias is None) == (other.bias is None)
+        and (one.weight.dtype, one.weight.device) == (other.weight.dtype, other.weight.device)
+    )
+
+
+@contextmanager
+def _recorded_calls(modules: Any) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
+    """The calls of `modules` and the tensors that entered, in order."""
+    calls: list[tuple[nn.Linear, Tensor]] = []
+
+    def record(module: Any, args: tuple[Tensor, ...]) -> None:
+        calls.append((module, args[0]))
+
+    handles = [module.register_forward_pre_hook(record) for module in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def merge_projections(groups: Sequence[ProjectionGroup]) -> None:
+    """Replaces the layers of each group in their module, so that the first computes the product of all.
+
+    The separate weights are freed group by group: at most one group's are held twice.
+    """
+    for group in groups:
+        merged = MergedProjection(group.linears)
+        setattr(group.parent, group.names[0], merged)
+        for name in group.names[1:]:
+            setattr(group.parent, name, _Part(merged))
+
+
+class MergedProjection(nn.Module):
+    """The first projection of a group: computes all of them and leaves the rest to the others, which are called next.
+
+    Between two forward passes it holds nothing, so that a compiled graph meets the same state at each call.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self._left: tuple[Tensor, ...] = ()
+
+    def forward(self, states: Tensor) -> Tensor:
+        """states [..., in_features] -> the first projection, a view into the product."""
+        self._left = F.linear(states, self.weight, self.bias).split(self.sizes, dim=-1)
+        return self.take()
+
+    def take(self) -> Tensor:
+        """The next projection of the states that came last."""
+        taken, self._left = self._left[0], self._left[1:]
+        return taken
+
+
+class _Part(nn.Module):
+    """A projection after the first of its group."""
+
+    def __init__(self, merged: MergedProjection) -> None:
+        super().__init__()
+        self._merged = (merged,)  # within a tuple it is no submodule: its weight is named once
+
+    def forward(self, _states: Tensor) -> Tensor:
+        return self._merged[0].take()

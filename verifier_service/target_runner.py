@@ -1,0 +1,220 @@
+"""Runs the target over an engine's steps: decode steps as CUDA graphs, the others compiled, all eagerly on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from draftwire.block_pool import blocks_for
+from draftwire.devices import upload
+from draftwire.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from verifier_service.target import Target
+from verifier_service.target_buckets import Bucket, Buckets
+
+logger = logging.getLogger(__name__)
+
+# Compiled code asks for at least so many rows' logits; more of them are thrown away.
+_LEAST_LOGIT_ROWS = 2
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, on the host."""
+
+    token_ids: np.ndarray
+    """[T] int64, sequence after sequence."""
+    positions: np.ndarray
+    """[T] int64."""
+    sequences: Sequence[SequenceRows]
+    """Where they are written and what they attend to."""
+    logit_rows: np.ndarray
+    """[R] int64, ascending: the rows whose logits are wanted."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step of T rows computes, on the device; valid until the next one."""
+
+    logits: Tensor
+    """[R, vocab_size] of the step's logit rows, in the target's dtype."""
+    states: Sequence[Tensor]
+    """num_layers + 1 of at least T rows of [hidden_size]: those entering each layer, and the last after the norm."""
+    slots: Tensor
+    """[T] int64, where the rows are in the cache."""
+    slots_on_host: np.ndarray
+    """The same on the host."""
+
+    def features(self, layers: Sequence[int]) -> Tensor:
+        """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
+        return torch.cat([self.states[layer][: len(self.slots_on_host)] for layer in layers], dim=-1)
+
+
+class TargetRunner:
+    """The target, its cache and the graphs that were captured over both.
+
+    A graph covers everything from token ids to the logits of all rows and the states that features are made of. Graphs
+    share their memory: what one computes lies there until the next is replayed, whichever features are read meanwhile.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        max_num_seqs: int,
+        rows_per_sequence: int,
+        max_blocks_per_sequence: int,
+    ) -> None:
+        """
+        Parameters
+        ----------
+        max_num_seqs, rows_per_sequence
+            Most sequences of a decode step, and most rows of one of them: its last token and the drafts.
+        max_blocks_per_sequence
+            Most blocks of the cache that a sequence has.
+        """
+        self._target = target
+        self._cache = cache
+        self._buckets = Buckets(max_num_seqs, rows_per_sequence)
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = max_blocks_per_sequence
+        self._graphs: dict[Bucket, _Graph] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures the graphs, with a progress bar; without effect on a CPU. The target is compiled by then."""
+        if self._target.device.type != "cuda":
+            return
+        began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
+        buckets = list(self._buckets)
+        inputs = _Inputs(max(b.num_rows for b in buckets), self._max_num_seqs, self._max_blocks, self._target.device)
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._target.device)
+        console = Console(stderr=True)
+        for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
+            self._graphs[bucket] = _Graph(self._target, self._cache, inputs, bucket, pool, stream)
+        torch.cuda.synchronize(self._target.device)
+        torch.cuda.empty_cache()  # what the runs before the captures took
+        taken = free - torch.cuda.mem_get_info(self._target.device)[0]
+        logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
+
+    # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
+    @torch.inference_mode()
+    def run(self, step: StepRows) -> StepOutput:
+        """Runs a step's rows and fills the cache."""
+        max_rows = max((sequence.count for sequence in step.sequences), default=0)
+        bucket = self._buckets.find(len(step.sequences), max_rows)
+        graph = self._graphs.get(bucket) if bucket is not None else None
+        if graph is not None:
+            return graph.run(step)
+        device = self._target.device
+        batch = RaggedBatch(step.sequences, device)
+        wanted = len(step.logit_rows)
+        logit_rows = np.concatenate([step.logit_rows, np.zeros(max(_LEAST_LOGIT_ROWS - wanted, 0), np.int64)])
+        token_ids, positions, rows = upload([step.token_ids, step.positions, logit_rows], device)
+        output = self._target.forward(token_ids, positions, self._cache, batch, rows)
+        slots_on_host = batch.host.slot_mapping.numpy()
+        return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host)
+
+
+class _Loaded(NamedTuple):
+    """A step in the memory that graphs read."""
+
+    token_ids: Tensor  # [rows of the bucket] int64
+    positions: Tensor
+    batch: RaggedBatch
+    slots_on_host: np.ndarray  # of the step's own rows
+
+
+class _Inputs:
+    """What graphs read, at fixed addresses."""
+
+    def __init__(self, max_rows: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self._ids_and_positions = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
+        self._batch = BatchBuffers(max_rows, max_num_seqs, max_blocks, device)
+
+    def load(self, step: StepRows, bucket: Bucket) -> _Loaded:
+        """Copies a step that fits the bucket; rows of padding have token 0 at position 0."""
+        rows, padded = len(step.token_ids), bucket.num_rows
+        staged = torch.zeros(2 * padded, dtype=torch.int64, pin_memory=True)
+        staged.numpy()[:rows] = step.token_ids
+        staged.numpy()[padded : padded + rows] = step.positions
+        loaded = self._ids_and_positions[: 2 * padded]
+        loaded.copy_(staged, non_blocking=True)
+        own = RaggedBatch(step.sequences, _CPU)
+        batch = self._batch.load(own, padded, bucket.num_sequences, max_rows=bucket.max_rows)
+        return _Loaded(loaded[:padded], loaded[padded:], batch, own.slot_mapping.numpy())
+
+
+class _Graph:
+    """The forward pass over one size of batch."""
+
+    def __init__(
+        self, target: Target, cache: KVCache, inputs: _Inputs, bucket: Bucket, pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        self._inputs = inputs
+        self._bucket = bucket
+        self._graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            token_ids, positions, batch, _ = inputs.load(_padding(bucket), bucket)
+            rows = torch.arange(bucket.num_rows, device=target.device)
+            target.forward(token_ids, positions, cache, batch, rows)  # kernels are built outside of the capture
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = target.forward(token_ids, positions, cache, batch, rows)
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._rows = rows
+        self._logits = _unowned(output.logits)
+        self._states = [_unowned(state) for state in output.states]
+        self._slots = batch.slot_mapping
+
+    def run(self, step: StepRows) -> StepOutput:
+        """Replays the graph over a step that fits the bucket."""
+        slots_on_host = self._inputs.load(step, self._bucket).slots_on_host
+        self._graph.replay()
+        num_rows, logits = len(step.token_ids), self._logits
+        if len(step.logit_rows) == num_rows:
+            logits = logits[:num_rows]
+        else:
+            (rows,) = upload([step.logit_rows], logits.device)
+            logits = logits.index_select(0, rows)
+        return StepOutput(logits, self._states, self._slots[:num_rows], slots_on_host)
+
+
+def _padding(bucket: Bucket) -> StepRows:
+    """A step of the bucket's size that is written to the block of padding."""
+    blocks = [0] * blocks_for(bucket.max_rows)
+    num_rows = bucket.num_sequences * bucket.max_rows
+    rows = np.zeros(num_rows, np.int64)
+    sequences = [SequenceRows(blocks, 0, bucket.max_rows)] * bucket.num_sequences
+    return StepRows(rows, rows, sequences, np.arange(num_rows))
+
+
+class _Memory:
+    """Memory of a tensor that is not kept from others, as `__cuda_array_interface__` describes it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        kind = {1: "|u1", 2: "<i2", 4: "<i4"}[tensor.itemsize]
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The tensor without a hold on its memory, which belongs to the graphs' pool: the next graph computes there too."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
