@@ -185,7 +185,7 @@ class DrafterLink:
             try:
                 await self._serve()
             except _ExpelledError as error:
-                self._note(generate_pb2.DRAFTER_STATE_REFUSED, f"expelled: {error}")
+                self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {error}")
                 delay = EXPELLED_RETRY_S
             except Exception as error:
                 if _is_refusal(error):

@@ -12,10 +12,11 @@ import torch
 from draftwire import config as cfg
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import encode_tensor
-from draftwire.v1 import config_pb2, draft_pb2
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
+from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.pacing import NUM_SCOUTS, Load, Pace
 from verifier_service.request import ReadyDrafts, Request
@@ -82,6 +83,7 @@ class Drafting:
         self._sessions: dict[Stream, DraftSession] = {}
         self._bindings: dict[Request, Binding] = {}
         self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
+        self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
         self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
@@ -126,6 +128,7 @@ class Drafting:
         """Forgets a request that has ended."""
         self._reopen.pop(request, None)
         self._old_rows.pop(request, None)
+        self._expelled.discard(request)
         binding = self._bindings.pop(request, None)
         if binding is not None:
             self._close(binding)
@@ -189,6 +192,20 @@ class Drafting:
         if binding is not None and num_drafts > 0 and num_accepted >= 0:
             binding.session.pace.acceptance.count(num_drafts, num_accepted)
 
+    def fallback_cause(self, request: Request) -> Cause:
+        """Why a decoding request goes without drafts into the step that was just scheduled."""
+        if request.num_speculative_tokens == 0:
+            return generate_pb2.FALLBACK_CAUSE_NOT_ASKED
+        if request.num_drafts_wanted == 0:
+            return generate_pb2.FALLBACK_CAUSE_LAST_TOKEN
+        if request in self._bindings:
+            return bound_cause(self._bindings[request])
+        if request in self._expelled:
+            return generate_pb2.FALLBACK_CAUSE_EXPELLED
+        if self._sessions and time.monotonic() < self._reopen.get(request, (0.0, 0.0))[0]:
+            return generate_pb2.FALLBACK_CAUSE_NOT_TAKEN
+        return unbound_cause(request, self._sessions.values())
+
     def _bind(self, request: Request, stores: dict[FeatureKind, FeatureStore], now: float) -> None:
         if request.num_feature_rows == 0 or now < self._reopen.get(request, (0.0, 0.0))[0]:
             return
@@ -203,6 +220,7 @@ class Drafting:
         binding = Binding(request, session, stores[session.stream.head.kind].first_row(request))
         session.bindings.append(binding)
         self._bindings[request] = binding
+        self._expelled.discard(request)
 
     def _hold(self, session: DraftSession, now: float) -> None:
         """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
@@ -414,6 +432,8 @@ class Drafting:
 
     def _give_up(self, session: DraftSession, reason: str, *, expel: bool = False) -> None:
         session.stream.fail(reason, expel=expel)
+        if expel:
+            self._expelled.update(binding.request for binding in session.bindings)
         self._drop(session)
 
     def _drop(self, session: DraftSession) -> None:

@@ -303,6 +303,8 @@ class Engine:
         if request.is_decoding:
             request.count_step(work.num_drafts, len(drawn.tokens))
             self.metrics.count_step(work.num_drafts, max(len(drawn.tokens) - 1, 0))
+            if work.num_drafts == 0 and drawn.tokens:
+                self.metrics.count_fallback(self._fallback_cause(work))
             self.drafting.count_verified(request, work.num_drafts, len(drawn.tokens) - 1)
             request.num_computed = work.start + len(drawn.tokens)
         else:
@@ -325,6 +327,9 @@ class Engine:
         if has_ended:
             self._forget(request)
 
+    def _fallback_cause(self, work: Work) -> generate_pb2.FallbackCause:
+        return generate_pb2.FALLBACK_CAUSE_KV_CACHE if work.lacks_blocks else self.drafting.fallback_cause(work.request)
+
     def _end(self, request: Request, error: DraftwireError) -> None:
         self._items.append((request, error))
         self.metrics.count_end("error", time.monotonic() - request.arrived)
@@ -344,6 +349,7 @@ class Engine:
         counters = self.times.read()
         counters.preemptions = self.scheduler.num_preemptions
         counters.prefix_hit_rows = self.scheduler.num_reused_rows
+        counters.fallbacks.extend(self.metrics.fallbacks())
         return counters
 
     @property

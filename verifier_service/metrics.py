@@ -9,8 +9,15 @@ from prometheus_client.registry import Collector
 
 from draftwire.v1 import draft_pb2, generate_pb2
 from verifier_service.engine import Engine
+from verifier_service.fallbacks import cause_name
 
 _PHASES = ("draft", "wire", "verify", "sample", "host", "idle")
+_STATES = {
+    number: name.removeprefix("DRAFTER_STATE_").lower() for name, number in generate_pb2.DrafterState.items() if number
+}
+_CAUSES = [
+    name.removeprefix("FALLBACK_CAUSE_").lower() for name, number in generate_pb2.FallbackCause.items() if number
+]
 
 
 class VerifierCollector(Collector):
@@ -32,17 +39,26 @@ class VerifierCollector(Collector):
         yield from self._pool()
 
     def _pool(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("draftwire_drafter_up", "1 for a drafter in use.", labels=["drafter", "state"])
+        state = GaugeMetricFamily(
+            "draftwire_drafter_state", "1 for the state that a drafter is in.", labels=["drafter", "state"]
+        )
         sequences = GaugeMetricFamily(
             "draftwire_drafter_sequences", "Sequences that draft at a drafter.", labels=["drafter"]
         )
+        messages = CounterMetricFamily(
+            "draftwire_drafter_message_bytes",
+            "Messages exchanged with a drafter, bytes.",
+            labels=["drafter", "direction"],
+        )
         for drafter in self._drafters():
-            name = generate_pb2.DrafterState.Name(drafter.state).removeprefix("DRAFTER_STATE_").lower()
-            is_up = drafter.state == generate_pb2.DRAFTER_STATE_READY
-            state.add_metric([drafter.address, name], float(is_up))
+            for number, name in _STATES.items():
+                state.add_metric([drafter.address, name], float(drafter.state == number))
             sequences.add_metric([drafter.address], self._engine.drafting.sequences_at(drafter.address))
+            messages.add_metric([drafter.address, "sent"], drafter.sent_message_bytes)
+            messages.add_metric([drafter.address, "received"], drafter.received_message_bytes)
         yield state
         yield sequences
+        yield messages
 
 
 def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
@@ -68,3 +84,10 @@ def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
         wire.add_metric([carrier, "features"], traffic.feature_bytes)
         wire.add_metric([carrier, "logits"], traffic.logits_bytes)
     yield wire
+    fallbacks = CounterMetricFamily(
+        "draftwire_fallback_tokens", "Tokens that verify steps emitted without drafts.", labels=["cause"]
+    )
+    tokens = {cause_name(fallback.cause): fallback.tokens for fallback in counters.fallbacks}
+    for name in _CAUSES:
+        fallbacks.add_metric([name], tokens.get(name, 0))
+    yield fallbacks

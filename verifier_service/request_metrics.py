@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from draftwire.v1 import generate_pb2
+from verifier_service.fallbacks import Cause
+
 
 class RequestMetrics:
     """Latencies and counts of requests, observed by the engine's thread as output is handed out.
@@ -39,11 +42,21 @@ class RequestMetrics:
         # Verify steps by the number of their drafts and of those accepted.
         self._drafted = [0] * (num_speculative_tokens + 1)
         self._accepted = [0] * (num_speculative_tokens + 1)
+        self._fallbacks: dict[Cause, int] = {}
 
     def count_step(self, num_drafts: int, num_accepted: int) -> None:
         """Counts a verify step of one request."""
         self._drafted[num_drafts] += 1
         self._accepted[num_accepted] += 1
+
+    def count_fallback(self, cause: Cause) -> None:
+        """Counts a token that a verify step emitted without drafts."""
+        self._fallbacks[cause] = self._fallbacks.get(cause, 0) + 1
+
+    def fallbacks(self) -> list[generate_pb2.FallbackCount]:
+        """Tokens without drafts by cause; from any thread."""
+        counts = list(self._fallbacks.items())
+        return [generate_pb2.FallbackCount(cause=cause, tokens=tokens) for cause, tokens in counts]
 
     def observe_first(self, since_arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
         """The first output of a request."""

@@ -23,6 +23,7 @@ class Work:
     tokens: list[int]  # of the rows: committed tokens, then drafts
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
+    lacks_blocks: bool = False  # its drafts were dropped: there were no blocks for their rows
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
 
@@ -171,14 +172,16 @@ class Scheduler:
     def _decode(self, request: Request) -> Work:
         last = len(request.tokens) - 1
         drafts, request.drafts = request.drafts, None
+        lacks_blocks = False
         if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
             count = self._place_drafts(request, len(drafts.tokens))
             if count < len(drafts.tokens):
+                lacks_blocks = count == 0
                 drafts = drafts.first(count) if count > 0 else None
         else:
             drafts = None
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
-        return Work(request, last, tokens, drafts, samples=True)
+        return Work(request, last, tokens, drafts, samples=True, lacks_blocks=lacks_blocks)
 
     def _place_drafts(self, request: Request, count: int) -> int:
         """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias."""

@@ -62,11 +62,24 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("Time of a draft step", "s", _quantiles("draftwire_draft_step_seconds")),
     (
-        "Drafters in use",
+        "Drafters by state, as the verifiers see them",
         "short",
+        [("{{state}}", "sum by (state) (draftwire_drafter_state)")],
+    ),
+    (
+        "Sequences at each drafter",
+        "short",
+        [("{{drafter}}", "sum by (drafter) (draftwire_drafter_sequences)")],
+    ),
+    (
+        "Share of tokens without drafts, by cause",
+        "percentunit",
         [
-            ("up", "sum(draftwire_drafter_up)"),
-            ("sequences at {{drafter}}", "sum by (drafter) (draftwire_drafter_sequences)"),
+            (
+                "{{cause}}",
+                f"sum by (cause) (rate(draftwire_fallback_tokens_total{WINDOW})) "
+                f"/ ignoring(cause) group_left sum(rate(draftwire_output_tokens_total{WINDOW}))",
+            )
         ],
     ),
     (

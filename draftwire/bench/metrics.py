@@ -146,6 +146,11 @@ def difference(before: pb.EngineCounters, after: pb.EngineCounters) -> pb.Engine
             setattr(entry, name, getattr(traffic, name) - getattr(old, name))
         if entry.steps:
             result.traffic.append(entry)
+    fallbacks = {fallback.cause: fallback.tokens for fallback in before.fallbacks}
+    for fallback in after.fallbacks:
+        tokens = fallback.tokens - fallbacks.get(fallback.cause, 0)
+        if tokens:
+            result.fallbacks.add(cause=fallback.cause, tokens=tokens)
     return result
 
 

@@ -15,19 +15,52 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
 
+class FallbackCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FALLBACK_CAUSE_UNSPECIFIED: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_NOT_ASKED: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_LAST_TOKEN: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_NO_DRAFTER: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_EXPELLED: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_AT_CAPACITY: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_TOO_LONG: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_NOT_TAKEN: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_LATE: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_CATCHING_UP: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_NO_FEATURES: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_PACE: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_EMPTY_ANSWER: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_KV_CACHE: _ClassVar[FallbackCause]
+
 class DrafterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DRAFTER_STATE_UNSPECIFIED: _ClassVar[DrafterState]
     DRAFTER_STATE_CONNECTING: _ClassVar[DrafterState]
     DRAFTER_STATE_READY: _ClassVar[DrafterState]
     DRAFTER_STATE_REFUSED: _ClassVar[DrafterState]
+    DRAFTER_STATE_EXPELLED: _ClassVar[DrafterState]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FALLBACK_CAUSE_UNSPECIFIED: FallbackCause
+FALLBACK_CAUSE_NOT_ASKED: FallbackCause
+FALLBACK_CAUSE_LAST_TOKEN: FallbackCause
+FALLBACK_CAUSE_NO_DRAFTER: FallbackCause
+FALLBACK_CAUSE_EXPELLED: FallbackCause
+FALLBACK_CAUSE_AT_CAPACITY: FallbackCause
+FALLBACK_CAUSE_TOO_LONG: FallbackCause
+FALLBACK_CAUSE_NOT_TAKEN: FallbackCause
+FALLBACK_CAUSE_LATE: FallbackCause
+FALLBACK_CAUSE_CATCHING_UP: FallbackCause
+FALLBACK_CAUSE_NO_FEATURES: FallbackCause
+FALLBACK_CAUSE_PACE: FallbackCause
+FALLBACK_CAUSE_EMPTY_ANSWER: FallbackCause
+FALLBACK_CAUSE_KV_CACHE: FallbackCause
 DRAFTER_STATE_UNSPECIFIED: DrafterState
 DRAFTER_STATE_CONNECTING: DrafterState
 DRAFTER_STATE_READY: DrafterState
 DRAFTER_STATE_REFUSED: DrafterState
+DRAFTER_STATE_EXPELLED: DrafterState
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "token_ids", "chat", "sampling_params", "num_speculative_tokens", "request_id")
@@ -168,7 +201,7 @@ class GetVerifierInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
-    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows")
+    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +210,7 @@ class EngineCounters(_message.Message):
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     prompt_rows: int
     verify_steps: int
@@ -185,7 +219,16 @@ class EngineCounters(_message.Message):
     traffic: _containers.RepeatedCompositeFieldContainer[CarrierTraffic]
     preemptions: int
     prefix_hit_rows: int
-    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ...) -> None: ...
+    fallbacks: _containers.RepeatedCompositeFieldContainer[FallbackCount]
+    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ..., fallbacks: _Optional[_Iterable[_Union[FallbackCount, _Mapping]]] = ...) -> None: ...
+
+class FallbackCount(_message.Message):
+    __slots__ = ("cause", "tokens")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cause: FallbackCause
+    tokens: int
+    def __init__(self, cause: _Optional[_Union[FallbackCause, str]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
     __slots__ = ("draft_s", "wire_s", "verify_s", "sample_s", "host_s", "idle_s")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("exactness_wrong")
 
 K = 3
 REQUESTS = 700
-READY, REFUSED = generate_pb2.DRAFTER_STATE_READY, generate_pb2.DRAFTER_STATE_REFUSED
+READY, EXPELLED = generate_pb2.DRAFTER_STATE_READY, generate_pb2.DRAFTER_STATE_EXPELLED
 DEADLINE_S = 0.05
 
 
@@ -103,10 +103,10 @@ ONE_HOT = [
     (wrong_committed_length, {}, READY, None),
     (wrong_last_token, {}, READY, None),
     (another_sequence, {}, READY, None),
-    (outside_the_vocabulary, {}, REFUSED, None),
-    (more_than_asked, {}, REFUSED, None),
+    (outside_the_vocabulary, {}, EXPELLED, None),
+    (more_than_asked, {}, EXPELLED, None),
     (likeliest, {"deliver": late}, READY, None),
-    (likeliest, {"deliver": twice}, REFUSED, None),
+    (likeliest, {"deliver": twice}, EXPELLED, None),
     (likeliest, {"deliver": an_old_one_again}, READY, None),
 ]
 
@@ -132,7 +132,7 @@ def test_without_logits_the_law_holds_whatever_is_drafted(
         samples = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH)
         status = wait_for_drafters(address, state)[0]
     assert law.refutation([one.tokens for one in samples], Sampling()) < 1
-    assert bool(status.detail) == (state == REFUSED)
+    assert bool(status.detail) == (state == EXPELLED)
     if acceptance is not None:  # its drafts were really used
         assert sum(one.statistics.drafted[0] for one in samples) > 100
         assert _first_acceptance(samples) > acceptance
@@ -190,7 +190,7 @@ def test_with_logits_a_drafter_whose_drafts_are_not_sampled_from_them_is_expelle
     ):
         samples = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH)
         assert all(len(one.tokens) == LENGTH for one in samples)
-        status = wait_for_drafters(address, REFUSED)[0]
+        status = wait_for_drafters(address, EXPELLED)[0]
         later = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH)
     assert "are not what its logits sample" in status.detail
     assert sum(one.statistics.drafted[0] for one in later) == 0

@@ -529,7 +529,8 @@ async def test_an_expelled_drafter_is_left_alone():
     async with linked(drafter) as own:
         (await own.connected()).fail("wrong answer: drafts.tokens", expel=True)
         assert isinstance(await own.next(AT_ONCE_S), Disconnected)
-        assert await own.refused() == "expelled: wrong answer: drafts.tokens"
+        detail = await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        assert detail == "expelled: wrong answer: drafts.tokens"
         await asyncio.sleep(0.3)
         assert own.events.empty()
         assert len(drafter.hellos) == 1

@@ -236,7 +236,7 @@ def test_drafts_without_room_are_not_verified(fitting):
     (work,) = batch.schedule()
     assert work.tokens == [99, 5, 6, 7][: 1 + fitting]
     assert (work.num_drafts, work.num_logit_rows) == (fitting, 1 + fitting)
-    assert (work.drafts is None) == (fitting == 0)
+    assert (work.drafts is None) == work.lacks_blocks == (fitting == 0)
     assert not batch.preempted
 
 

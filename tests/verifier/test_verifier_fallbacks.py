@@ -1,0 +1,230 @@
+"""Every token that is decoded without drafts is counted, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from drafting_scene import Clock, Scene, answer_to, refusal_of
+from engine_scene import Served, make_target
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import CollectorRegistry
+
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
+from verifier_service.fallbacks import cause_name
+from verifier_service.metrics import VerifierCollector
+from verifier_service.pacing.plan import OFF
+from verifier_service.request import Request
+
+DEADLINE_S = 0.05
+
+Played = tuple[Scene, Request]
+
+
+def not_asked(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    scene.connect()
+    return scene, scene.decode(k=0)
+
+
+def last_token(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    scene.connect()
+    return scene, scene.decode(max_tokens=2)
+
+
+def no_drafter(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    return scene, scene.decode()
+
+
+def no_drafter_any_more(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode()
+    scene.flush()
+    scene.disconnect(stream)
+    return scene, one
+
+
+def expelled(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode()
+    scene.flush()
+    wrong = answer_to(stream.last)
+    wrong.step_id += 1
+    scene.answer(stream, wrong)
+    return scene, one
+
+
+def at_capacity(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    scene.connect(max_sequences=1)
+    scene.decode()
+    return scene, scene.decode()
+
+
+def too_long(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    scene.connect(max_model_len=3)
+    return scene, scene.decode(4)
+
+
+def not_taken(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode()
+    scene.flush()
+    scene.answer(stream, refusal_of(stream.last, pb.SEQUENCE_STATUS_NO_CAPACITY))
+    return scene, one
+
+
+def late(clock: Clock) -> Played:
+    scene = Scene(deadline_s=DEADLINE_S)
+    scene.connect()
+    one = scene.decode()
+    scene.flush()
+    clock.now += 2 * DEADLINE_S
+    assert scene.drafting.gate.is_ready(one)
+    return scene, one
+
+
+def late_for_all(clock: Clock) -> Played:
+    scene, _ = late(clock)
+    return scene, scene.decode()
+
+
+def catching_up(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode(1000)
+    scene.disconnect(stream)
+    scene.flush()
+    scene.connect()
+    return scene, one
+
+
+def no_features(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    one = scene.decode()
+    scene.connect()
+    return scene, one
+
+
+def pace(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene(adaptive_k=True, deadline_s=DEADLINE_S)
+    scene.connect()
+    one = scene.decode()
+    for session in scene.drafting._sessions.values():
+        session.pace.governor.plan = OFF
+    return scene, one
+
+
+def empty_answer(clock: Clock) -> Played:  # noqa: ARG001
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode()
+    scene.flush()
+    scene.answer(stream, answer_to(stream.last, []))
+    return scene, one
+
+
+CASES: list[Callable[[Clock], Played]] = [
+    not_asked, last_token, no_drafter, no_drafter_any_more, expelled, at_capacity, too_long, not_taken, late,
+    late_for_all, catching_up, no_features, pace, empty_answer,
+]  # fmt: skip
+NAMES = {no_drafter_any_more: "no_drafter", late_for_all: "late"}
+
+
+@pytest.mark.parametrize("play", CASES, ids=lambda play: play.__name__)
+def test_the_cause_is_told(play: Callable[[Clock], Played], monkeypatch: pytest.MonkeyPatch):
+    scene, one = play(Clock.stand_in(monkeypatch))
+    scene.flush()
+    assert cause_name(scene.drafting.fallback_cause(one)) == NAMES.get(play, play.__name__)
+
+
+def test_an_expelled_drafter_is_the_cause_until_another_takes_the_sequence(monkeypatch: pytest.MonkeyPatch):
+    scene, one = expelled(Clock.stand_in(monkeypatch))
+    stream = scene.connect()
+    scene.flush()
+    scene.disconnect(stream)
+    assert scene.drafting.fallback_cause(one) == generate_pb2.FALLBACK_CAUSE_NO_DRAFTER
+
+
+def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = None) -> dict[str, float]:
+    """Value of each of a verifier's samples, its labels' values behind the name."""
+    registry = CollectorRegistry()
+    registry.register(VerifierCollector(served.engine, lambda: drafters or []))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {" ".join([one.name, *one.labels.values()]): one.value for family in families for one in family.samples}
+
+
+def run(*requests: dict[str, Any], drafter: bool) -> tuple[Served, list[Request]]:
+    """An engine that has served the requests."""
+    served = Served(make_target())
+    if drafter:
+        served.connect()
+    served.engine.start()
+    made = [served.submit(keys=100 * number, **options) for number, options in enumerate(requests)]
+    for request in made:
+        served.tokens(request)
+    served.engine.stop()
+    return served, made
+
+
+def test_each_token_without_drafts_is_counted_once():
+    served, requests = run({"k": 0, "max_tokens": 8}, {"max_tokens": 9}, {"max_tokens": 2}, drafter=False)
+    assert scrape(served)["draftwire_fallback_tokens_total not_asked"] == 7
+    assert scrape(served)["draftwire_fallback_tokens_total no_drafter"] == 7
+    assert scrape(served)["draftwire_fallback_tokens_total last_token"] == 2
+    counted = {one.cause: one.tokens for one in served.engine.counters().fallbacks}
+    assert sum(counted.values()) == sum(one.verify_steps for one in requests) == 16
+
+
+def test_tokens_of_steps_with_drafts_are_not_counted():
+    served, (one,) = run({"max_tokens": 12}, drafter=True)
+    fallbacks = {one.cause for one in served.engine.counters().fallbacks}
+    assert fallbacks <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
+    assert one.drafted[0] > 0
+
+
+def test_the_pool_is_shown_drafter_by_drafter():
+    served, _ = run({"max_tokens": 2}, drafter=False)
+    drafters = [
+        generate_pb2.DrafterStatus(address="a:1", state=generate_pb2.DRAFTER_STATE_READY, sent_message_bytes=7),
+        generate_pb2.DrafterStatus(address="b:1", state=generate_pb2.DRAFTER_STATE_EXPELLED),
+    ]
+    samples = scrape(served, drafters)
+    for address, state in (("a:1", "ready"), ("b:1", "expelled")):
+        states = {name.split()[-1] for name, value in samples.items() if f"drafter_state {address}" in name and value}
+        assert states == {state}
+    assert samples["draftwire_drafter_message_bytes_total sent a:1"] == 7
+
+
+NEEDED = {
+    "draftwire_requests_running",
+    "draftwire_requests_waiting",
+    "draftwire_requests_total",
+    "draftwire_time_to_first_token_seconds_bucket",
+    "draftwire_inter_token_latency_seconds_bucket",
+    "draftwire_request_duration_seconds_bucket",
+    "draftwire_prompt_tokens_total",
+    "draftwire_output_tokens_total",
+    "draftwire_draft_tokens_total",
+    "draftwire_accepted_tokens_total",
+    "draftwire_verify_steps_total",
+    "draftwire_engine_seconds_total",
+    "draftwire_wire_bytes_total",
+    "draftwire_fallback_tokens_total",
+    "draftwire_kv_cache_usage_ratio",
+    "draftwire_preemptions_total",
+}
+
+
+def test_a_verifier_tells_all_that_operators_need():
+    served, _ = run({"max_tokens": 12}, drafter=True)
+    assert {name.split()[0] for name in scrape(served)} >= NEEDED
