@@ -37,7 +37,7 @@ from verifier_service.options import VerifierOptions
 )
 @click.option(
     "--prefix-caching/--no-prefix-caching",
-    default=False,
+    default=True,
     show_default=True,
     help="Whether prompts that begin alike are computed once; how fast one is tells that another was there before.",
 )

@@ -105,7 +105,12 @@ class Engine:
         )
         self._blocks = PrefixCache(limits.num_blocks, is_enabled=limits.prefix_caching)
         self.scheduler = Scheduler(
-            self._blocks, limits.max_num_seqs, limits.max_queue, limits.max_prefill_rows, self._suspend
+            self._blocks,
+            limits.max_num_seqs,
+            limits.max_queue,
+            limits.max_prefill_rows,
+            self._suspend,
+            self._is_usable,
         )
         self.times = StepTimes(target.device)
         self.metrics = RequestMetrics(config.num_speculative_tokens)
@@ -251,6 +256,12 @@ class Engine:
         used = self.drafting.feature_kinds
         if used:
             self._stores = {kind: store for kind, store in self._stores.items() if kind in used}
+
+    def _is_usable(self, request: Request, block: int) -> bool:
+        """Whether a request may begin with a cached block: one that drafts needs features, which blocks that were
+        computed before a drafter came do not have, or its head would see a part of the prompt alone.
+        """
+        return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self._stores.values())
 
     def _step(self, works: Sequence[Work]) -> None:
         logits = self._forward(works)

@@ -47,6 +47,10 @@ class FeatureStore:
         missing = np.flatnonzero(~self._is_written[_slots(request.blocks, 0, request.num_feature_rows)])
         return int(missing[-1]) + 1 if len(missing) else 0
 
+    def holds(self, block: int) -> bool:
+        """Whether all rows of a cache block have features."""
+        return bool(self._is_written[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE].all())
+
     def capture(self, output: StepOutput) -> None:
         """Keeps the features of the forward pass that has just run."""
         features = output.features(self._layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from draftwire.block_pool import BlockPool
@@ -56,12 +56,12 @@ class PrefixCache:
             own = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
             hashes.append(blake2b(parent + own, digest_size=_HASH_BYTES, key=self._key).digest())
 
-    def take_known(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that is known; the caller is one more user of them."""
+    def take_known(self, hashes: Iterable[bytes], is_usable: Callable[[int], bool]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that are known and usable, with one more user, the caller."""
         taken = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
-            if block is None:
+            if block is None or not is_usable(block):
                 break
             self._num_users[block] += 1
             self._unused.pop(block, None)
@@ -82,10 +82,20 @@ class PrefixCache:
         return taken
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """A block of the caller is full and will not be written any more; the first of several alike is kept."""
-        if self.is_enabled and block_hash not in self._blocks:
-            self._blocks[block_hash] = block
-            self._hashes[block] = block_hash
+        """A block of the caller is full and will not be written any more.
+
+        Of several alike the last is found: it was computed because the others were of no use to its request.
+        """
+        if not self.is_enabled:
+            return
+        old = self._blocks.get(block_hash)
+        if old is not None:
+            del self._hashes[old]
+            if old in self._unused:
+                del self._unused[old]
+                self._pool.release([old])
+        self._blocks[block_hash] = block
+        self._hashes[block] = block_hash
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """What blocks in use hold is not to be trusted: they are not found any more."""

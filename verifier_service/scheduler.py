@@ -49,8 +49,11 @@ class Scheduler:
         max_queue: int,
         max_prefill_rows: int,
         on_preempt: Callable[[Request], None],
+        is_usable: Callable[[Request, int], bool],
     ) -> None:
-        """`on_preempt` is called with each request that gives its blocks back for a while."""
+        """`on_preempt` is called with each request that gives its blocks back for a while; `is_usable` tells whether a
+        known block has all that the request needs of it.
+        """
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -60,6 +63,7 @@ class Scheduler:
         self._max_queue = max_queue
         self._max_prefill_rows = max_prefill_rows
         self._on_preempt = on_preempt
+        self._is_usable = is_usable
 
     def add(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -135,7 +139,7 @@ class Scheduler:
             return []
         most = (len(request.tokens) - 1) // BLOCK_SIZE
         self._cache.extend_hashes(request.block_hashes, request.tokens, most)
-        return self._cache.take_known(request.block_hashes[:most])
+        return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
 
     def _publish(self, request: Request) -> None:
         """Lets others find the blocks that computed rows of committed tokens have filled."""

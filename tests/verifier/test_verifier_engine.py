@@ -78,6 +78,20 @@ def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_th
         torch.testing.assert_close(sent[: len(prompt)], computed[: len(prompt)], rtol=0, atol=1e-3)
 
 
+def test_a_prefix_from_before_the_drafter_came_is_computed_again_for_requests_that_draft(served):
+    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
+    said = served.tokens(served.submit(prompt))
+    stream = served.connect()
+    plain, drafting, again = (served.submit(prompt, k=k) for k in (0, K, K))
+    assert [served.tokens(one) for one in (plain, drafting, again)] == [said] * 3
+    later = served.submit(prompt)
+    assert served.tokens(later) == said
+    assert plain.num_prefix_hits == later.num_prefix_hits == 2 * BLOCK_SIZE
+    assert drafting.num_prefix_hits == 0
+    assert sum(drafting.drafted) > 0
+    assert all(row == 0 for step in stream.steps for row in step.opened.first_rows)
+
+
 def features_of(stream: RecordedStream, sequence: int) -> torch.Tensor:
     """All features that a drafter was sent of a sequence, row after row."""
     rows = []

@@ -28,6 +28,11 @@ def used_up(cache: PrefixCache, tokens: list[int]) -> list[int]:
     return blocks
 
 
+def known(cache: PrefixCache, hashes: list[bytes]) -> list[int]:
+    """Blocks found by a request to which all are of use."""
+    return cache.take_known(hashes, lambda _: True)
+
+
 # Hashes.
 
 
@@ -65,10 +70,10 @@ def test_nobody_can_compute_the_hashes_of_another_process():
 def test_the_longest_known_prefix_is_found():
     cache = PrefixCache(20)
     blocks = used_up(cache, TOKENS[: 3 * BLOCK_SIZE])
-    assert cache.take_known(hashes_of(cache, TOKENS)) == blocks
+    assert known(cache, hashes_of(cache, TOKENS)) == blocks
     other = [*TOKENS[: 2 * BLOCK_SIZE], *reversed(TOKENS[2 * BLOCK_SIZE :])]
-    assert cache.take_known(hashes_of(cache, other)) == blocks[:2]
-    assert cache.take_known(hashes_of(cache, TOKENS[1:])) == []
+    assert known(cache, hashes_of(cache, other)) == blocks[:2]
+    assert known(cache, hashes_of(cache, TOKENS[1:])) == []
 
 
 def test_blocks_behind_an_unknown_one_are_not_found():
@@ -77,29 +82,50 @@ def test_blocks_behind_an_unknown_one_are_not_found():
     blocks = cache.allocate(3) or []
     cache.publish(blocks[0], hashes[0])
     cache.publish(blocks[2], hashes[2])
-    assert cache.take_known(hashes) == blocks[:1]
+    assert known(cache, hashes) == blocks[:1]
 
 
-def test_of_two_blocks_that_hold_the_same_the_first_is_found():
+def test_a_prefix_ends_before_a_block_that_is_of_no_use():
+    cache = PrefixCache(20)
+    blocks = used_up(cache, TOKENS)
+    hashes = hashes_of(cache, TOKENS)
+    assert cache.take_known(hashes, lambda block: block != blocks[2]) == blocks[:2]
+    assert cache.num_free == 17
+
+
+def test_of_two_blocks_that_hold_the_same_the_last_is_found_and_the_other_is_free():
     cache = PrefixCache(20)
     first = used_up(cache, TOKENS[:BLOCK_SIZE])
     second = used_up(cache, TOKENS[:BLOCK_SIZE])
     assert first != second
-    assert cache.take_known(hashes_of(cache, TOKENS)) == first
+    assert known(cache, hashes_of(cache, TOKENS)) == second
+    assert cache.num_free == 18
+    assert first[0] in (cache.allocate(18) or [])
+
+
+def test_a_block_in_use_that_another_replaces_goes_with_its_user():
+    cache = PrefixCache(20)
+    hashes = hashes_of(cache, TOKENS[:BLOCK_SIZE])
+    first, second = cache.allocate(1) or [], cache.allocate(1) or []
+    cache.publish(first[0], hashes[0])
+    cache.publish(second[0], hashes[0])
+    cache.release(first)
+    assert known(cache, hashes) == second
+    assert cache.num_free == 18
 
 
 def test_what_is_withdrawn_is_not_found():
     cache = PrefixCache(20)
     used_up(cache, TOKENS)
-    users = cache.take_known(hashes_of(cache, TOKENS))
+    users = known(cache, hashes_of(cache, TOKENS))
     cache.withdraw(users[2:])
-    assert cache.take_known(hashes_of(cache, TOKENS)) == users[:2]
+    assert known(cache, hashes_of(cache, TOKENS)) == users[:2]
 
 
 def test_nothing_is_found_where_finding_is_off():
     cache = PrefixCache(20, is_enabled=False)
     used_up(cache, TOKENS)
-    assert cache.take_known(hashes_of(cache, TOKENS)) == []
+    assert known(cache, hashes_of(cache, TOKENS)) == []
 
 
 # Users.
@@ -109,7 +135,7 @@ def test_a_block_is_free_when_its_last_user_has_gone():
     cache = PrefixCache(7)
     blocks = used_up(cache, TOKENS[: 2 * BLOCK_SIZE])
     hashes = hashes_of(cache, TOKENS[: 2 * BLOCK_SIZE])
-    first, second = cache.take_known(hashes), cache.take_known(hashes)
+    first, second = known(cache, hashes), known(cache, hashes)
     assert (first, second, cache.num_free) == (blocks, blocks, 4)
     cache.release(first)
     assert cache.num_free == 4
@@ -124,7 +150,7 @@ def test_blocks_that_cannot_be_found_are_given_away_before_those_that_can():
     kept = used_up(cache, TOKENS[: 2 * BLOCK_SIZE])
     other = cache.allocate(4) or []
     assert set(other).isdisjoint(kept)
-    assert cache.take_known(hashes_of(cache, TOKENS)) == kept
+    assert known(cache, hashes_of(cache, TOKENS)) == kept
 
 
 def test_the_blocks_longest_unused_are_given_away_first_and_of_a_sequence_the_last_ones():
@@ -132,10 +158,10 @@ def test_the_blocks_longest_unused_are_given_away_first_and_of_a_sequence_the_la
     old, new = TOKENS[: 3 * BLOCK_SIZE], TOKENS[3 * BLOCK_SIZE :]
     old_blocks, new_blocks = used_up(cache, old), used_up(cache, new)
     assert cache.allocate(1) == old_blocks[2:]
-    cache.release(cache.take_known(hashes_of(cache, old)))  # used again, so the others are older now
+    cache.release(known(cache, hashes_of(cache, old)))  # used again, so the others are older now
     assert cache.allocate(4) is not None
-    assert cache.take_known(hashes_of(cache, old)) == old_blocks[:1]
-    assert cache.take_known(hashes_of(cache, new)) == []
+    assert known(cache, hashes_of(cache, old)) == old_blocks[:1]
+    assert known(cache, hashes_of(cache, new)) == []
     assert len(new_blocks) == 3
 
 
@@ -143,7 +169,7 @@ def test_more_blocks_than_there_are_are_refused_and_nothing_is_lost():
     cache = PrefixCache(7)
     used_up(cache, TOKENS[: 2 * BLOCK_SIZE])
     assert cache.allocate(7) is None
-    assert len(cache.take_known(hashes_of(cache, TOKENS))) == 2
+    assert len(known(cache, hashes_of(cache, TOKENS))) == 2
     assert cache.allocate(5) is None
     assert len(cache.allocate(4) or []) == 4
 

@@ -50,11 +50,17 @@ class Batch:
     max_prefill_rows: int = 1000
     prefix_caching: bool = False
     preempted: list[Request] = field(default_factory=list)
+    useless: set[int] = field(default_factory=set)  # blocks that are of no use to any request
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.blocks + 1, is_enabled=self.prefix_caching)
         self.scheduler = Scheduler(
-            self.cache, self.max_num_seqs, self.max_queue, self.max_prefill_rows, self.preempted.append
+            self.cache,
+            self.max_num_seqs,
+            self.max_queue,
+            self.max_prefill_rows,
+            self.preempted.append,
+            lambda _, block: block not in self.useless,
         )
 
     @property
@@ -380,6 +386,18 @@ def test_full_blocks_of_a_prefix_that_another_request_has_computed_are_not_compu
     assert start_of(batch, [*PROMPT[: 2 * BLOCK_SIZE + 5], 99, 98]) == 2 * BLOCK_SIZE
     assert start_of(batch, [98, *PROMPT]) == 0
     assert batch.scheduler.num_reused_rows == 2 * BLOCK_SIZE
+
+
+def test_blocks_of_no_use_are_computed_again_and_found_then():
+    batch = Batch(prefix_caching=True)
+    one = request(prompt=PROMPT)
+    batch.add(one)
+    batch.run(batch.schedule())
+    batch.useless.add(one.blocks[1])
+    batch.scheduler.remove(one)
+    assert start_of(batch, PROMPT) == BLOCK_SIZE
+    batch.scheduler.remove(batch.running[0])
+    assert start_of(batch, PROMPT) == 2 * BLOCK_SIZE
 
 
 def test_the_last_token_of_a_prompt_always_runs():
