@@ -36,6 +36,13 @@ from draftwire.cli.options import server_security_options, service_options, star
 )
 @click.option("--max-sessions", default=64, show_default=True, help="Verifiers connected at once.")
 @click.option("--max-batch-rows", default=2048, show_default=True, help="Rows of one forward pass.")
+@click.option(
+    "--drain-timeout",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that verifiers have to move their sequences when this drafter is told to end.",
+)
 @service_options
 @server_security_options
 def drafter(log_level: str, **options: Any) -> None:

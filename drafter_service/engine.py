@@ -92,6 +92,10 @@ class DraftEngine:
         self._sessions.remove(session)
         self._keep_buffers()
 
+    def drain(self) -> None:
+        """Opens no sequence any more; those that are open go on."""
+        self._scheduler.takes_sequences = False
+
     def fail(self, error: Exception) -> None:
         """Ends every session with `error`."""
         self._scheduler.end_batch()

@@ -60,6 +60,10 @@ class EngineThread:
         """Drops a session and all that it holds."""
         self._commands.put(partial(self.engine.close_session, session))
 
+    def drain(self) -> None:
+        """Opens no sequence any more."""
+        self._commands.put(self.engine.drain)
+
     def submit(self, session: Session, received: ReceivedStep) -> None:
         """Queues a step."""
         self._commands.put(partial(self._submit, session, received))

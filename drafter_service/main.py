@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +30,9 @@ from draftwire.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Streams last as long as their verifiers: there is no end to wait for.
-STOP_GRACE_S = 0.2
-
 
 def run(options: DrafterOptions) -> None:
-    """Loads the head and serves drafts until SIGTERM or SIGINT.
+    """Loads the head and serves drafts until SIGTERM or SIGINT, then drains.
 
     Raises
     ------
@@ -86,12 +81,12 @@ def head_name(name: str) -> str:
 async def _serve(
     options: DrafterOptions, security: ServerSecurity, engine: DraftEngine, dtype: torch.dtype
 ) -> None:
-    failed = asyncio.Event()
+    failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def stop_process() -> None:
         loop.call_soon_threadsafe(failed.set)
-        os.kill(os.getpid(), signal.SIGTERM)
+        loop.call_soon_threadsafe(stop.set)
 
     thread = EngineThread(engine, stop_process)
     service = DraftingService(thread, head_name(options.head), dtype, parse_carriers(options.carriers))
@@ -104,6 +99,14 @@ async def _serve(
 
     thread.start()
     with serving_metrics(options.metrics_listen, [service.collector]):
-        await serve(options.listen, SERVICE_NAME, register, stop_engine, security, grace_s=STOP_GRACE_S)
+        await serve(
+            options.listen,
+            SERVICE_NAME,
+            register,
+            security,
+            stop=stop,
+            drain=partial(service.drain, options.drain_timeout),
+            on_stop=stop_engine,
+        )
     if failed.is_set():
         raise ServerError("the draft engine failed; the log says why")

@@ -30,6 +30,7 @@ class DrafterOptions:
     max_num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     max_sessions: int = 64
     max_batch_rows: int = 2048
+    drain_timeout: float = 5.0
     load_format: str = "auto"
     metrics_listen: str | None = None
     tls_cert: Path | None = None

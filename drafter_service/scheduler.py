@@ -27,6 +27,7 @@ class Scheduler:
     """Opens, feeds and closes sequences as the sessions' steps say, and shares a batch's rows among the sessions."""
 
     def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
+        self.takes_sequences = True
         self._limits = limits
         self._table = table
         self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
@@ -143,7 +144,7 @@ class Scheduler:
         refused = set()
         for new in step.opened:
             slot = None
-            if len(session.slots) < session.terms.max_sequences:
+            if self.takes_sequences and len(session.slots) < session.terms.max_sequences:
                 slot = self._table.open(new)
             if slot is None:
                 refused.add(new.sequence_id)

@@ -29,7 +29,7 @@ from draftwire.carriers import (
     segment_bytes,
 )
 from draftwire.config import DENSE, NONE, TOP_N
-from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError
+from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError, UnavailableError
 from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
@@ -44,6 +44,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
     TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
     EngineFailureError: grpc.StatusCode.INTERNAL,
 }
@@ -92,9 +93,26 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._info = describe_drafter(engine, head_name, dtype)
         self._max_sessions = engine.engine.limits.max_sessions
         self._num_sessions = 0
+        self._streams: set[DraftStream] = set()
+        self._drain_timeout_s: float | None = None  # set once it drains
+        self._all_left = asyncio.Event()
         self.collector = DrafterCollector(lambda: engine.load)
         token_ids = engine.engine.head.draft_token_ids
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no session and no sequence any more, tells the verifiers, and gives them so many seconds to leave."""
+        self._drain_timeout_s = timeout_s
+        self._engine.drain()
+        for stream in self._streams:
+            stream.drain(timeout_s)
+        self._all_left.clear()
+        if not self._num_sessions:
+            return
+        try:
+            await asyncio.wait_for(self._all_left.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d sessions are left after %g s and end now", self._num_sessions, timeout_s)
 
     async def GetDrafterInfo(  # noqa: N802
         self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
@@ -138,6 +156,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         if request is grpc.aio.EOF:
             raise InvalidArgumentError("message", None, "the first message must be the hello")
         terms = settle_terms(request, self._info)
+        if self._drain_timeout_s is not None:
+            raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
         if self._num_sessions >= self._max_sessions:
             raise QueueFullError(f"{self._num_sessions} sessions are open, the most that this drafter takes")
         self._num_sessions += 1
@@ -146,6 +166,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             await self._run(context, peer, request.hello.features, terms, shared)
         finally:
             self._num_sessions -= 1
+            if not self._num_sessions:
+                self._all_left.set()
 
     async def _share(self, hello: pb.VerifierHello, terms: SessionTerms) -> SharedSegments:
         """The memory that this host shares with the verifier, if it is here too."""
@@ -189,8 +211,12 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 carrier_name(sender.carrier),
             )
             await context.write(self._hello(receiver.carrier, sender.carrier))
+            self._streams.add(stream)
+            if self._drain_timeout_s is not None:  # it began after this session was let in
+                stream.drain(self._drain_timeout_s)
             await stream.run(session)
         finally:
+            self._streams.discard(stream)
             opening.add_done_callback(self._close)
             logger.info("session of %s at %s closed", terms.verifier, peer)
 

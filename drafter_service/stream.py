@@ -38,7 +38,8 @@ class DraftStream:
         self._receiver = receiver
         self._sender = sender
         self._loop = asyncio.get_running_loop()
-        self._answers: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()  # None: the last step is read
+        # None: the last step is read.
+        self._answers: asyncio.Queue[Answer | pb.Draining | Exception | None] = asyncio.Queue()
         self._all_read = False
         self._unanswered: dict[int, int] = {}  # step id -> bytes of its message and features
         self._unanswered_bytes = 0
@@ -48,6 +49,10 @@ class DraftStream:
         if isinstance(answer, Answer):
             answer.begin_sending(self._sender)
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
+
+    def drain(self, timeout_s: float) -> None:
+        """Tells the verifier that the drafter ends this stream in so many seconds, if it does not do so itself."""
+        self._answers.put_nowait(pb.Draining(timeout_s=timeout_s))
 
     async def run(self, session: Session) -> None:
         """Serves until the verifier has sent its last step and has its answer.
@@ -99,6 +104,9 @@ class DraftStream:
                 continue
             if isinstance(answer, Exception):
                 raise answer
+            if isinstance(answer, pb.Draining):
+                await self._context.write(pb.DraftResponse(draining=answer))
+                continue
             response = answer.encode()
             response.drafts.features_read = self._receiver.generation_read
             await self._context.write(response)

@@ -54,6 +54,10 @@ class QueueFullError(DraftwireError):
     """No room for another request now. gRPC status RESOURCE_EXHAUSTED."""
 
 
+class UnavailableError(DraftwireError):
+    """A server that is about to end. gRPC status UNAVAILABLE."""
+
+
 class ServerError(DraftwireError):
     """A server that cannot start: its address is in use or malformed, or its device is missing."""
 

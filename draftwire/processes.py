@@ -119,16 +119,16 @@ class ServiceProcess:
     def kill(self) -> None:
         """Ends it at once, as a crash would."""
         self._process.kill()
-        self._wait(None)
+        self.wait()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Asks it to end, kills it after `timeout_s` seconds, and returns its exit status."""
         self._process.terminate()
         try:
-            status = self._wait(timeout_s)
+            status = self.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            status = self._wait(None)
+            status = self.wait()
         self._remove_log()
         return status
 
@@ -145,7 +145,8 @@ class ServiceProcess:
             self._kept_log = self.log_text()
             self.log_path.unlink()
 
-    def _wait(self, timeout_s: float | None) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits until it has ended, at most `timeout_s` seconds (then subprocess.TimeoutExpired); its exit status."""
         status = self._process.wait(timeout_s)
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -18,7 +18,9 @@ from draftwire.wire import CHANNEL_OPTIONS, parse_address
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 5.0
+# What is left to a call that has its end or its error to be sent.
+STOP_GRACE_S = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
 SWITCH_INTERVAL_S = 0.0002
 
@@ -27,11 +29,13 @@ async def serve(
     listen: str,
     service_name: str,
     register: Callable[[grpc.aio.Server], None],
-    on_stop: Callable[[], Awaitable[None]],
     security: ServerSecurity,
-    grace_s: float = STOP_GRACE_S,
+    *,
+    stop: asyncio.Event,
+    drain: Callable[[], Awaitable[None]],
+    on_stop: Callable[[], Awaitable[None]],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then gives running calls some time to end.
+    """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
 
     Parameters
     ----------
@@ -41,12 +45,15 @@ async def serve(
         Full name of the service, for health and reflection.
     register
         Adds the service to the server.
-    on_stop
-        Called once no call is left.
     security
         Who is let in; tokens are asked for by the service, not by health and reflection.
-    grace_s
-        Seconds that running calls are given.
+    stop
+        Set by the first signal; the caller may set it too.
+    drain
+        Called then, when health says NOT_SERVING and calls still come: refuses new work, and returns when what runs has
+        ended or has had its time.
+    on_stop
+        Called once no call is left.
 
     Raises
     ------
@@ -71,16 +78,20 @@ async def serve(
         raise ServerError(
             f"listen = {listen!r}: cannot be bound: the port is in use or the host is not of this machine"
         ) from error
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     await server.start()
     for name in ("", service_name):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     print(f"listening on {host}:{port}", flush=True)
     await stop.wait()
-    logger.info("stopping")
+    for number in STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)  # whatever hangs, the second one ends the process
+    logger.info("draining")
     await health_servicer.enter_graceful_shutdown()
-    await server.stop(grace_s)
+    await drain()
+    logger.info("stopping")
+    await server.stop(STOP_GRACE_S)
     await on_stop()

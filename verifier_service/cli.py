@@ -60,6 +60,13 @@ from verifier_service.options import VerifierOptions
     show_default=True,
     help="Apply a head's fusion before features are sent: a third of the bytes for EAGLE-3.",
 )
+@click.option(
+    "--drain-timeout",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that running requests have when this verifier is told to end.",
+)
 @click.option("--token-file", type=FILE, help="Bearer tokens that let clients in, one a line.")
 @click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")
 @click.option("--drafter-tls-cert", type=FILE, help="Certificate shown to drafters, PEM.")

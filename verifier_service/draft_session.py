@@ -30,19 +30,20 @@ class DraftSession:
     closed_ids: list[int] = field(default_factory=list)
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
+    is_draining: bool = False
     redrawn: int = 0
     mismatches: int = 0
 
     @property
     def has_room(self) -> bool:
         """Whether the drafter takes another step."""
-        return not self.is_late and len(self.unanswered) < MAX_UNANSWERED_STEPS
+        return not (self.is_late or self.is_draining) and len(self.unanswered) < MAX_UNANSWERED_STEPS
 
     @property
     def takes_more(self) -> bool:
         """Whether a sequence more may draft there."""
         most = NUM_SCOUTS if self.pace.is_off else self.stream.head.max_sequences
-        return not self.is_late and len(self.bindings) < most
+        return not (self.is_late or self.is_draining) and len(self.bindings) < most
 
     @property
     def lost_at(self) -> float:

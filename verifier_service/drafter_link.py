@@ -103,8 +103,15 @@ class Answered:
     received: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True, eq=False)
+class Draining:
+    """Event: a drafter is about to end, and answers what it was sent."""
+
+    stream: Stream
+
+
 _Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
-LinkEvent = Connected | Disconnected | Answered
+LinkEvent = Connected | Disconnected | Answered | Draining
 
 
 class Stream:
@@ -130,7 +137,8 @@ class Stream:
         self.head = head
         self.sender = sender
         self.receiver = receiver
-        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None]] = asyncio.Queue()
+        # None: nothing more is sent.
+        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
         self.failure: str | None = None
         self.is_expelled = False
         self._cancel = cancel
@@ -139,6 +147,10 @@ class Stream:
     def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
         """Queues a step and the features that go with it; from any thread, never blocks."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
+
+    def end(self) -> None:
+        """Sends nothing more, upon which the drafter ends the stream; from any thread."""
+        self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
         """Ends the stream at once; from any thread. An expelled drafter is left alone for minutes."""
@@ -222,7 +234,8 @@ class DrafterLink:
             try:
                 while isinstance(answer := await call.read(), draft_pb2.DraftResponse):
                     self._take(stream, answer)
-                raise await _ending(call)
+                is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
+                raise TimeoutError("it has drained") if is_draining else await _ending(call)
             except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
                 # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
                 task = asyncio.current_task()
@@ -311,6 +324,10 @@ class DrafterLink:
 
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
         self.status.received_message_bytes += answer.ByteSize()
+        if answer.WhichOneof("message") == "draining":
+            self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
+            self._post(Draining(stream))
+            return
         try:
             stream.sender.release(answer.drafts.features_read, "drafts.features_read")
         except InvalidArgumentError as error:
@@ -319,14 +336,15 @@ class DrafterLink:
 
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Sends what the engine queues."""
-        while True:
-            step, features = await stream.outbox.get()
+        while (entry := await stream.outbox.get()) is not None:
+            step, features = entry
             if features is not None:
                 features.finish(step.features)
             step.logits_read = stream.receiver.generation_read
             request = draft_pb2.DraftRequest(step=step)
             self.status.sent_message_bytes += request.ByteSize()
             await call.write(request)
+        await call.done_writing()
 
     def _accept(
         self,

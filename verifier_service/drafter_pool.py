@@ -15,6 +15,12 @@ from verifier_service.drafter_link import DrafterLink
 logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 2.0
+CONNECTED_STATES = {
+    generate_pb2.DRAFTER_STATE_READY,
+    generate_pb2.DRAFTER_STATE_DRAINING,
+    generate_pb2.DRAFTER_STATE_SLOW,
+    generate_pb2.DRAFTER_STATE_PROBING,
+}
 
 
 class DrafterPool:
@@ -73,8 +79,8 @@ class DrafterPool:
     def _update(self, addresses: dict[str, str]) -> None:
         """Opens links to new addresses and drops those of addresses that are neither named nor connected."""
         for address in [*self._links]:
-            is_ready = self._links[address].status.state == generate_pb2.DRAFTER_STATE_READY
-            if address not in addresses and not is_ready:
+            is_connected = self._links[address].status.state in CONNECTED_STATES
+            if address not in addresses and not is_connected:
                 logger.info("drafter %s: no longer named, dropped", address)
                 del self._links[address]
                 self._tasks.pop(address).cancel()

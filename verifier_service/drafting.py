@@ -15,7 +15,7 @@ from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
-from verifier_service.drafter_link import Answered, Connected, Disconnected, LinkEvent, Stream
+from verifier_service.drafter_link import Answered, Connected, Disconnected, Draining, LinkEvent, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.pacing import NUM_SCOUTS, Load, Pace
@@ -116,6 +116,8 @@ class Drafting:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
                 self._take_answer(session, event.drafts, event.received)
+            elif isinstance(event, Draining):
+                session.is_draining = True
             elif isinstance(event, Disconnected):
                 self._drop(session)
 
@@ -143,12 +145,15 @@ class Drafting:
     def flush(self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore]) -> None:
         """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
         now = time.monotonic()
+        self._leave_drained()
         if any(session.takes_more for session in self._sessions.values()):
             for request in requests:
                 if request not in self._bindings and request.num_speculative_tokens > 0:
                     self._bind(request, stores, now)
         for session in list(self._sessions.values()):
             store = stores[session.stream.head.kind]
+            if session.is_draining:
+                continue
             if session.pace.is_off:
                 self._scout(session, store, now)
             elif session.has_room:
@@ -158,6 +163,13 @@ class Drafting:
         for request in requests:
             self._old_rows[request] = request.num_feature_rows
         self._plan(requests, now)
+
+    def _leave_drained(self) -> None:
+        """Ends the streams of draining drafters that have answered everything; their sequences are free to move."""
+        for session in list(self._sessions.values()):
+            if session.is_draining and not session.unanswered:
+                session.stream.end()
+                self._drop(session)
 
     def _plan(self, requests: Sequence[Request], now: float) -> None:
         for session in self._sessions.values():
@@ -417,6 +429,8 @@ class Drafting:
         """The drafter has no state of the sequence: it is opened anew after a while."""
         self._unlink(binding)
         del self._bindings[binding.request]
+        if binding.session.is_draining:
+            return  # others may take it at once
         _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
         self._reopen[binding.request] = (now + delay, min(2 * delay, REOPEN_DELAY_S[1]))
 

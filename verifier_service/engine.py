@@ -16,7 +16,7 @@ import torch
 
 from draftwire.block_pool import blocks_for
 from draftwire.devices import make_current
-from draftwire.errors import DraftwireError, QueueFullError, ServerError
+from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.kv_cache import KVCache, SequenceRows
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.drafter_link import Connected, LinkEvent, Stream
@@ -125,15 +125,17 @@ class Engine:
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._emissions: list[_Emission] = []
         self._items: list[tuple[Request, Item]] = []
-        self._ended: str | None = None  # why the thread takes no more requests
+        self._stop_reason = ""
+        self._ended: DraftwireError | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the engine's thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step that runs; requests that are left get an error."""
+    def stop(self, reason: str = "the server is shutting down") -> None:
+        """Ends the thread after the step that runs; requests that are left get UnavailableError with the reason."""
+        self._stop_reason = reason
         self._events.put(None)
         self._thread.join()
 
@@ -153,26 +155,26 @@ class Engine:
 
     def _run(self) -> None:
         make_current(self._target.device)
-        reason = "the server is shutting down"
         try:
             self._loop()
+            self._ended = UnavailableError(self._stop_reason)
         except Exception as error:
             logger.exception("the engine failed")
-            reason = f"the engine failed: {error}"
+            self._ended = ServerError(f"the engine failed: {error}")
             self._on_failure()
-        self._ended = reason
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._items.append((request, ServerError(reason)))
+            self._items.append((request, self._ended))
         self._hand_out()
         self._refuse_arrived()
 
     def _refuse_arrived(self) -> None:
         """Ends the requests that nobody will take any more; from any thread."""
+        assert self._ended is not None
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self._events.get_nowait()
                 if isinstance(event, _Arrived):
-                    self._deliver([(event.request, ServerError(str(self._ended)))])
+                    self._deliver([(event.request, self._ended)])
 
     def _loop(self) -> None:
         works: list[Work] = []

@@ -33,9 +33,10 @@ def bound_cause(binding: Binding) -> Cause:
 
 def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause:
     """Why none of the connected drafters has the request."""
-    if not sessions:
+    staying = [session for session in sessions if not session.is_draining]
+    if not staying:
         return pb.FALLBACK_CAUSE_NO_DRAFTER
-    fitting = [session for session in sessions if request.num_feature_rows <= session.stream.head.max_model_len]
+    fitting = [session for session in staying if request.num_feature_rows <= session.stream.head.max_model_len]
     if not fitting:
         return pb.FALLBACK_CAUSE_TOO_LONG
     if all(session.is_late for session in fitting):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def run(options: VerifierOptions) -> None:
-    """Loads the target and serves until SIGTERM or SIGINT.
+    """Loads the target and serves until SIGTERM or SIGINT, then drains.
 
     Raises
     ------
@@ -111,12 +109,12 @@ async def _serve(
     security: ServerSecurity,
     make_servicer: Callable[[Callable[[], None]], GenerationServicer],
 ) -> None:
-    has_failed = asyncio.Event()
+    has_failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def stop_process() -> None:
         loop.call_soon_threadsafe(has_failed.set)
-        os.kill(os.getpid(), signal.SIGTERM)
+        loop.call_soon_threadsafe(stop.set)
 
     servicer = make_servicer(stop_process)
     servicer.start()
@@ -126,8 +124,10 @@ async def _serve(
                 options.listen,
                 SERVICE_NAME,
                 lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
-                servicer.stop,
                 security,
+                stop=stop,
+                drain=partial(servicer.drain, options.drain_timeout),
+                on_stop=servicer.stop,
             )
     except ServerError:
         await servicer.stop()

@@ -25,6 +25,7 @@ class VerifierOptions:
     prefix_caching: bool = True
     draft_deadline_ms: str = "500"
     adaptive_k: bool | None = None
+    drain_timeout: float = 30.0
     load_format: str = "auto"
     compile_cache: str | None = None
     metrics_listen: str | None = None

@@ -12,7 +12,7 @@ import grpc
 
 from draftwire.carriers import ALL_CARRIERS
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
-from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError
+from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
 from draftwire.security import ClientSecurity
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 _NOT_ENDED = generate_pb2.FINISH_REASON_UNSPECIFIED
+_STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServicer):
@@ -58,6 +62,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._queues: dict[Request, asyncio.Queue[Item]] = {}
+        self._is_draining = False
+        self._all_ended = asyncio.Event()
         self._engine = Engine(target, config, limits, self._deliver, on_failure)
         self._drafters = DrafterPool(
             drafters,
@@ -78,6 +84,19 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         """Starts the engine and the connections to the drafters."""
         self._engine.start()
         self._drafters.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no request any more, and gives those that it has so many seconds; what is left then gets an error."""
+        self._is_draining = True
+        if not self._queues:
+            return
+        logger.info("%d requests have %g s to end", len(self._queues), timeout_s)
+        try:
+            await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests are left after %g s and end now", len(self._queues), timeout_s)
+            reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
+            await asyncio.to_thread(self._engine.stop, reason)
 
     async def stop(self) -> None:
         """Ends both; requests that are left get an error."""
@@ -105,6 +124,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             work = await asyncio.to_thread(self._prepare, request)
         except InvalidArgumentError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if self._is_draining:
+            text = "the server is draining: it is about to end and takes no further request; ask another one"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
         items: asyncio.Queue[Item] = asyncio.Queue()
         self._queues[work] = items
         self._engine.submit(work)
@@ -115,9 +137,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 item = await items.get()
                 if isinstance(item, DraftwireError):
                     has_ended = True
-                    is_full = isinstance(item, QueueFullError)
-                    code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.INTERNAL
-                    logger.log(logging.INFO if is_full else logging.WARNING, "request %s: %s", work.request_id, item)
+                    code = _STATUS_CODES.get(type(item), grpc.StatusCode.INTERNAL)
+                    level = logging.INFO if isinstance(item, QueueFullError) else logging.WARNING
+                    logger.log(level, "request %s: %s", work.request_id, item)
                     await context.abort(code, str(item))
                     return
                 has_ended = item.finish_reason != _NOT_ENDED
@@ -125,6 +147,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 yield item
         finally:
             del self._queues[work]
+            if not self._queues and self._is_draining:
+                self._all_ended.set()
             if not has_ended:
                 self._engine.cancel(work)
 

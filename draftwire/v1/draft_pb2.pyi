@@ -100,12 +100,20 @@ class DraftRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("hello", "drafts")
+    __slots__ = ("hello", "drafts", "draining")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     hello: DrafterHello
     drafts: Drafts
-    def __init__(self, hello: _Optional[_Union[DrafterHello, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, hello: _Optional[_Union[DrafterHello, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class VerifierHello(_message.Message):
     __slots__ = ("protocol_version", "noise_version", "verifier", "target", "features", "speculative_config", "max_sequences", "carriers", "rendezvous")

@@ -60,7 +60,7 @@ class DraftingServicer:
         """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
         Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
         message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
-        DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
+        DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL when it failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class DraftingStub:
     """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
     Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
     message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
-    DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
+    DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL when it failed.
     """
     GetDrafterInfo: _grpc.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]
     """The head, what it needs from a target and the drafter's limits."""
@@ -60,7 +60,7 @@ class DraftingAsyncStub(DraftingStub):
     """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
     Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
     message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
-    DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
+    DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL when it failed.
     """
     GetDrafterInfo: _aio.UnaryUnaryMultiCallable[_draft_pb2.GetDrafterInfoRequest, _draft_pb2.GetDrafterInfoResponse]  # type: ignore[assignment]
     """The head, what it needs from a target and the drafter's limits."""
@@ -81,7 +81,7 @@ class DraftingServicer(metaclass=_abc_1.ABCMeta):
         """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
         Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
         message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
-        DEADLINE_EXCEEDED without a hello within 10 s; INTERNAL when the drafter failed.
+        DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL when it failed.
         """
 
     @_abc_1.abstractmethod

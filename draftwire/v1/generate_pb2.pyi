@@ -38,6 +38,9 @@ class DrafterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_STATE_CONNECTING: _ClassVar[DrafterState]
     DRAFTER_STATE_READY: _ClassVar[DrafterState]
     DRAFTER_STATE_REFUSED: _ClassVar[DrafterState]
+    DRAFTER_STATE_DRAINING: _ClassVar[DrafterState]
+    DRAFTER_STATE_SLOW: _ClassVar[DrafterState]
+    DRAFTER_STATE_PROBING: _ClassVar[DrafterState]
     DRAFTER_STATE_EXPELLED: _ClassVar[DrafterState]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
@@ -60,6 +63,9 @@ DRAFTER_STATE_UNSPECIFIED: DrafterState
 DRAFTER_STATE_CONNECTING: DrafterState
 DRAFTER_STATE_READY: DrafterState
 DRAFTER_STATE_REFUSED: DrafterState
+DRAFTER_STATE_DRAINING: DrafterState
+DRAFTER_STATE_SLOW: DrafterState
+DRAFTER_STATE_PROBING: DrafterState
 DRAFTER_STATE_EXPELLED: DrafterState
 
 class GenerateRequest(_message.Message):

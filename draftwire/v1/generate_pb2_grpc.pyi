@@ -36,7 +36,7 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
     Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-    UNAVAILABLE while the server shuts down; INTERNAL when this request alone failed.
+    UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
     """
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]
     """What the server serves and with which drafters."""
@@ -49,7 +49,7 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
     Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-    UNAVAILABLE while the server shuts down; INTERNAL when this request alone failed.
+    UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
     """
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """What the server serves and with which drafters."""
@@ -65,7 +65,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
         """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
         Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-        UNAVAILABLE while the server shuts down; INTERNAL when this request alone failed.
+        UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
         """
 
     @_abc_1.abstractmethod

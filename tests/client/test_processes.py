@@ -15,6 +15,7 @@ from draftwire.errors import ServerError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
 SERVICE = """
 import asyncio
 import sys
@@ -24,8 +25,28 @@ from draftwire.errors import CheckpointError
 from draftwire.security import ServerSecurity
 from draftwire.server import serve
 
-async def nothing():
+async def drained():
+    print("drained", flush=True)
+
+async def stopped():
     print("stopped", flush=True)
+
+async def hanging():
+    print("hanging", flush=True)
+    while True:
+        time.sleep(60)
+
+async def run(arguments):
+    drain = hanging if "hangs" in arguments else drained
+    await serve(
+        "127.0.0.1:0",
+        "draftwire.v1.Drafting",
+        lambda server: None,
+        ServerSecurity(),
+        stop=asyncio.Event(),
+        drain=drain,
+        on_stop=stopped,
+    )
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -35,7 +56,7 @@ def drafter(arguments):
         raise CheckpointError("head = 'missing': no such directory")
     if "slow" in arguments:
         time.sleep(60)
-    asyncio.run(serve("127.0.0.1:0", "draftwire.v1.Drafting", lambda server: None, nothing, ServerSecurity()))
+    asyncio.run(run(arguments))
 
 verifier = drafter
 """
@@ -66,6 +87,26 @@ def test_verifier_gets_its_drafters():
         assert "--target t --drafters a:1,b:2 --listen 127.0.0.1:0" in verifier.log_text()
     with start_verifier("t", []) as verifier:
         assert "--drafters" not in verifier.log_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_service_drains_before_it_stops(number):
+    with start_drafter("h", "t") as drafter:
+        drafter.send_signal(number)
+        assert drafter.wait(WAIT_S) == 0
+        assert "drained\nstopped" in drafter.log_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once_what_hangs(number):
+    with start_drafter("hangs", "t") as drafter:
+        drafter.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + WAIT_S
+        while "hanging" not in drafter.log_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        drafter.send_signal(number)
+        assert drafter.wait(WAIT_S) == -number
 
 
 def test_killed_service_ends_at_once():

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -124,10 +125,16 @@ class VerifierStream:
 class ServedDrafter:
     """Address and inside of a served drafter."""
 
-    def __init__(self, engine: EngineThread, port: int) -> None:
+    def __init__(self, engine: EngineThread, service: DraftingService, port: int, loop: Any) -> None:
         self.engine = engine
+        self._service = service
+        self._loop = loop
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
         self.stub = DraftingStub(self.channel)
+
+    def drain(self, timeout_s: float) -> Future[None]:
+        """Has it drain, as SIGTERM does; done when it has."""
+        return asyncio.run_coroutine_threadsafe(self._service.drain(timeout_s), self._loop)
 
     def stream(self) -> VerifierStream:
         return VerifierStream(self.stub)
@@ -153,16 +160,17 @@ def serve_drafter(head: TinyHead, limits: EngineLimits = LIMITS) -> Iterator[Ser
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def start() -> tuple[grpc.aio.Server, int]:
+    async def start() -> tuple[grpc.aio.Server, DraftingService, int]:
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        add_DraftingServicer_to_server(DraftingService(engine, "tiny/head", torch.float32), server)
+        service = DraftingService(engine, "tiny/head", torch.float32)
+        add_DraftingServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        return server, port
+        return server, service, port
 
     engine.start()
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    served = ServedDrafter(engine, port)
+    server, service, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    served = ServedDrafter(engine, service, port, loop)
     yield served
     served.channel.close()
     asyncio.run_coroutine_threadsafe(server.stop(None), loop).result()

@@ -80,6 +80,7 @@ class RecordedStream(Stream):
         self.steps: list[pb.DraftStep] = []
         self.failure: str | None = None
         self.is_expelled = False
+        self.has_ended = False
         self.on_send = on_send
         self.sender = TensorSender(CPU)
         self.receiver = TensorReceiver(CPU)
@@ -89,6 +90,10 @@ class RecordedStream(Stream):
             features.finish(step.features)
         self.steps.append(step)
         self.on_send(step)
+
+    def end(self) -> None:
+        assert not self.has_ended
+        self.has_ended = True
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
         assert self.failure is None

@@ -12,7 +12,7 @@ from drafting_scene import RecordedStream, answer_to, make_head, make_request
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftwire.config import speculative_config_from_mapping
-from draftwire.errors import ServerError
+from draftwire.errors import DraftwireError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import attention_hook
@@ -88,7 +88,7 @@ class Served:
         """Waits until the request has ended with an error; its text."""
         while isinstance(item := self.next(request), generate_pb2.GenerateResponse):
             assert item.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED
-        assert isinstance(item, ServerError)
+        assert isinstance(item, DraftwireError)
         return str(item)
 
     def connect(self, drafts: list[int] | None = None, **head: Any) -> RecordedStream:

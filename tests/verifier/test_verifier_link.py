@@ -23,7 +23,7 @@ from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 from verifier_service import drafter_link
-from verifier_service.drafter_link import Answered, Connected, Disconnected, DrafterLink, LinkEvent, Stream
+from verifier_service.drafter_link import Answered, Connected, Disconnected, DrafterLink, Draining, LinkEvent, Stream
 from verifier_service.features import FeatureKind
 
 READY = generate_pb2.DRAFTER_STATE_READY
@@ -451,6 +451,28 @@ async def test_a_first_message_that_is_no_hello_is_refused():
 
     async with linked(Early()) as own:
         assert "first message must be a hello" in await own.refused()
+
+
+@on_loop
+async def test_a_draining_drafter_is_told_by_an_event_and_left_when_the_stream_is_ended():
+    drafter = Drafter()
+
+    class Leaving(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            async for response in drafter.Draft(request_iterator, context):
+                yield response
+                if response.HasField("drafts"):
+                    yield pb.DraftResponse(draining=pb.Draining(timeout_s=5))
+
+    async with linked(Leaving()) as own:
+        stream = await own.connected()
+        stream.send(pb.DraftStep(step_id=1))
+        assert isinstance(await own.next(), Answered)
+        assert isinstance(await own.next(), Draining)
+        assert own.link.status.state == generate_pb2.DRAFTER_STATE_DRAINING
+        stream.end()
+        assert isinstance(await own.next(), Disconnected)
+        assert "drained" in await own.noted(CONNECTING)
 
 
 @on_loop
