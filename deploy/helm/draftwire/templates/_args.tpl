@@ -1,0 +1,44 @@
+{{/* Arguments after those of the images, which are the command and --listen. */}}
+
+{{- define "draftwire.drafterArgs" -}}
+- --head=/models/{{ .Values.models.head }}
+- --target=/models/{{ .Values.models.target }}
+- --drain-timeout={{ .Values.drafter.drainTimeoutSeconds }}
+{{ include "draftwire.serverArgs" . }}
+{{- if .Values.tls.enabled }}
+- --tls-client-ca=/run/tls/ca.crt
+{{- end }}
+{{- end }}
+
+{{- define "draftwire.verifierArgs" -}}
+- --target=/models/{{ .Values.models.target }}
+- --drafters={{ include "draftwire.drafters" . }}
+- --drain-timeout={{ .Values.verifier.drainTimeoutSeconds }}
+{{- with .Values.verifier.speculativeConfig }}
+- {{ printf "--speculative-config=%s" (toJson .) | quote }}
+{{- end }}
+{{ include "draftwire.serverArgs" . }}
+{{- if .Values.tls.enabled }}
+- --drafter-tls-ca=/run/tls/ca.crt
+- --drafter-tls-cert=/run/tls/tls.crt
+- --drafter-tls-key=/run/tls/tls.key
+{{- if .Values.tls.clientCertificates }}
+- --tls-client-ca=/run/tls/ca.crt
+{{- end }}
+{{- end }}
+{{- if .Values.tokens.secret }}
+- --token-file=/run/tokens/tokens
+{{- end }}
+{{- end }}
+
+{{- define "draftwire.serverArgs" -}}
+{{- if .Values.tls.enabled -}}
+- --tls-cert=/run/tls/tls.crt
+- --tls-key=/run/tls/tls.key
+{{- else -}}
+- --insecure
+{{- end }}
+{{- if .Values.metrics.enabled }}
+- --metrics-listen=0.0.0.0:9090
+{{- end }}
+{{- end }}
