@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
-from draftwire.cli.options import server_security_options, service_options, start_logging
+from draftwire.cli.options import server_security_options, service_options
+from draftwire.logs import start_logging
 
 
 @click.command()
@@ -45,9 +46,9 @@ from draftwire.cli.options import server_security_options, service_options, star
 )
 @service_options
 @server_security_options
-def drafter(log_level: str, **options: Any) -> None:
+def drafter(log_level: str, log_format: str, **options: Any) -> None:
     """Serve drafts from an EAGLE head to verifiers."""
-    start_logging(log_level)
+    start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     from drafter_service.main import run
 

@@ -15,6 +15,7 @@ from drafter_service.answer import Answer
 from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.handshake import settle_terms
 from drafter_service.metrics import DrafterCollector
+from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream
@@ -193,7 +194,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             receiver,
             is_fused=bool(features.fused_for),
         )
-        stream = DraftStream(context, decoder, self._engine, receiver, sender)
+        stream = DraftStream(context, decoder, self._engine, receiver, sender, SequenceWatch(terms.verifier))
 
         def deliver(answer: Answer | Exception) -> None:
             self.collector.count(answer)

@@ -12,6 +12,7 @@ import torch
 from drafter_service.step import OpenedSequence, ReceivedStep, Step
 from draftwire.carriers import Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
+from draftwire.request_id import check_request_id
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
 
@@ -75,6 +76,10 @@ class StepDecoder:
         _check_length("opened.temperatures", opened.temperatures, count, "opened.ids")
         _check_length("opened.proposal_keys", opened.proposal_keys, count, "opened.ids")
         _check_length("opened.first_rows", opened.first_rows, count, "opened.ids")
+        if opened.request_ids:
+            _check_length("opened.request_ids", opened.request_ids, count, "opened.ids")
+        for request_id in opened.request_ids:
+            check_request_id(request_id, "opened.request_ids")
         for sequence_id in opened.ids:
             if sequence_id <= self._last_opened_id:
                 raise InvalidArgumentError(

@@ -8,6 +8,7 @@ import grpc
 
 from drafter_service.answer import Answer
 from drafter_service.engine_thread import EngineThread
+from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
 from draftwire.carriers import TensorReceiver, TensorSender
@@ -30,13 +31,15 @@ class DraftStream:
         engine: EngineThread,
         receiver: TensorReceiver,
         sender: TensorSender,
+        watch: SequenceWatch,
     ) -> None:
-        """`receiver` takes features, `sender` sends draft logits."""
+        """`receiver` takes features, `sender` sends draft logits, `watch` tells what becomes of the sequences."""
         self._context = context
         self._decoder = decoder
         self._engine = engine
         self._receiver = receiver
         self._sender = sender
+        self._watch = watch
         self._loop = asyncio.get_running_loop()
         # None: the last step is read.
         self._answers: asyncio.Queue[Answer | pb.Draining | Exception | None] = asyncio.Queue()
@@ -68,11 +71,16 @@ class DraftStream:
         """
         writer = asyncio.create_task(self._write_answers())
         reader = asyncio.create_task(self._read_steps(session))
+        error: BaseException | None = None
         try:
             done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
+        except BaseException as caught:
+            error = caught
+            raise
         finally:
+            self._watch.end(error)
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
@@ -82,6 +90,7 @@ class DraftStream:
             size = request.ByteSize()
             self._check_room(size)
             step = self._decoder.decode(request)
+            self._watch.take_step(request.step)
             self._sender.release(request.step.logits_read, "logits_read")
             if request.step.features.HasField("span"):
                 size += step.features.num_bytes
@@ -107,6 +116,7 @@ class DraftStream:
             if isinstance(answer, pb.Draining):
                 await self._context.write(pb.DraftResponse(draining=answer))
                 continue
+            self._watch.take_answer(answer)
             response = answer.encode()
             response.drafts.features_read = self._receiver.generation_read
             await self._context.write(response)

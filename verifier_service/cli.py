@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from draftwire.cli.options import FILE, server_security_options, service_options, start_logging
+from draftwire.cli.options import FILE, server_security_options, service_options
+from draftwire.logs import start_logging
 from verifier_service.options import VerifierOptions
 
 
@@ -78,9 +79,9 @@ from verifier_service.options import VerifierOptions
 )
 @service_options
 @server_security_options
-def verifier(log_level: str, **options: Any) -> None:
+def verifier(log_level: str, log_format: str, **options: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
-    start_logging(log_level)
+    start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     from verifier_service.main import run
 

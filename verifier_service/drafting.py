@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from draftwire import config as cfg
-from draftwire.errors import InvalidArgumentError
+from draftwire.errors import Described, InvalidArgumentError
+from draftwire.logs import fields
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
@@ -352,6 +353,11 @@ class Drafting:
         step.opened.temperatures.append(request.params.temperature)
         step.opened.proposal_keys.append(key)
         step.opened.first_rows.append(binding.next_row)
+        step.opened.request_ids.append(request.request_id)
+        told = fields(
+            request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
+        )
+        logger.debug("sequence opened", extra=told)
 
     def _ask(self, binding: Binding, num_drafts: int) -> int:
         """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
@@ -423,7 +429,8 @@ class Drafting:
             drafts, binding.request, session.stream.head.draft_token_ids, self._config.use_fp64_gumbel
         )
         if session.mismatches >= max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn):
-            raise InvalidArgumentError("drafts.tokens", drafts.tokens, "are not what its logits sample")
+            count = Described(f"{len(drafts.tokens)} drafts")
+            raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
 
     def _unbind(self, binding: Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""

@@ -18,6 +18,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.kv_cache import KVCache, SequenceRows
+from draftwire.logs import fields
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.drafter_link import Connected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
@@ -188,8 +189,10 @@ class Engine:
                 if works:
                     self._step(works)
             except Exception as error:
-                logger.exception("the step failed; its requests are ended")
-                for request in [work.request for work in works] or list(self.scheduler.running):
+                requests = [work.request for work in works] or list(self.scheduler.running)
+                told = fields(request_ids=[request.request_id for request in requests])
+                logger.exception("the step failed; its requests are ended", extra=told)
+                for request in requests:
                     if request.blocks:
                         self._end(request, ServerError(f"the step failed: {error}"))
 
@@ -430,5 +433,5 @@ class _Emission:
 
 
 def _undecodable(request: Request, error: Exception) -> ServerError:
-    logger.error("request %s: its output cannot be decoded", request.request_id, exc_info=error)
+    logger.error("the output cannot be decoded", extra=fields(request_id=request.request_id), exc_info=error)
     return ServerError(f"the output cannot be decoded: {error}")

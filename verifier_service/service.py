@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -13,6 +12,7 @@ import grpc
 from draftwire.carriers import ALL_CARRIERS
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
 from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
+from draftwire.request_id import REQUEST_ID_KEY, choose_request_id
 from draftwire.security import ClientSecurity
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
@@ -23,6 +23,7 @@ from verifier_service.engine import Engine, EngineLimits, Item
 from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
+from verifier_service.request_watch import RequestWatch
 from verifier_service.target import Target
 from verifier_service.tokenizer import TextCodec
 
@@ -34,6 +35,7 @@ _NOT_ENDED = generate_pb2.FINISH_REASON_UNSPECIFIED
 _STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 
@@ -121,28 +123,35 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         """See proto/draftwire/v1/generate.proto."""
         try:
-            work = await asyncio.to_thread(self._prepare, request)
+            name = choose_request_id(request.request_id, context.invocation_metadata() or ())
         except InvalidArgumentError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if self._is_draining:
-            text = "the server is draining: it is about to end and takes no further request; ask another one"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+        await context.send_initial_metadata(((REQUEST_ID_KEY, name),))
+        watch = RequestWatch(name)
+        try:
+            work = await asyncio.to_thread(self._prepare, request, name)
+            if self._is_draining:
+                text = "the server is draining: it is about to end and takes no further request; ask another one"
+                raise UnavailableError(text)
+        except (InvalidArgumentError, UnavailableError) as error:
+            watch.refused(error)
+            await context.abort(_STATUS_CODES[type(error)], str(error))
         items: asyncio.Queue[Item] = asyncio.Queue()
         self._queues[work] = items
         self._engine.submit(work)
         has_ended = False
-        name = work.request_id
         try:
             while not has_ended:
                 item = await items.get()
                 if isinstance(item, DraftwireError):
                     has_ended = True
                     code = _STATUS_CODES.get(type(item), grpc.StatusCode.INTERNAL)
-                    level = logging.INFO if isinstance(item, QueueFullError) else logging.WARNING
-                    logger.log(level, "request %s: %s", work.request_id, item)
+                    watch.failed(item)
                     await context.abort(code, str(item))
                     return
                 has_ended = item.finish_reason != _NOT_ENDED
+                if has_ended:
+                    watch.finished(item)
                 item.request_id, name = name, ""
                 yield item
         finally:
@@ -150,9 +159,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             if not self._queues and self._is_draining:
                 self._all_ended.set()
             if not has_ended:
+                watch.cancelled(work.num_output)
                 self._engine.cancel(work)
 
-    def _prepare(self, request: generate_pb2.GenerateRequest) -> Request:
+    def _prepare(self, request: generate_pb2.GenerateRequest, request_id: str) -> Request:
         """The validated request.
 
         Raises
@@ -174,7 +184,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             raise InvalidArgumentError("sampling_params.stop", list(params.stop), "this server has no tokenizer")
         seed = params.seed if params.HasField("seed") else secrets.randbits(63)
         return Request(
-            request_id=request.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             prompt=prompt,
             params=params,
             num_speculative_tokens=self._num_speculative_tokens(request),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from draftwire.logs import FORMATS
 from draftwire.security import ClientSecurity
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,11 +44,18 @@ _OPTIONS = (
         type=click.Choice(["debug", "info", "warning", "error"]),
         help="Least severe messages that are logged.",
     ),
+    click.option(
+        "--log-format",
+        default="text",
+        show_default=True,
+        type=click.Choice(FORMATS),
+        help="json: one object a line.",
+    ),
 )
 
 
 def service_options(command: F) -> F:
-    """Adds device, dtype, load format, metrics, carriers and log level to a command."""
+    """Adds device, dtype, load format, metrics, carriers and the log's options to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -96,8 +103,3 @@ def client_security(given: dict[str, Any]) -> ClientSecurity:
         token_file=given.pop("token_file"),
         insecure=given.pop("insecure"),
     )
-
-
-def start_logging(level: str) -> None:
-    """Logs to standard error from `level` on."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -139,7 +139,8 @@ REQUESTS = [
     (pb.GenerateRequest(text="word " * CONTEXT), f"allowed range [1, {CONTEXT - 1}] tokens: the context has {CONTEXT}"),
     (tokens_request(num_speculative_tokens=8), "num_speculative_tokens = 8: allowed range [0, 7] on this server"),
     (tokens_request(num_speculative_tokens=17), "num_speculative_tokens = 17: allowed range [0, 16]"),
-    (tokens_request(request_id="x" * 129), "allowed length 1 to 128 bytes, got 129"),
+    (tokens_request(request_id="x" * 129), "allowed: 1 to 128 visible ASCII characters"),
+    (tokens_request(request_id="two\nlines"), "request_id = 'two\\nlines': allowed: 1 to 128 visible ASCII characters"),
     (
         pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="r" * 65, content="x")])),
         "allowed length 1 to 64 bytes, got 65",
