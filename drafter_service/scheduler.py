@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,10 @@ from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session
 from drafter_service.step import Step
 from drafter_service.step_work import StepRows, StepWork
+from draftwire.block_pool import blocks_for
 from draftwire.v1 import draft_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -24,7 +28,11 @@ class Batch:
 
 
 class Scheduler:
-    """Opens, feeds and closes sequences as the sessions' steps say, and shares a batch's rows among the sessions."""
+    """Opens, feeds and closes sequences as the sessions' steps say, and shares what there is among the sessions.
+
+    Rows of a batch are shared evenly. Slots and blocks go to whoever asks first; when there are none left, a session
+    takes them from the one that holds most, sequence by sequence, until it holds no less than that one.
+    """
 
     def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
         self.takes_sequences = True
@@ -33,17 +41,17 @@ class Scheduler:
         self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
         self._dropped: list[int] = []  # slots of the batch whose sequences are gone
 
-    def next_batch(self, sessions: Iterable[Session]) -> Batch:
+    def next_batch(self, sessions: Sequence[Session]) -> Batch:
         """Shares max_batch_rows evenly; what a session does not need is shared by those with more rows waiting.
 
         So drafts never wait for another session's prefill, and no prefill starves. The batch must be computed, and
         `end_batch` called, before the next one.
         """
         batch = Batch()
-        waiting = sorted((s for s in sessions if s.works), key=lambda session: session.waiting_rows)
+        waiting = sorted((s for s in sessions if s.works), key=lambda s: (not s.has_claimed, s.waiting_rows))
         budget = self._limits.max_batch_rows
         for index, session in enumerate(waiting):
-            budget -= self._take(session, budget // (len(waiting) - index), batch)
+            budget -= self._take(session, sessions, budget // (len(waiting) - index), batch)
         return batch
 
     def end_batch(self) -> None:
@@ -63,7 +71,7 @@ class Scheduler:
         else:
             self._table.close(slot)
 
-    def _take(self, session: Session, share: int, batch: Batch) -> int:
+    def _take(self, session: Session, sessions: Sequence[Session], share: int, batch: Batch) -> int:
         """Takes up to `share` rows of a session's steps, in order."""
         taken = 0
         parts: list[StepRows] = []
@@ -71,6 +79,9 @@ class Scheduler:
             work = session.works[0]
             if not work.is_admitted:
                 if self._closes_busy(session, work.step):
+                    break
+                session.has_claimed = self._claim(session, sessions, work.step)
+                if session.has_claimed:
                     break
                 self._admit(session, work)
             if work.rows_left:
@@ -90,6 +101,54 @@ class Scheduler:
         """Whether the step closes a sequence with rows in this batch, whose slot is not free before its end."""
         slots = (session.slots.get(sequence_id) for sequence_id in step.closed_ids)
         return any(slot is not None and self._is_busy[slot] for slot in slots)
+
+    def _claim(self, session: Session, sessions: Sequence[Session], step: Step) -> bool:
+        """Makes room for a step at the cost of sessions that hold more; whether it is there after this batch only.
+
+        A sequence that is taken away is answered as unknown when its next rows come, and its verifier opens it anew.
+        """
+        table, evicted_busy = self._table, False
+        others = [other for other in sessions if other is not session]
+        own = len(session.slots) - sum(sequence_id in session.slots for sequence_id in step.closed_ids)
+        wanted = min(len(step.opened), session.terms.max_sequences - own) if self.takes_sequences else 0
+        for held in range(own + table.num_free, own + wanted):
+            victim = max(others, key=_num_slots, default=None)
+            if victim is None or _num_slots(victim) <= held + 1:
+                break
+            evicted_busy |= self._evict(victim)
+        missing = self._num_missing_blocks(session, step) - table.num_free_blocks
+        held = self._num_blocks(session) + missing
+        while missing > 0:
+            victim = max(others, key=self._num_blocks, default=None)
+            if victim is None or self._num_blocks(victim) <= held:
+                break
+            missing -= self._num_blocks(victim)
+            evicted_busy |= self._evict(victim)
+            missing += self._num_blocks(victim)
+        return evicted_busy
+
+    def _num_missing_blocks(self, session: Session, step: Step) -> int:
+        """Blocks that the step's rows need beside what their sequences have; 0 where enough are free in any case."""
+        if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= self._table.num_free_blocks:
+            return 0
+        known = (session.slots.get(sequence_id) for sequence_id in step.sequence_ids)
+        return sum(
+            blocks_for(num_rows) if slot is None else self._table.num_missing_blocks(slot, num_rows)
+            for slot, num_rows in zip(known, step.num_rows.tolist(), strict=True)
+        )
+
+    def _num_blocks(self, session: Session) -> int:
+        return int(self._table.num_blocks[list(session.slots.values())].sum())
+
+    def _evict(self, session: Session) -> bool:
+        """Takes its newest sequence from a session; whether its room is free after the batch only."""
+        sequence_id, slot = next(reversed(session.slots.items()))
+        logger.debug("%s: sequence %d makes room for another verifier's", session.terms.verifier, sequence_id)
+        if session.works:
+            session.waiting_rows -= session.works[0].forget(slot)
+        is_busy = bool(self._is_busy[slot])
+        self.drop(session, sequence_id)
+        return is_busy
 
     def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
         """Drafts only after a sequence's newest rows: a newer step has moved its end on, or closes it."""
@@ -151,6 +210,10 @@ class Scheduler:
             else:
                 session.slots[new.sequence_id] = slot
         return refused
+
+
+def _num_slots(session: Session) -> int:
+    return len(session.slots)
 
 
 def _named(step: Step) -> list[int]:

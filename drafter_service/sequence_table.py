@@ -50,6 +50,16 @@ class SequenceTable:
         """Sequences that are open."""
         return self._max_num_seqs - len(self._free)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence has."""
+        return self._pool.num_free
+
     def open(self, new: OpenedSequence) -> int | None:
         """The slot of a new sequence, None when all are taken."""
         if not self._free:
@@ -72,6 +82,11 @@ class SequenceTable:
         """[n] int32, the blocks of a sequence."""
         return self.blocks[slot, : self.num_blocks[slot]]
 
+    def num_missing_blocks(self, slot: int, num_rows: int) -> int:
+        """Blocks that a sequence needs for `num_rows` rows after its true ones, beside those that it has."""
+        end = int(self.next_row[slot]) + num_rows
+        return max(0, blocks_for(end - int(self.first_row[slot])) - int(self.num_blocks[slot]))
+
     def has_room(self, slots: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
         """Whether each sequence's blocks and context hold `num_rows` rows after its true ones; [n] bool."""
         return self.next_row[slots] + num_rows <= self.end_row[slots]
@@ -82,7 +97,7 @@ class SequenceTable:
         if end > self._max_model_len:
             return False
         held = int(self.num_blocks[slot])
-        missing = blocks_for(end - int(self.first_row[slot])) - held
+        missing = self.num_missing_blocks(slot, num_rows)
         if missing > 0:
             blocks = self._pool.allocate(missing)
             if blocks is None:

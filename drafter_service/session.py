@@ -30,3 +30,4 @@ class Session:
     slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
     works: deque[StepWork] = field(default_factory=deque)
     waiting_rows: int = 0
+    has_claimed: bool = False  # what others had to give up for it is free in the next batch

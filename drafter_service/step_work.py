@@ -9,6 +9,7 @@ import numpy as np
 from drafter_service.answer import Answer
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.step import Step
+from draftwire.v1 import draft_pb2 as pb
 
 
 @dataclass(eq=False)
@@ -106,6 +107,19 @@ class StepWork:
         self.is_admitted = True
         self._left = columns if chosen.all() else tuple(column[chosen] for column in columns)
         self.rows_left = int(self._left[3].sum())
+
+    def forget(self, slot: int) -> int:
+        """Computes no more rows of the sequence at `slot`, which is answered as unknown; how many rows were left."""
+        if not self.rows_left:
+            return 0
+        indices, slots, _, counts, _ = self._left
+        is_gone = slots == slot
+        for index in indices[is_gone].tolist():
+            self.answer.add_failure(self.step.sequence_ids[index], pb.SEQUENCE_STATUS_UNKNOWN)
+        self._left = tuple(column[~is_gone] for column in self._left)
+        num_rows = int(counts[is_gone].sum())
+        self.rows_left -= num_rows
+        return num_rows
 
     def take(self, limit: int, table: SequenceTable) -> StepRows:
         """Takes the next rows, `limit` at most; each sequence then counts its own as true."""

@@ -1,0 +1,129 @@
+"""Sessions share slots, blocks and rows: a flood of one verifier takes nothing from another that it needs."""
+
+from __future__ import annotations
+
+import pytest
+from harness import (
+    NO_CAPACITY,
+    OK,
+    UNKNOWN,
+    Rows,
+    Stream,
+    Text,
+    connect,
+    draft_alone,
+    make_engine,
+    opened,
+    replies,
+    run,
+)
+from tiny_head import TinyHead
+
+from draftwire.kv_cache import BLOCK_SIZE
+
+LENGTH = 10
+
+
+@pytest.fixture
+def head() -> TinyHead:
+    return TinyHead()
+
+
+def fill(stream: Stream, count: int, num_rows: int = LENGTH) -> None:
+    """Opens `count` sequences, 1 and on, of so many rows each."""
+    ids = range(1, count + 1)
+    answered = stream.step([Rows(i, Text(i), 0, num_rows, 1) for i in ids], [opened(i) for i in ids])
+    assert all(answered[i].status == OK for i in ids)
+
+
+def ask_all(stream: Stream, ids: range, first_row: int = LENGTH) -> list[int]:
+    """The statuses of sequences whose next row is sent."""
+    answered = stream.step([Rows(i, Text(i), first_row, 1, 1) for i in ids])
+    return [answered[i].status for i in ids]
+
+
+def test_a_newcomer_takes_slots_from_the_session_that_holds_most_until_both_hold_as_many(head):
+    engine = make_engine(head, max_num_seqs=8)
+    flood, newcomer = connect(engine), connect(engine)
+    fill(flood, 8)
+    ids = range(1, 7)
+    answered = newcomer.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids])
+    assert [answered[i].status for i in ids] == [OK] * 4 + [NO_CAPACITY] * 2
+    assert answered[1] == draft_alone(head, Text(1), 5, 1)
+    # Its oldest sequences go on.
+    assert ask_all(flood, range(1, 9)) == [OK] * 4 + [UNKNOWN] * 4
+
+
+def test_who_holds_as_many_as_the_others_takes_from_nobody(head):
+    engine = make_engine(head, max_num_seqs=4)
+    streams = [connect(engine) for _ in range(2)]
+    for stream in streams:
+        fill(stream, 2)
+    for stream in streams:
+        assert stream.step([Rows(9, Text(9), 0, 3, 1)], [opened(9)])[9].status == NO_CAPACITY
+        assert ask_all(stream, range(1, 3)) == [OK] * 2
+
+
+def test_of_several_sessions_the_one_that_holds_most_gives(head):
+    engine = make_engine(head, max_num_seqs=6)
+    large, small, newcomer = (connect(engine) for _ in range(3))
+    fill(large, 4)
+    fill(small, 2)
+    fill(newcomer, 2)
+    assert ask_all(small, range(1, 3)) == [OK] * 2
+    assert ask_all(large, range(1, 5)) == [OK, OK, UNKNOWN, UNKNOWN]
+
+
+def test_a_newcomer_takes_blocks_from_the_session_that_holds_most(head):
+    engine = make_engine(head, kv_cache_tokens=8 * BLOCK_SIZE)
+    flood, newcomer = connect(engine), connect(engine)
+    fill(flood, 4, num_rows=2 * BLOCK_SIZE)
+    assert flood.answers[-1].load.kv_cache_usage == 1
+    answered = newcomer.step([Rows(1, Text(1), 0, 3 * BLOCK_SIZE, 1)], [opened(1)])
+    assert answered[1] == draft_alone(head, Text(1), 3 * BLOCK_SIZE, 1)
+    flood.step(closed=[1])  # room to grow
+    assert ask_all(flood, range(2, 5), 2 * BLOCK_SIZE) == [OK, UNKNOWN, UNKNOWN]
+
+
+def test_what_is_in_the_batch_is_answered_and_gives_its_room_to_the_next_batch(head):
+    engine = make_engine(head, max_num_seqs=2)
+    flood, newcomer = connect(engine), connect(engine)
+    fill(flood, 2)
+    flood.send([Rows(i, Text(i), LENGTH, 1, 1) for i in (1, 2)])
+    newcomer.send([Rows(1, Text(1), 0, 5, 1)], [opened(1)])
+    engine.iterate()
+    assert [reply.status for reply in replies(flood.answers[-1]).values()] == [OK, OK]
+    assert not newcomer.answers
+    flood.send([Rows(1, Text(1), LENGTH + 1, 1, 1)], [opened(9)])  # would take the slot
+    engine.iterate()
+    assert replies(newcomer.answers[-1])[1] == draft_alone(head, Text(1), 5, 1)
+
+
+def test_rows_that_wait_of_a_sequence_that_is_taken_away_are_answered_as_unknown(head):
+    engine = make_engine(head, max_num_seqs=2, max_batch_rows=8, max_sessions=4)
+    flood, newcomer = connect(engine), connect(engine)
+    flood.send([Rows(i, Text(i), 0, 30, 1) for i in (1, 2)], [opened(1), opened(2)])
+    engine.iterate()
+    newcomer.send([Rows(1, Text(1), 0, 5, 1)], [opened(1)])
+    run(engine)
+    answered = replies(flood.answers[-1])
+    assert answered[2].status == UNKNOWN
+    assert answered[1] == draft_alone(head, Text(1), 30, 1)
+    assert replies(newcomer.answers[-1])[1] == draft_alone(head, Text(1), 5, 1)
+
+
+def test_a_flood_of_steps_does_not_hold_up_another_sessions_drafts(head):
+    """Two iterations from its step to its drafts, however much waits of the other: room, then rows."""
+    engine = make_engine(head, max_num_seqs=8, max_batch_rows=32, max_sessions=4)
+    flood, other = connect(engine), connect(engine)
+    ids = range(1, 9)
+    flood.send([Rows(i, Text(i), 0, 80) for i in ids], [opened(i) for i in ids])
+    for _ in range(3):
+        engine.iterate()
+    for first_row in range(0, 20, 5):
+        other.send([Rows(1, Text(1), first_row, 5, 2)], [opened(1)] if first_row == 0 else [])
+        engine.iterate()
+        engine.iterate()
+        assert replies(other.answers[-1])[1].status == OK
+        assert other.answers[-1].step_id == other.num_steps
+    assert flood.session.works
