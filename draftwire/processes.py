@@ -24,6 +24,7 @@ from draftwire.security import LOOPBACK, ClientSecurity, open_channel
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
+DRAFTWIRE = (sys.executable, "-m", "draftwire")
 # With this set, `python -m draftwire` ends when its standard input does: the kernel closes that pipe however the parent
 # ends, on every system.
 PARENT_PIPE = "DRAFTWIRE_PARENT_PIPE"
@@ -43,6 +44,7 @@ class ServiceProcess:
         log_path: Path | None = None,
         timeout_s: float = START_TIMEOUT_S,
         security: ClientSecurity = LOOPBACK,
+        program: Sequence[str] = DRAFTWIRE,
     ) -> None:
         """Starts `draftwire ARGUMENTS` and waits until it is healthy.
 
@@ -56,6 +58,8 @@ class ServiceProcess:
             Seconds within which it must be healthy.
         security
             How its health is asked for.
+        program
+            Command that runs `draftwire`, as one that first enters a network namespace.
 
         Raises
         ------
@@ -73,7 +77,7 @@ class ServiceProcess:
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "draftwire", *arguments],
+                [*program, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -189,10 +193,11 @@ def start_drafter(
     log_path: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
     security: ClientSecurity = LOOPBACK,
+    program: Sequence[str] = DRAFTWIRE,
 ) -> ServiceProcess:
     """A drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
     arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
-    return ServiceProcess(arguments, log_path, timeout_s, security)
+    return ServiceProcess(arguments, log_path, timeout_s, security, program)
 
 
 def start_verifier(

@@ -60,11 +60,16 @@ def make_pair(directory: Path) -> Pair:
     tokens = generate(target, TRAINED_SEQUENCES, TRAINED_LENGTH, seed=5)
     heads, head_dirs = {}, {}
     for name, ids in (("full", list(range(VOCAB))), ("reduced", REDUCED)):
-        heads[name] = _train_head(target, tokens, torch.tensor(ids))
+        heads[name] = train_head(target, tokens, torch.tensor(ids))
         head_dirs[name] = directory / f"head-{name}"
-        layer = LlamaShape(**{**SHAPE.as_dict(), "num_hidden_layers": 1})
-        export_head(heads[name].state_dict(), layer, FEATURES, head_dirs[name], end=0)
+        write_head(heads[name], head_dirs[name])
     return Pair(target_dir, head_dirs, target, heads)
+
+
+def write_head(head: Eagle3Head, directory: Path) -> None:
+    """Writes a head as it is published."""
+    layer = LlamaShape(**{**SHAPE.as_dict(), "num_hidden_layers": 1})
+    export_head(head.state_dict(), layer, FEATURES, directory, end=0)
 
 
 def _make_target() -> LlamaForCausalLM:
@@ -129,8 +134,9 @@ def run_target(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor
     return output.logits, torch.cat([output.hidden_states[layer] for layer in FEATURES], dim=-1)
 
 
-def _train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor) -> Eagle3Head:
-    torch.manual_seed(3)
+def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int = 3) -> Eagle3Head:
+    """A head over the draft vocabulary `ids`, from initial weights of that seed."""
+    torch.manual_seed(seed)
     head = Eagle3Head(SHAPE, SHAPE.hidden_size, len(ids))
     head.set_draft_vocabulary(ids)
     torch.nn.init.normal_(head.fc.weight, std=head.fc.in_features**-0.5)

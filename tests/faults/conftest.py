@@ -1,0 +1,71 @@
+"""Services as processes with a load on them, and the table of what faults did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from exact_law import Law
+from exact_pair import TRAINED_LENGTH, TRAINED_SEQUENCES, VOCAB, Pair, generate, make_pair, train_head, write_head
+from load import FaultRecord
+from services import Reference
+from stage import Stage
+
+OUTPUT_LENGTH = 40
+NUM_PROMPTS = 12
+_records = pytest.StashKey[list[FaultRecord]]()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def other_head(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head as good as the pair's, with other weights."""
+    tokens = generate(pair.target, TRAINED_SEQUENCES, TRAINED_LENGTH, seed=5)
+    directory = tmp_path_factory.mktemp("other") / "head"
+    write_head(train_head(pair.target, tokens, torch.arange(VOCAB), seed=4), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(pair: Pair) -> Reference:
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(VOCAB, (NUM_PROMPTS, 6), generator=draw).tolist()
+    return Reference(pair.target_dir, prompts, OUTPUT_LENGTH)
+
+
+@pytest.fixture(scope="session")
+def law(pair: Pair) -> Law:
+    return Law(pair, (3, 0, 6, 6, 4, 1))
+
+
+@pytest.fixture
+def stage(pair: Pair, other_head: Path, reference: Reference, law: Law, tmp_path: Path) -> Iterator[Stage]:
+    with contextlib.ExitStack() as close:
+        yield Stage(pair, other_head, reference, law, tmp_path, close)
+
+
+@pytest.fixture
+def matrix(request: pytest.FixtureRequest) -> Callable[[FaultRecord], None]:
+    """Adds rows to the table that is printed at the end."""
+    return request.config.stash.setdefault(_records, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    records = config.stash.get(_records, [])
+    if not records:
+        return
+    terminalreporter.section("fault matrix")
+    terminalreporter.write_line("| fault | requests | failures | accepted before | during | after | back after, s | chi2 |")
+    terminalreporter.write_line("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for one in records:
+        terminalreporter.write_line(
+            f"| {one.fault} | {one.requests} | {one.failures} | {one.before:.2f} | {one.during:.2f} | {one.after:.2f} "
+            f"| {one.recovery_s:.1f} | {one.refutation:.2f} |"
+        )

@@ -1,0 +1,195 @@
+"""Requests without an end, greedy and sampled, every one of them checked; and faults measured under them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from exact_law import LENGTH, Law, Sampling
+from exact_services import Loop
+from services import Continuation
+
+from draftwire.client import AsyncClient, Client, Completion
+from draftwire.errors import DraftwireError
+from draftwire.v1 import generate_pb2
+
+# Sampled requests at any time, beside one greedy request for each continuation.
+SAMPLED_AT_ONCE = 6
+# Pause of a client between its requests: the services start and stop beside it.
+PAUSE_S = 0.02
+# Sampled outputs since the fault began whose law is tested.
+ENOUGH_SAMPLES = 400
+BASELINE_ROUNDS = 3
+# The project's plan: acceptance is back within this share of what it was, within so long of the fault's end.
+TOLERANCE = 0.05
+RECOVERY_S = 10.0
+# How long a test waits for what must come.
+PATIENCE_S = 90.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """All greedy requests, sent at once."""
+
+    began: float  # monotonic s
+    accepted: int
+    verify_steps: int
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafts per verify step: 0 without drafts, k when all are accepted."""
+        return self.accepted / self.verify_steps
+
+
+@dataclass
+class FaultRecord:
+    """A row of the fault matrix."""
+
+    fault: str
+    requests: int = 0
+    failures: int = 0
+    before: float = 0.0  # accepted drafts per verify step
+    during: float = 0.0
+    after: float = 0.0
+    recovery_s: float = 0.0
+    refutation: float = 0.0  # chi-square of the sampled outputs over its threshold
+
+
+@dataclass
+class Load:
+    """Keeps a verifier busy from `__enter__` to `__exit__`; clients never try again."""
+
+    address: str
+    continuations: Sequence[Continuation]
+    law: Law
+    rounds: list[Round] = field(default_factory=list)
+    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)  # (monotonic begin, tokens)
+    failures: list[str] = field(default_factory=list)
+    num_requests: int = 0
+
+    def __enter__(self) -> Self:
+        self._is_stopping = False
+        self._seeds = itertools.count()
+        self._loop = Loop()
+        self._task = asyncio.run_coroutine_threadsafe(self._run(), self._loop.loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopping = True
+        try:
+            self._task.result(PATIENCE_S)
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        async with AsyncClient(self.address) as client, asyncio.TaskGroup() as group:
+            group.create_task(self._run_greedy(client))
+            for _ in range(SAMPLED_AT_ONCE):
+                group.create_task(self._run_sampled(client))
+
+    async def _run_greedy(self, client: AsyncClient) -> None:
+        while not self._is_stopping:
+            began = time.monotonic()
+            completions = await asyncio.gather(*(self._say(client, one) for one in self.continuations))
+            statistics = [one.statistics for one in completions if one is not None]
+            accepted = sum(sum(one.accepted) for one in statistics)
+            self.rounds.append(Round(began, accepted, sum(one.verify_steps for one in statistics) or 1))
+            await asyncio.sleep(PAUSE_S)
+
+    async def _say(self, client: AsyncClient, wanted: Continuation) -> Completion | None:
+        completion = await self._complete(client, wanted.prompt, temperature=0, max_tokens=len(wanted.tokens))
+        if completion is not None and list(completion.token_ids) != wanted.tokens:
+            self.failures.append(f"greedy output differs: {completion.token_ids} for {wanted}")
+        return completion
+
+    async def _run_sampled(self, client: AsyncClient) -> None:
+        while not self._is_stopping:
+            began = time.monotonic()
+            options = {"seed": next(self._seeds), "temperature": 1.0, "max_tokens": LENGTH}
+            completion = await self._complete(client, list(self.law.prompt), **options)
+            if completion is not None:
+                self.samples.append((began, completion.token_ids))
+            await asyncio.sleep(PAUSE_S)
+
+    async def _complete(self, client: AsyncClient, prompt: list[int], **options: int | float) -> Completion | None:
+        self.num_requests += 1
+        try:
+            completion = await client.complete(prompt, **options)
+        except DraftwireError as error:
+            self.failures.append(str(error))
+            return None
+        if completion.statistics.output_tokens != len(completion.token_ids):
+            self.failures.append(f"{completion.statistics.output_tokens} tokens were told, not {completion.token_ids}")
+        return completion
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Polls until `condition` holds, which must come while no request fails."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert not self._task.done(), self._task.result()
+            assert not self.failures, self.failures[:3]
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+            time.sleep(0.02)
+
+    def drafters(self) -> list[generate_pb2.DrafterStatus]:
+        """How the verifier sees its drafters."""
+        with Client(self.address) as client:
+            return list(client.info().drafters)
+
+    def wait_for_rounds(self, count: int) -> list[Round]:
+        """Waits for rounds that begin after now."""
+        now = time.monotonic()
+        self.wait_for(lambda: len(self._since(now)) >= count, f"{count} rounds of greedy requests")
+        return self._since(now)[:count]
+
+    def _since(self, begin: float) -> list[Round]:
+        return [one for one in list(self.rounds) if one.began >= begin]
+
+    def _recovered(self, ended: float, wanted: float) -> Round | None:
+        return next((one for one in self._since(ended) if one.acceptance >= wanted), None)
+
+    @contextlib.contextmanager
+    def fault(self, name: str, *, during_below: float | None = None) -> Iterator[FaultRecord]:
+        """The body is the fault, from its begin to its end. Its record is complete, and checked, after it.
+
+        Parameters
+        ----------
+        during_below
+            Share of the acceptance before that the fault must bring it below: proof that it was one.
+        """
+        record = FaultRecord(name)
+        baseline = self.wait_for_rounds(BASELINE_ROUNDS)
+        record.before = _mean_acceptance(baseline)
+        assert record.before > 0.5, "hardly a draft is accepted without any fault"
+        began, first = time.monotonic(), self.num_requests
+        yield record
+        ended = time.monotonic()
+        wanted = (1 - TOLERANCE) * record.before
+        self.wait_for(lambda: self._recovered(ended, wanted) is not None, f"acceptance of {record.before:.2f} is back")
+        self.wait_for(lambda: len(self._samples_since(began)) >= ENOUGH_SAMPLES, "enough sampled outputs")
+        recovered = self._recovered(ended, wanted)
+        assert recovered is not None
+        record.recovery_s = recovered.began - ended
+        record.after = _mean_acceptance(self._since(recovered.began))
+        during = [one for one in self._since(began) if one.began < ended]
+        record.during = _mean_acceptance(during) if during else record.before
+        record.requests, record.failures = self.num_requests - first, len(self.failures)
+        record.refutation = self.law.refutation(self._samples_since(began), Sampling())
+        assert record.failures == 0, self.failures[:3]
+        assert record.refutation < 1, record
+        assert record.recovery_s <= RECOVERY_S, record
+        assert record.after >= wanted, record
+        if during_below is not None:
+            assert record.during < during_below * record.before, record
+
+    def _samples_since(self, begin: float) -> list[tuple[int, ...]]:
+        return [tokens for started, tokens in list(self.samples) if started >= begin]
+
+
+def _mean_acceptance(rounds: Sequence[Round]) -> float:
+    return sum(one.accepted for one in rounds) / sum(one.verify_steps for one in rounds)

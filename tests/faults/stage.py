@@ -1,0 +1,56 @@
+"""What a test of a fault has on it: drafters, and verifiers under a load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters import Drafter
+from exact_law import Law
+from exact_pair import Pair
+from exact_services import wait_for_drafters
+from load import Load
+from services import Reference
+
+from draftwire.processes import DRAFTWIRE, start_verifier
+from draftwire.v1 import generate_pb2
+
+NUM_DRAFTS = 3
+
+
+@dataclass
+class Stage:
+    """Starts drafters, and verifiers under a load."""
+
+    pair: Pair
+    other_head: Path  # of the pair's "full" head's kind
+    reference: Reference
+    law: Law
+    logs: Path
+    _close: contextlib.ExitStack
+
+    def drafter(self, *, host: str = "127.0.0.1", program: Sequence[str] = DRAFTWIRE) -> Drafter:
+        """A drafter with the head over all tokens, killed at the end of the test."""
+        models = self.pair.head_dirs["full"], self.pair.target_dir
+        drafter = Drafter(*models, self.logs / "drafter.log", host=host, program=program)
+        self._close.callback(lambda: drafter.process.kill())
+        return drafter
+
+    def load(self, drafters: Sequence[str], *options: str, **config: Any) -> Load:
+        """A load on a verifier that is connected to those drafters; both end with the test."""
+        config = {"num_speculative_tokens": NUM_DRAFTS, **config}
+        verifier = start_verifier(
+            self.pair.target_dir,
+            drafters,
+            # As many drafts as are configured, so that acceptance can be compared; the deadline is the default.
+            *("--device", "cpu", "--no-adaptive-k", "--speculative-config", json.dumps(config)),
+            *options,
+            log_path=self.logs / "verifier.log",
+        )
+        self._close.callback(verifier.kill)
+        wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY, len(drafters))
+        return self._close.enter_context(Load(verifier.address, self.reference.continuations, self.law))

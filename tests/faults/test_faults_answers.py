@@ -1,0 +1,66 @@
+"""Answers of a drafter that come wrong or late, by a relay that has its hand on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from draft_relay import Alter, DraftRelay, corrupt_logits, corrupt_tokens, hold_up
+from exact_pair import VOCAB
+from load import FaultRecord
+from stage import Stage
+
+from draftwire.v1 import generate_pb2
+
+pytestmark = pytest.mark.xdist_group("faults_answers")
+
+Matrix = Callable[[FaultRecord], None]
+DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
+
+
+def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> None:
+    """Without logits there is nothing that a draft could belie: wrong ones are refused, one by one."""
+    drafter = stage.drafter()
+    with DraftRelay(drafter.address) as relay:
+        load = stage.load([relay.address])
+        with load.fault("half of the answers with wrong tokens, no logits", during_below=0.9) as record:
+            relay.alter = corrupt_tokens(VOCAB)
+            load.wait_for_rounds(3)
+            relay.alter = None
+    matrix(record)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "alter"), [("wrong tokens", corrupt_tokens(VOCAB)), ("wrong logits", corrupt_logits)], ids=str
+)
+def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
+    stage: Stage, matrix: Matrix, what: str, alter: Alter
+) -> None:
+    wrong, right = stage.drafter(), stage.drafter()
+    with DraftRelay(wrong.address) as relay:
+        load = stage.load([relay.address, right.address], "--carriers", "bytes", **DENSE)
+        with load.fault(f"half of one drafter's answers with {what} beside their logits") as record:
+            relay.alter = alter
+            load.wait_for(lambda: _state(load.drafters(), relay) == generate_pb2.DRAFTER_STATE_REFUSED, "it is refused")
+            relay.alter = None
+        status = next(one for one in load.drafters() if one.address == relay.address)
+        assert "are not what its logits sample" in status.detail
+    matrix(record)
+
+
+def _state(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> int:
+    return next(one.state for one in statuses if one.address == relay.address)
+
+
+@pytest.mark.long
+def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    with DraftRelay(drafter.address) as relay:
+        load = stage.load([relay.address])
+        with load.fault("answers 1 s late, for 5 s", during_below=0.5) as record:
+            relay.alter = hold_up
+            time.sleep(5)
+            relay.alter = None
+    matrix(record)

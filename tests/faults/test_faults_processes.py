@@ -1,0 +1,102 @@
+"""Drafters that die, hang, change and run out of memory: one, or all of them."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from load import FaultRecord
+from stage import Stage
+
+Matrix = Callable[[FaultRecord], None]
+pytestmark = pytest.mark.long
+
+
+def test_the_only_drafter_is_killed_and_started_again(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    load = stage.load([drafter.address])
+    with load.fault("the only drafter killed (SIGKILL)", during_below=0.5) as record:
+        drafter.kill()
+        load.wait_for_rounds(2)
+        drafter.start()
+    matrix(record)
+
+
+def test_one_of_two_drafters_is_killed_and_the_other_takes_its_sequences(stage: Stage, matrix: Matrix) -> None:
+    first, second = stage.drafter(), stage.drafter()
+    load = stage.load([first.address, second.address])
+    with load.fault("one of two drafters killed (SIGKILL)") as record:
+        first.kill()
+        load.wait_for_rounds(4)
+    matrix(record)
+
+
+def test_all_drafters_are_gone_and_come_back(stage: Stage, matrix: Matrix) -> None:
+    drafters = [stage.drafter(), stage.drafter()]
+    load = stage.load([drafter.address for drafter in drafters])
+    with load.fault("all of two drafters killed", during_below=0.5) as record:
+        for drafter in drafters:
+            drafter.kill()
+        load.wait_for_rounds(2)
+        for drafter in drafters:
+            drafter.start()
+    matrix(record)
+
+
+def test_a_drafter_hangs_for_ten_seconds(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    load = stage.load([drafter.address])
+    with load.fault("drafter stopped for 10 s (SIGSTOP)", during_below=0.5) as record:
+        drafter.process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(10)
+        finally:
+            drafter.process.send_signal(signal.SIGCONT)
+    matrix(record)
+
+
+def test_a_drafter_comes_back_with_another_head_while_the_other_keeps_the_old_one(stage: Stage, matrix: Matrix) -> None:
+    first, second = stage.drafter(), stage.drafter()
+    load = stage.load([first.address, second.address])
+    with load.fault("one of two drafters restarted with another head") as record:
+        first.kill()
+        first.start(stage.other_head)
+    statuses = load.drafters()
+    assert len({status.head_fingerprint for status in statuses}) == 2
+    load.wait_for(lambda: all(status.sequences for status in load.drafters()), "sequences draft at both heads")
+    matrix(record)
+
+
+def test_a_drafter_has_no_memory_for_some_batches(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter(program=(sys.executable, str(Path(__file__).parent / "starving_drafter.py")))
+    load = stage.load([drafter.address])
+    with load.fault("drafter's allocator fails in every 20th batch, for 5 s") as record:
+        drafter.process.send_signal(signal.SIGUSR1)
+        time.sleep(5)
+        drafter.process.send_signal(signal.SIGUSR2)
+    assert "out of memory; all sessions end" in drafter.process.log_text()
+    assert drafter.process.running
+    matrix(record)
+
+
+def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None:
+    """Whatever fails then, and whether it lives on or dies."""
+    drafter = stage.drafter()
+    load = stage.load([drafter.address])
+    with load.fault("drafter's address space limited to half of what it has, for 5 s") as record:
+        pid = drafter.process.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_AS)
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        size = 1024 * int(status.split("VmSize:")[1].split()[0])
+        resource.prlimit(pid, resource.RLIMIT_AS, (size // 2, limits[1]))
+        time.sleep(5)
+        if drafter.process.running:
+            resource.prlimit(pid, resource.RLIMIT_AS, limits)
+        else:
+            drafter.start()
+    matrix(record)
