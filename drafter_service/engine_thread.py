@@ -82,7 +82,7 @@ class EngineThread:
             return
         try:
             opened.set_result(self.engine.open_session(terms, deliver))
-        except (torch.OutOfMemoryError, RuntimeError) as error:  # the CPU's allocator raises RuntimeError
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
 
     def _run(self) -> None:
@@ -117,8 +117,9 @@ class EngineThread:
     def _ending_sessions_without_memory(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):  # as the CPU's allocator says
+        except (RuntimeError, MemoryError) as error:
+            known = (torch.OutOfMemoryError, MemoryError)
+            if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
                 raise
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))

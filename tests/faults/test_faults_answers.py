@@ -13,7 +13,7 @@ from stage import Stage
 
 from draftwire.v1 import generate_pb2
 
-pytestmark = pytest.mark.xdist_group("faults_answers")
+pytestmark = pytest.mark.xdist_group("faults_quick")
 
 Matrix = Callable[[FaultRecord], None]
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
@@ -33,7 +33,7 @@ def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("what", "alter"), [("wrong tokens", corrupt_tokens(VOCAB)), ("wrong logits", corrupt_logits)], ids=str
+    ("what", "alter"), [("tokens", corrupt_tokens(VOCAB)), ("logits", corrupt_logits)], ids=["tokens", "logits"]
 )
 def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
     stage: Stage, matrix: Matrix, what: str, alter: Alter
@@ -41,7 +41,7 @@ def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
     wrong, right = stage.drafter(), stage.drafter()
     with DraftRelay(wrong.address) as relay:
         load = stage.load([relay.address, right.address], "--carriers", "bytes", **DENSE)
-        with load.fault(f"half of one drafter's answers with {what} beside their logits") as record:
+        with load.fault(f"half of one drafter's answers with wrong {what}, expelled") as record:
             relay.alter = alter
             load.wait_for(lambda: _state(load.drafters(), relay) == generate_pb2.DRAFTER_STATE_REFUSED, "it is refused")
             relay.alter = None
@@ -55,7 +55,7 @@ def _state(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> int
 
 
 @pytest.mark.long
-def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
+def test_all_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
         load = stage.load([relay.address])

@@ -11,7 +11,7 @@ from lossy_link import LossyLink, what_is_missing
 from stage import Stage
 from tcp_proxy import TcpProxy
 
-pytestmark = pytest.mark.xdist_group("faults_network")
+pytestmark = pytest.mark.xdist_group("faults_quick")
 
 Matrix = Callable[[FaultRecord], None]
 BYTES = ("--carriers", "bytes")

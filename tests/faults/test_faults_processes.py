@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drafters import Drafter
+from exact_services import sample
 from load import FaultRecord
 from stage import Stage
+from tcp_proxy import TcpProxy
 
 Matrix = Callable[[FaultRecord], None]
 pytestmark = pytest.mark.long
+LONG_PROMPT = [1, 2, 3, 4, 5, 6, 7] * 7
 
 
 def test_the_only_drafter_is_killed_and_started_again(stage: Stage, matrix: Matrix) -> None:
@@ -85,18 +89,25 @@ def test_a_drafter_has_no_memory_for_some_batches(stage: Stage, matrix: Matrix) 
 
 
 def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None:
-    """Whatever fails then, and whether it lives on or dies."""
+    """It has a new session to open then, and a flood of prompts: whatever fails, and whether it lives on or dies."""
     drafter = stage.drafter()
-    load = stage.load([drafter.address])
-    with load.fault("drafter's address space limited to half of what it has, for 5 s") as record:
-        pid = drafter.process.pid
-        limits = resource.prlimit(pid, resource.RLIMIT_AS)
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-        size = 1024 * int(status.split("VmSize:")[1].split()[0])
-        resource.prlimit(pid, resource.RLIMIT_AS, (size // 2, limits[1]))
-        time.sleep(5)
-        if drafter.process.running:
-            resource.prlimit(pid, resource.RLIMIT_AS, limits)
-        else:
-            drafter.start()
+    with TcpProxy(drafter.address) as proxy:
+        load = stage.load([proxy.address])
+        with load.fault("drafter's address space limited to half of what it has, for 5 s", during_below=0.9) as record:
+            limits = resource.prlimit(drafter.process.pid, resource.RLIMIT_AS)
+            resource.prlimit(drafter.process.pid, resource.RLIMIT_AS, (_address_space(drafter) // 2, limits[1]))
+            proxy.cut(from_service=True)
+            load.wait_for(lambda: proxy.is_cut, "the connection is cut")
+            sample(load.address, LONG_PROMPT, range(64), max_tokens=8)
+            time.sleep(5)
+            if drafter.process.running:
+                resource.prlimit(drafter.process.pid, resource.RLIMIT_AS, limits)
+            else:
+                drafter.start()
     matrix(record)
+
+
+def _address_space(drafter: Drafter) -> int:
+    """Bytes."""
+    pages = Path(f"/proc/{drafter.process.pid}/statm").read_text(encoding="ascii").split()[0]
+    return int(pages) * resource.getpagesize()
