@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not records:
         return
     terminalreporter.section("fault matrix")
-    terminalreporter.write_line("| fault | requests | failures | accepted before | during | after | back after, s | chi2 |")
+    columns = "fault", "requests", "failures", "accepted before", "during", "after", "back after, s", "chi2"
+    terminalreporter.write_line(f"| {' | '.join(columns)} |")
     terminalreporter.write_line("|---|---:|---:|---:|---:|---:|---:|---:|")
     for one in records:
         terminalreporter.write_line(

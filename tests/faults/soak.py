@@ -225,9 +225,7 @@ def _expected(client: Client) -> dict[str, tuple[int, ...]]:
     """Greedy output of each prompt without drafts, of those in which no choice is within rounding."""
     expected = {}
     for prompt in PROMPTS:
-        completion = client.complete(
-            prompt, temperature=0, max_tokens=MAX_TOKENS, num_speculative_tokens=0, logprobs=2
-        )
+        completion = client.complete(prompt, temperature=0, max_tokens=MAX_TOKENS, num_speculative_tokens=0, logprobs=2)
         if all(one.top[0][1] - one.top[1][1] > ROUNDING for one in completion.logprobs):
             expected[prompt] = completion.token_ids
     return expected
@@ -257,7 +255,8 @@ def main(minutes: float, seed: int) -> None:
         faults = Faults(drafters[0], drafters[1], proxy, random.Random(seed + 1))
 
         def pids() -> dict[str, int]:
-            return {"verifier": verifier.pid, "drafter 1": drafters[0].process.pid, "drafter 2": drafters[1].process.pid}
+            numbered = {f"drafter {number}": one.process.pid for number, one in enumerate(drafters, 1)}
+            return {"verifier": verifier.pid, **numbered}
 
         watch = Watch(console, traffic, pids)
         with _running(traffic.run, traffic.stopping), _running(watch.run, watch.stopping):

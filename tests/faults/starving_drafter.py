@@ -1,36 +1,40 @@
-"""`draftwire drafter` whose engine asks for more memory than there is: from SIGUSR1 on in some batches, until SIGUSR2."""
+"""`draftwire` whose draft engine asks for more memory than there is, in some batches from SIGUSR1 until SIGUSR2."""
 
 import itertools
 import signal
+import threading
 from typing import Any
 
 import torch
 
-from draftwire.cli.main import main
 from drafter_service.engine import DraftEngine
+from draftwire.cli.main import main
 
 BATCHES = 20
 MORE_THAN_THERE_IS = 1 << 60
 
-compute = DraftEngine._feed
-is_starving = False
+feed = DraftEngine._feed
+is_starving = threading.Event()
 count = itertools.count(1)
 
 
 def starve(number: int, _frame: object) -> None:
-    global is_starving  # a signal's handler has nowhere else to put it
-    is_starving = number == signal.SIGUSR1
+    """Handles both signals."""
+    if number == signal.SIGUSR1:
+        is_starving.set()
+    else:
+        is_starving.clear()
 
 
-def iterate(engine: DraftEngine, *arguments: Any) -> None:
-    """As the engine's own, in the middle of a batch."""
-    if is_starving and next(count) % BATCHES == 0:
+def feed_or_fail(engine: DraftEngine, *arguments: Any) -> None:
+    """What the engine runs in the middle of every batch."""
+    if is_starving.is_set() and next(count) % BATCHES == 0:
         torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
-    compute(engine, *arguments)
+    feed(engine, *arguments)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, starve)
     signal.signal(signal.SIGUSR2, starve)
-    DraftEngine._feed = iterate
+    DraftEngine._feed = feed_or_fail
     main()
