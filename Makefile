@@ -10,6 +10,8 @@ DEMO_ARGS ?=
 # Of the soak: how long it runs, and what its faults are drawn from.
 MINUTES ?= 20
 SEED ?= 1
+# Further arguments of `docker build`, as `--secret id=ca,src=ca.pem`.
+BUILD_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,19 +23,20 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-faults test-soak lint protos clean
+.PHONY: help demo test test-faults test-soak test-compose lint protos clean
 
 help:
-	@echo 'make demo     start both services and compare drafting on and off'
-	@echo 'make test     lint, then all tests but the long ones'
+	@echo 'make demo          start both services and compare drafting on and off'
+	@echo 'make test          lint, then all tests but the long ones'
 	@echo 'make test-faults   every fault of a drafter and of the network; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
-	@echo 'make lint     ruff and mypy'
-	@echo 'make protos   generate the stubs from proto/'
-	@echo 'make clean    remove the virtual environment and all caches'
+	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
+	@echo 'make lint          ruff and mypy'
+	@echo 'make protos        generate the stubs from proto/'
+	@echo 'make clean         remove the virtual environment and all caches'
 	@echo
-	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, MINUTES, SEED. The tests and the demo run on the CPU;'
-	@echo 'where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
+	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, MINUTES, SEED, BUILD_ARGS. The tests and the'
+	@echo 'demo run on the CPU; where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
 	@echo '  make test PIP_ARGS="--extra-index-url URL"'
 
 $(STAMP): pyproject.toml
@@ -54,11 +57,17 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
+<<<<<<< HEAD
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "" -v $(PYTEST_ARGS)
 
 test-soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
+=======
+test-compose: $(STAMP)
+	$(BIN)/python deploy/check.py --build-args '$(BUILD_ARGS)'
+	$(BIN)/python deploy/check.py --no-build --tls
+>>>>>>> 4fa9ffd (Deployment check: hardening, TLS, two verifiers, drain; make test-compose; step by step for compose and Kubernetes)
 
 protos: $(STAMP)
 	$(BIN)/python proto/generate.py

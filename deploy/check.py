@@ -1,9 +1,11 @@
 """Brings the stack up, scales and kills drafters under load, and checks that no client noticed.
 
     python deploy/check.py                 builds the images first; --no-build takes those that are there
+    python deploy/check.py --tls           with deploy/tls.yml, and certificates and tokens made for it
 
-Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Every
-request must succeed, and every output must be what it was before, without drafts. Exits with status 1 otherwise.
+Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
+verifiers share two drafters, and one verifier is taken away while it works. Every request must succeed, and every
+output must be what it was before, without drafts. Exits with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -11,23 +13,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
+import shlex
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
+import trustme
 
 from draftwire import AsyncClient, Client
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, RequestError
+from draftwire.security import LOOPBACK, ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
 HERE = Path(__file__).parent
 PROJECT = "draftwire-check"
-PORT = 50951
-SERVER = f"127.0.0.1:{PORT}"
+SERVICES = ("drafter", "verifier")
+PORTS = "50951-50952"
 PROMPTS = [
     "def read_lines(path):\n",
     "import os\nimport sys\n\n",
@@ -36,40 +45,57 @@ PROMPTS = [
 ]
 OUTPUT_TOKENS = 200
 NUM_CLIENTS = 4
-START_TIMEOUT_S = 120.0
-SETTLE_TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
+# What each container must print: its user, no capability, and that a folder which is open to all refuses writes.
+INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
+INSPECTED = ["10001", "0000000000000000", "read-only"]
 
 
 class Stack:
     """The compose project."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None) -> None:
+        """With a directory as `_write_secrets` leaves it, the services run with TLS and tokens."""
         self._command = _compose_command()
-        self._environment = {**os.environ, "VERIFIER_PORTS": str(PORT)}
+        self._files = [HERE / "docker-compose.yml"]
+        # A busy machine has all the time that it needs to end its requests.
+        drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
+        self._environment = {**os.environ, **drain, "VERIFIER_PORTS": PORTS}
+        self.security = LOOPBACK
+        if directory is not None:
+            self._files.append(HERE / "tls.yml")
+            self._environment["SECRETS"] = str(directory)
+            self.security = ClientSecurity(
+                ca=directory / "ca.pem",
+                certificate=directory / "verifier.pem",
+                key=directory / "verifier.key",
+                token_file=directory / "tokens",
+            )
 
-    def compose(self, *arguments: str) -> None:
-        """Runs compose; its output is shown when it fails."""
-        files = ["-f", str(HERE / "docker-compose.yml"), "-p", PROJECT]
-        done = subprocess.run(
-            [*self._command, *files, *arguments], env=self._environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise click.ClickException(f"compose {' '.join(arguments)}:\n{done.stdout}{done.stderr}")
+    def compose(self, *arguments: str) -> str:
+        """Runs compose and returns its output, which is in the error when it fails."""
+        files = [part for file in self._files for part in ("-f", str(file))]
+        return _run([*self._command, *files, "-p", PROJECT, *arguments], self._environment)
 
-    def scale(self, drafters: int) -> None:
-        """Sets the number of drafters."""
-        self.compose("up", "-d", "--no-build", "--no-recreate", "--scale", f"drafter={drafters}")
+    def scale(self, drafters: int, verifiers: int = 1) -> None:
+        """Sets the numbers of containers."""
+        counts = ["--scale", f"drafter={drafters}", "--scale", f"verifier={verifiers}"]
+        self.compose("up", "-d", "--no-build", "--no-recreate", *counts)
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's running containers."""
         labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
-        listed = subprocess.run(["docker", "ps", "-q", *filters], capture_output=True, text=True, check=True)
-        return listed.stdout.split()
+        return _run(["docker", "ps", "-q", *filters]).split()
+
+    def servers(self) -> list[str]:
+        """Addresses of the verifiers on the host."""
+        published = [_run(["docker", "port", container, "50051"]) for container in self.containers("verifier")]
+        return [f"127.0.0.1:{ports.splitlines()[0].rpartition(':')[2]}" for ports in published]
 
     def kill(self, service: str) -> None:
         """Kills one container of a service."""
-        subprocess.run(["docker", "kill", self.containers(service)[0]], capture_output=True, check=True)
+        _run(["docker", "kill", self.containers(service)[0]])
 
     def replace(self) -> None:
         """Kills the only drafter and starts another."""
@@ -77,32 +103,31 @@ class Stack:
         self.scale(1)
 
 
-@contextmanager
-def running_stack(stack: Stack) -> Iterator[None]:
-    """The stack with one drafter; torn down at the end."""
-    try:
-        stack.scale(1)
-        yield
-    finally:
-        stack.compose("down", "--volumes", "--timeout", "5")
-
-
 class Load:
-    """Clients that generate greedily, one request after another, until stopped."""
+    """Clients that generate greedily, one request after another."""
 
-    def __init__(self, expected: list[list[int]]) -> None:
+    def __init__(self, security: ClientSecurity, expected: list[list[int]]) -> None:
+        self._security = security
         self._expected = expected
         self._is_stopped = False
         self.requests = self.drafted = self.accepted = 0
         self.problems: list[str] = []
 
-    async def run(self) -> None:
-        """Runs all clients."""
-        async with AsyncClient(SERVER) as client:
-            await asyncio.gather(*(self._generate(client, number) for number in range(NUM_CLIENTS)))
+    @asynccontextmanager
+    async def running(self, servers: Sequence[str]) -> AsyncIterator[None]:
+        """Runs the clients, spread over the servers; leaves when their last requests have ended."""
+        self._is_stopped = False
+        async with AsyncExitStack() as opened:
+            clients = [await opened.enter_async_context(AsyncClient(server, self._security)) for server in servers]
+            work = asyncio.gather(*(self._generate(clients[n % len(clients)], n) for n in range(NUM_CLIENTS)))
+            try:
+                yield
+            finally:
+                self.stop()
+                await work
 
     def stop(self) -> None:
-        """Lets the running requests end."""
+        """Starts no further request; the running ones go on."""
         self._is_stopped = True
 
     async def _generate(self, client: AsyncClient, number: int) -> None:
@@ -123,19 +148,34 @@ class Load:
             if list(done.token_ids) != self._expected[which]:
                 self.problems.append(f"the output of prompt {which} changed")
 
+    @contextmanager
+    def stage(self, name: str) -> Iterator[list[str]]:
+        """Prints what was done in it, beside the remarks appended to what it yields."""
+        requests, drafted = self.requests, self.drafted
+        remarks: list[str] = []
+        yield remarks
+        counts = [f"{self.requests - requests} requests", f"{self.drafted - drafted} drafts"]
+        click.echo(f"{name}: {', '.join([*remarks, *counts])}, {len(self.problems)} problems so far")
+
 
 @click.command()
 @click.option("--build/--no-build", default=True, show_default=True, help="Build the images first.")
+@click.option("--build-args", default="", help="Arguments of `docker build`, as its secrets.")
+@click.option("--tls", is_flag=True, help="With mutual TLS and tokens.")
 @click.option("--seconds", default=8.0, show_default=True, help="Load in each stage.")
-def main(build: bool, seconds: float) -> None:
+def main(build: bool, build_args: str, tls: bool, seconds: float) -> None:
     """Runs the check and prints a line for each stage."""
-    stack = Stack()
     if build:
-        stack.compose("build")
-    with running_stack(stack):
-        _wait_for_server()
-        expected = _expected()
-        load = asyncio.run(_stages(stack, expected, seconds))
+        _build(shlex.split(build_args))
+    with tempfile.TemporaryDirectory() as directory:
+        stack = Stack(_write_secrets(Path(directory)) if tls else None)
+        with _running(stack):
+            _inspect(stack)
+            if tls:
+                _check_refusal(stack)
+            load = Load(stack.security, _expected(stack))
+            asyncio.run(_scale_drafters(stack, load, seconds))
+            asyncio.run(_scale_verifiers(stack, load, seconds))
     click.echo(f"{load.requests} requests, {len(load.problems)} problems, {load.accepted} of {load.drafted} accepted")
     for problem in load.problems:
         click.echo(problem)
@@ -143,9 +183,7 @@ def main(build: bool, seconds: float) -> None:
         raise SystemExit(1)
 
 
-async def _stages(stack: Stack, expected: list[list[int]], seconds: float) -> Load:
-    load = Load(expected)
-    running = asyncio.create_task(load.run())
+async def _scale_drafters(stack: Stack, load: Load, seconds: float) -> None:
     stages = [
         ("1 drafter", lambda: None, 1),
         ("3 drafters", lambda: stack.scale(3), 3),
@@ -154,25 +192,98 @@ async def _stages(stack: Stack, expected: list[list[int]], seconds: float) -> Lo
         ("1 drafter again", lambda: stack.scale(1), 1),
         ("the last drafter killed and restarted", stack.replace, 1),
     ]
-    try:
+    async with load.running(stack.servers()):
         for name, change, ready in stages:
-            requests, drafted = load.requests, load.drafted
-            await asyncio.to_thread(change)
-            settled_s = await asyncio.to_thread(_wait_for_drafters, ready)
+            with load.stage(name) as remarks:
+                await asyncio.to_thread(change)
+                settled_s = await asyncio.to_thread(_wait_for_drafters, stack, ready)
+                remarks.append(f"{ready} ready after {settled_s:.1f} s")
+                await asyncio.sleep(seconds)
+
+
+async def _scale_verifiers(stack: Stack, load: Load, seconds: float) -> None:
+    """Two verifiers share two drafters; then one is taken away while requests run at both."""
+    stack.scale(2, verifiers=2)
+    _wait_for_drafters(stack, 2, verifiers=2)
+    async with load.running(stack.servers()):
+        with load.stage("2 verifiers, 2 drafters"):
             await asyncio.sleep(seconds)
-            click.echo(
-                f"{name}: {ready} ready after {settled_s:.1f} s; {load.requests - requests} requests, "
-                f"{load.drafted - drafted} drafts, {len(load.problems)} problems so far"
-            )
+        with load.stage("1 verifier, the other ends what it has"):
+            load.stop()
+            await asyncio.to_thread(stack.scale, 2, 1)
+
+
+@contextmanager
+def _running(stack: Stack) -> Iterator[None]:
+    """The stack with one drafter; torn down at the end."""
+    try:
+        stack.scale(1)
+        _wait_for_drafters(stack, 1)
+        yield
+    except BaseException:
+        click.echo(stack.compose("logs", "--tail=30"))
+        raise
     finally:
-        load.stop()
-        await running
-    return load
+        stack.compose("down", "--volumes", "--timeout", "5")
 
 
-def _expected() -> list[list[int]]:
+def _build(arguments: Sequence[str]) -> None:
+    """Builds both images; by docker itself, since docker-compose 1.29 passes no secrets on."""
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    # Without a value docker takes that of the environment, and the Dockerfile's where there is none.
+    variables = [part for name in ("BASE_IMAGE", "PIP_ARGS", "APT_PACKAGES") for part in ("--build-arg", name)]
+    for service in SERVICES:
+        names = ["--target", service, "--tag", f"draftwire-{service}"]
+        given = [*names, "--file", str(HERE / "Dockerfile"), *variables, *arguments]
+        _run(["docker", "build", *given, str(HERE.parent)], environment)
+
+
+def _write_secrets(directory: Path) -> Path:
+    """What deploy/tls.yml asks for, readable by the containers' user."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(directory / "ca.pem"))
+    for name, hosts in (("drafter", ["drafter", "127.0.0.1"]), ("verifier", ["127.0.0.1"])):
+        issued = authority.issue_cert(*hosts)
+        (directory / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(str(directory / f"{name}.key"))
+    (directory / "tokens").write_text(secrets.token_urlsafe() + "\n")
+    directory.chmod(0o755)
+    for file in directory.iterdir():
+        file.chmod(0o644)
+    return directory
+
+
+def _inspect(stack: Stack) -> None:
+    """Every container is healthy, runs as the user of the image without capabilities, and cannot write to its root."""
+    for service in SERVICES:
+        for container in stack.containers(service):
+            found = _run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
+            if found != INSPECTED:
+                raise click.ClickException(f"{service}: user, capabilities, root are {found}, not {INSPECTED}")
+            _wait_until(partial(_health, container), "healthy", f"the health of {service}")
+    click.echo(f"both services: healthy; user {INSPECTED[0]}, no capabilities, read-only root file system")
+
+
+def _health(container: str) -> str:
+    return _run(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip()
+
+
+def _check_refusal(stack: Stack) -> None:
+    """A client without the token is refused."""
+    with Client(stack.servers()[0], replace(stack.security, token_file=None)) as client:
+        try:
+            client.info()
+        except RequestError as error:
+            if error.status == "UNAUTHENTICATED":
+                click.echo("a client without a token: refused")
+                return
+            raise
+    raise click.ClickException("a client without a token was let in")
+
+
+def _expected(stack: Stack) -> list[list[int]]:
     """Greedy outputs without drafts."""
-    with Client(SERVER) as client:
+    with Client(stack.servers()[0], stack.security) as client:
         done = [
             client.complete(
                 prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True, num_speculative_tokens=0
@@ -182,31 +293,40 @@ def _expected() -> list[list[int]]:
     return [list(completion.token_ids) for completion in done]
 
 
-def _drafters() -> int:
-    with Client(SERVER) as client:
-        return sum(drafter.state == pb.DRAFTER_STATE_READY for drafter in client.info().drafters)
+def _ready_drafters(stack: Stack) -> list[int] | str:
+    """How many drafters are ready at each verifier, or why one does not answer."""
+    counts = []
+    for server in stack.servers():
+        try:
+            with Client(server, stack.security) as client:
+                drafters = client.info(timeout=5.0).drafters
+        except DraftwireError as error:
+            return str(error)
+        counts.append(sum(drafter.state == pb.DRAFTER_STATE_READY for drafter in drafters))
+    return counts
 
 
-def _wait_for_drafters(count: int) -> float:
-    """Waits until that many are ready; the seconds that it took."""
+def _wait_for_drafters(stack: Stack, count: int, verifiers: int = 1) -> float:
+    """Waits until that many are ready at each verifier; the seconds that it took."""
+    return _wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters at each verifier")
+
+
+def _wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
+    """Looks until what is found is what is wanted; the seconds that it took."""
     began = time.monotonic()
-    while (ready := _drafters()) != count:
-        if time.monotonic() - began > SETTLE_TIMEOUT_S:
-            raise click.ClickException(f"{ready} drafters are ready after {SETTLE_TIMEOUT_S:.0f} s, not {count}")
+    while (found := look()) != wanted:
+        if time.monotonic() - began > TIMEOUT_S:
+            raise click.ClickException(f"{what}: {found} after {TIMEOUT_S:.0f} s, not {wanted}")
         time.sleep(0.1)
     return time.monotonic() - began
 
 
-def _wait_for_server() -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            _drafters()
-            return
-        except DraftwireError as error:
-            if time.monotonic() > deadline:
-                raise click.ClickException(f"the verifier does not answer: {error}") from error
-            time.sleep(0.5)
+def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Output of a command; what it says is in the error when it fails."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _compose_command() -> list[str]:

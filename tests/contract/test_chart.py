@@ -7,20 +7,18 @@ import re
 import tomllib
 from pathlib import Path
 
-import click
+import images
 import kubernetes_validate
 import pytest
 import yaml
+from images import COMMANDS
 
-from drafter_service.cli import drafter
 from draftwire.cli.health import health
-from verifier_service.cli import verifier
 
 helm = pytest.importorskip("helm_python", reason="its wheels are for Linux on x86-64")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "draftwire"
-COMMANDS = {"drafter": drafter, "verifier": verifier}
 KUBERNETES = ("1.27", kubernetes_validate.latest_version())
 # The least that asks for no secrets, and everything at once.
 PLAIN = {"tls": {"enabled": False}, "tokens": {"secret": ""}, "metrics": {"enabled": False}}
@@ -80,18 +78,9 @@ def container(pod: dict) -> dict:
     return only
 
 
-def entrypoint(name: str) -> list[str]:
-    stage = re.search(rf"^FROM service AS {name}$(.*?)(?=^FROM|\Z)", dockerfile(), re.MULTILINE | re.DOTALL)
-    return json.loads(re.search(r"^ENTRYPOINT (.*)$", stage[1], re.MULTILINE)[1])
-
-
-def dockerfile() -> str:
-    return (ROOT / "deploy" / "Dockerfile").read_text()
-
-
-def options(command: click.Command, arguments: list[str]) -> dict:
-    """What the command reads from the arguments; it refuses unknown ones."""
-    return command.make_context(command.name, list(arguments)).params
+def service_options(manifests: list[dict], name: str) -> dict:
+    """What the service of a pod reads from its arguments."""
+    return images.service_options(name, container(pods(manifests)[name])["args"])
 
 
 def test_helm_finds_nothing_to_warn_of():
@@ -136,22 +125,15 @@ def test_named_ports_exist(manifests):
     }
     for name, service in of_kind(manifests, "Service").items():
         assert [port["targetPort"] for port in service["spec"]["ports"]] == ["grpc"]
-        assert named[name]["grpc"] == int(options(COMMANDS[name], arguments(manifests, name))["listen"].split(":")[1])
+        assert named[name]["grpc"] == int(service_options(manifests, name)["listen"].split(":")[1])
     for name, policy in of_kind(manifests, "NetworkPolicy").items():
         used = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
         assert used == named[name].keys()
 
 
-def arguments(manifests: list[dict], name: str) -> list[str]:
-    """What follows `draftwire drafter` or `draftwire verifier` in a pod."""
-    program, command, *own = entrypoint(name)
-    assert (program, command) == ("draftwire", name)
-    return [*own, *container(pods(manifests)[name])["args"]]
-
-
 def test_services_understand_their_arguments(manifests):
-    for name, command in COMMANDS.items():
-        read = options(command, arguments(manifests, name))
+    for name in COMMANDS:
+        read = service_options(manifests, name)
         mounts = [mount["mountPath"] for mount in container(pods(manifests)[name])["volumeMounts"]]
         files = [str(value) for key, value in read.items() if key in ("head", "target") or "tls" in key if value]
         assert files
@@ -162,7 +144,7 @@ def test_verifiers_find_drafters_by_the_name_of_a_headless_service(manifests):
     service = of_kind(manifests, "Service")["drafter"]
     assert service["spec"]["clusterIP"] == "None"
     name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
-    assert options(verifier, arguments(manifests, "verifier"))["drafters"] == f"{name}.prod.svc:{port}"
+    assert service_options(manifests, "verifier")["drafters"] == f"{name}.prod.svc:{port}"
 
 
 def test_probes_ask_the_port_that_is_served(manifests):
@@ -175,7 +157,7 @@ def test_probes_ask_the_port_that_is_served(manifests):
                 continue
             program, command, *given = probe["exec"]["command"]
             assert (program, command) == ("draftwire", "health")
-            read = options(health, given)
+            read = images.options(health, given)
             assert read["server"] == f"127.0.0.1:{port}"
             assert read["timeout"] < probe["timeoutSeconds"]
 
@@ -184,24 +166,23 @@ def test_a_pod_has_time_to_drain(manifests):
     for name, pod in pods(manifests).items():
         hooks = container(pod).get("lifecycle", {"preStop": {"exec": {"command": ["sleep", "0"]}}})
         _, hook_s = hooks["preStop"]["exec"]["command"]
-        drain_s = options(COMMANDS[name], arguments(manifests, name))["drain_timeout"]
+        drain_s = service_options(manifests, name)["drain_timeout"]
         assert pod["spec"]["terminationGracePeriodSeconds"] >= int(hook_s) + drain_s + 5
 
 
 def test_plain_text_is_asked_for_and_never_beside_tls():
     for values, is_plain in ((PLAIN, True), (FULL, False)):
-        for name, command in COMMANDS.items():
-            read = options(command, arguments(render(values), name))
+        for name in COMMANDS:
+            read = service_options(render(values), name)
             assert read["insecure"] == is_plain
             assert bool(read["tls_cert"] and read["tls_key"] and read["tls_client_ca"]) != is_plain
 
 
 def test_pods_are_locked_down(manifests):
-    user = int(re.search(r"^USER (\d+):", dockerfile(), re.MULTILINE)[1])
     for pod in pods(manifests).values():
         security = pod["spec"]["securityContext"]
         assert security["runAsNonRoot"]
-        assert security["runAsUser"] == security["fsGroup"] == user
+        assert security["runAsUser"] == security["fsGroup"] == images.USER
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not pod["spec"]["automountServiceAccountToken"]
         assert container(pod)["securityContext"] == {
@@ -250,7 +231,7 @@ def test_autoscaled_deployments_name_no_number_of_replicas():
 
 
 def test_a_speculative_config_reaches_the_verifier():
-    read = options(verifier, arguments(render(FULL), "verifier"))
+    read = service_options(render(FULL), "verifier")
     assert json.loads(read["speculative_config"]) == FULL["verifier"]["speculativeConfig"]
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
+import images
 import pytest
 import yaml
+
+from draftwire.cli.health import health
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -49,3 +53,37 @@ def test_overlays_name_services_of_the_compose_file(name):
     assert {"drafter", "verifier"} <= base["services"].keys()
     own = {"prometheus", "grafana"} if name == "monitoring" else set()
     assert overlay["services"].keys() == {"drafter", "verifier"} | own
+
+
+def arguments(command: str) -> list[str]:
+    """A command of a compose file, with the defaults of its variables."""
+    return shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command))
+
+
+@pytest.mark.parametrize("name", ["docker-compose", "tls", "monitoring"])
+def test_services_understand_their_commands(name):
+    services = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())["services"]
+    for service in ("drafter", "verifier"):
+        read = images.service_options(service, arguments(services[service]["command"]))
+        assert read["insecure"] == (read["tls_cert"] is None)
+        files = {str(value) for key, value in read.items() if value and ("tls" in key or key == "token_file")}
+        assert files == {f"/run/secrets/{secret}" for secret in services[service].get("secrets", [])}
+
+
+def test_health_checks_ask_the_port_that_is_served():
+    services = yaml.safe_load((DEPLOY / "tls.yml").read_text())["services"]
+    for name, service in services.items():
+        marker, program, command, *given = service["healthcheck"]["test"]
+        assert (marker, program, command) == ("CMD", "draftwire", "health")
+        read = images.options(health, given)
+        served = images.service_options(name, arguments(service["command"]))
+        assert read["server"].split(":")[1] == served["listen"].split(":")[1]
+        assert (read["tls_cert"], read["tls_key"]) == (served["tls_cert"], served["tls_key"])
+
+
+def test_containers_are_stopped_after_their_drain():
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    for name, service in services.items():
+        (grace,) = arguments(service["stop_grace_period"])
+        read = images.service_options(name, arguments(service["command"]))
+        assert float(grace.removesuffix("s")) >= read["drain_timeout"] + 5

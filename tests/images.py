@@ -1,0 +1,29 @@
+"""What the images start, read from deploy/Dockerfile."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from drafter_service.cli import drafter
+from verifier_service.cli import verifier
+
+DOCKERFILE = (Path(__file__).resolve().parents[1] / "deploy" / "Dockerfile").read_text()
+USER = int(re.search(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)[1])
+COMMANDS = {"drafter": drafter, "verifier": verifier}
+
+
+def service_options(name: str, arguments: list[str]) -> dict:
+    """What the service reads from arguments that follow the image's own; it refuses unknown ones."""
+    stage = re.search(rf"^FROM service AS {name}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    program, command, *own = json.loads(re.search(r"^ENTRYPOINT (.*)$", stage[1], re.MULTILINE)[1])
+    assert (program, command) == ("draftwire", name)
+    return options(COMMANDS[name], [*own, *arguments])
+
+
+def options(command: click.Command, arguments: list[str]) -> dict:
+    """What a command reads from its arguments."""
+    return command.make_context(command.name, list(arguments)).params
