@@ -57,17 +57,15 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
-<<<<<<< HEAD
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "" -v $(PYTEST_ARGS)
 
 test-soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
-=======
+
 test-compose: $(STAMP)
 	$(BIN)/python deploy/check.py --build-args '$(BUILD_ARGS)'
 	$(BIN)/python deploy/check.py --no-build --tls
->>>>>>> 4fa9ffd (Deployment check: hardening, TLS, two verifiers, drain; make test-compose; step by step for compose and Kubernetes)
 
 protos: $(STAMP)
 	$(BIN)/python proto/generate.py
