@@ -15,23 +15,11 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Self
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_WITHOUT_HEADER = 0x1001
 _MAX_PACKET = 65536
-
-
-def what_is_missing() -> str:
-    """Why there can be no such link here; empty if there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not Path("/dev/net/tun").exists():
-        return "there is no /dev/net/tun"
-    if not any((Path(directory) / "ip").exists() for directory in ("/sbin", "/usr/sbin", "/bin", "/usr/bin")):
-        return "there is no command `ip` (iproute2)"
-    return ""
 
 
 class LossyLink:
@@ -50,6 +38,12 @@ class LossyLink:
     """
 
     def __init__(self) -> None:
+        """
+        Raises
+        ------
+        OSError
+            Where there are no TUN devices, no `ip` command, or no right to make devices and namespaces.
+        """
         # A /30 of the range kept for tests of networks (RFC 2544), another one for each process.
         net = 4 * (os.getpid() % (1 << 14))
         first, self.address = (f"198.{18 + (net >> 16)}.{net >> 8 & 255}.{(net & 255) + host}" for host in (1, 2))
@@ -57,27 +51,23 @@ class LossyLink:
         self.program = ("ip", "netns", "exec", name, sys.executable, "-m", "draftwire")
         self.loss = 0.0
         self.num_lost = 0
-        self._close = ExitStack()
-        _run("ip", "netns", "add", name)
-        self._close.callback(_run, "ip", "netns", "delete", name)
         here, there = f"dw{os.getpid() % 10**7}", f"dx{os.getpid() % 10**7}"
-        self._ends = [self._device(here), self._device(there)]
-        _run("ip", "address", "add", f"{first}/30", "dev", here)
-        _run("ip", "link", "set", here, "up")
-        _run("ip", "link", "set", there, "netns", name)
-        _run("ip", "-n", name, "address", "add", f"{self.address}/30", "dev", there)
-        for device in ("lo", there):
-            _run("ip", "-n", name, "link", "set", device, "up")
-        self._wake, self._woken = os.pipe()
+        with ExitStack() as close:
+            _run("ip", "netns", "add", name)
+            close.callback(_run, "ip", "netns", "delete", name)
+            self._ends = [_open_device(one, close) for one in (here, there)]
+            _run("ip", "address", "add", f"{first}/30", "dev", here)
+            _run("ip", "link", "set", here, "up")
+            _run("ip", "link", "set", there, "netns", name)
+            _run("ip", "-n", name, "address", "add", f"{self.address}/30", "dev", there)
+            for device in ("lo", there):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            self._wake, self._woken = os.pipe()
+            for fd in (self._wake, self._woken):
+                close.callback(os.close, fd)
+            self._close = close.pop_all()
         self._thread = threading.Thread(target=self._pass_packets, daemon=True)
         self._thread.start()
-
-    def _device(self, name: str) -> int:
-        """A TUN device, which goes when the file descriptor is closed."""
-        fd = os.open("/dev/net/tun", os.O_RDWR)
-        self._close.callback(os.close, fd)
-        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN_WITHOUT_HEADER))
-        return fd
 
     def _pass_packets(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -102,5 +92,15 @@ class LossyLink:
         self._close.close()
 
 
+def _open_device(name: str, close: ExitStack) -> int:
+    """File descriptor of a new TUN device, which goes when it is closed."""
+    fd = os.open("/dev/net/tun", os.O_RDWR)
+    close.callback(os.close, fd)
+    fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN_WITHOUT_HEADER))
+    return fd
+
+
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise OSError(f"{' '.join(command)}: {result.stderr.strip()}")
