@@ -51,7 +51,14 @@ class BenchmarkError(DraftwireError):
 
 
 class QueueFullError(DraftwireError):
-    """No room for another request now. gRPC status RESOURCE_EXHAUSTED."""
+    """No room for another request now. gRPC status RESOURCE_EXHAUSTED.
+
+    `retry_after_s` is how long to wait before the next try, seconds; None when the server did not say.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(DraftwireError):

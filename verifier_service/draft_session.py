@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verifier_service.breaker import Breaker, Circuit
 from verifier_service.drafter_link import Stream
 from verifier_service.pacing import NUM_SCOUTS, Message, Pace
 from verifier_service.request import Request
@@ -23,6 +24,7 @@ class DraftSession:
     stream: Stream
     draft_token_ids: torch.Tensor | None  # the head's, on the target's device
     pace: Pace
+    breaker: Breaker
     step_id: int = 0
     last_sequence_id: int = 0
     bindings: list[Binding] = field(default_factory=list)
@@ -31,6 +33,8 @@ class DraftSession:
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
+    last_received: float = 0.0  # monotonic time of the last answer
+    reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
     redrawn: int = 0
     mismatches: int = 0
 
@@ -42,8 +46,17 @@ class DraftSession:
     @property
     def takes_more(self) -> bool:
         """Whether a sequence more may draft there."""
+        if self.is_late or self.is_draining or self.breaker.is_open:
+            return False
         most = NUM_SCOUTS if self.pace.is_off else self.stream.head.max_sequences
-        return not (self.is_late or self.is_draining) and len(self.bindings) < most
+        if self.breaker.is_on_trial:
+            most = 1
+        return len(self.bindings) < most
+
+    @property
+    def silent_since(self) -> float | None:
+        """Monotonic time since which the drafter owes an answer and has given none; None when it owes none."""
+        return max(next(iter(self.unanswered.values())).sent, self.last_received) if self.unanswered else None
 
     @property
     def lost_at(self) -> float:

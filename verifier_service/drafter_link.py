@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 5.0
-EXPELLED_RETRY_S = 300.0
+# After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
+EXPELLED_RETRY_S = (10.0, 300.0)
 # Feature rows of more states than this are no head's.
 MAX_FEATURE_LAYERS = 16
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,6 +124,8 @@ class Stream:
         Gives room for the features of a step.
     receiver
         Takes the draft logits of an answer.
+    on_trial
+        Whether the drafter was expelled on the stream before.
     """
 
     def __init__(
@@ -132,6 +135,9 @@ class Stream:
         cancel: Callable[[], object],
         sender: TensorSender,
         receiver: TensorReceiver,
+        report: Callable[[Stream, generate_pb2.DrafterState], None],
+        *,
+        on_trial: bool = False,
     ) -> None:
         self.address = address
         self.head = head
@@ -139,24 +145,36 @@ class Stream:
         self.receiver = receiver
         # None: nothing more is sent.
         self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
+        self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
         self._cancel = cancel
+        self._report = report
         self._loop = asyncio.get_running_loop()
 
     def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
         """Queues a step and the features that go with it; from any thread, never blocks."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
 
+    def report(self, state: generate_pb2.DrafterState) -> None:
+        """Has the drafter shown in that state for as long as the stream is open; from any thread."""
+        self._loop.call_soon_threadsafe(self._report, self, state)
+
     def end(self) -> None:
         """Sends nothing more, upon which the drafter ends the stream; from any thread."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
-        """Ends the stream at once; from any thread. An expelled drafter is left alone for minutes."""
+        """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""
         if self.failure is None:
             self.failure, self.is_expelled = reason, expel
             self._loop.call_soon_threadsafe(self._cancel)
+
+
+_DETAILS = {
+    generate_pb2.DRAFTER_STATE_SLOW: "is late too often: left alone for a while",
+    generate_pb2.DRAFTER_STATE_PROBING: "is on trial with one sequence",
+}
 
 
 class DrafterLink:
@@ -187,18 +205,23 @@ class DrafterLink:
         self._security = security
         self._host = host
         self._fuses_features = fuses_features
+        self._on_trial = False
+        self._stream: Stream | None = None
         self._carriers = offered_carriers(carriers, target.device)
 
     async def run(self) -> None:
         """Connects, serves and reconnects until cancelled."""
-        delay = BACKOFF_S[0]
+        delay, expelled_delay = BACKOFF_S[0], EXPELLED_RETRY_S[0]
         while True:
             began = time.monotonic()
             try:
                 await self._serve()
             except _ExpelledError as error:
                 self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {error}")
-                delay = EXPELLED_RETRY_S
+                self._on_trial = True
+                if time.monotonic() - began > EXPELLED_RETRY_S[1]:
+                    expelled_delay = EXPELLED_RETRY_S[0]
+                delay, expelled_delay = expelled_delay, min(2 * expelled_delay, EXPELLED_RETRY_S[1])
             except Exception as error:
                 if _is_refusal(error):
                     self._note(generate_pb2.DRAFTER_STATE_REFUSED, _text(error))
@@ -216,6 +239,11 @@ class DrafterLink:
             logger.warning("drafter %s: %s", self._address, detail)
         self.status.state, self.status.detail = state, detail
 
+    def _show(self, stream: Stream, state: generate_pb2.DrafterState) -> None:
+        if stream is self._stream and self.status.state != generate_pb2.DRAFTER_STATE_DRAINING:
+            self._on_trial = self._on_trial and state != generate_pb2.DRAFTER_STATE_READY
+            self._note(state, _DETAILS.get(state, ""))
+
     async def _serve(self) -> None:
         options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         if self._host is not None:
@@ -230,6 +258,7 @@ class DrafterLink:
             self._post(Connected(stream))
             # Shown once the engine has been told, so that a request that comes after it finds the drafter.
             self._note(generate_pb2.DRAFTER_STATE_READY, "")
+            self._stream = stream
             writer = asyncio.create_task(self._write(call, stream))
             try:
                 while isinstance(answer := await call.read(), draft_pb2.DraftResponse):
@@ -244,6 +273,7 @@ class DrafterLink:
                 kind = _ExpelledError if stream.is_expelled else TimeoutError
                 raise kind(stream.failure) from error
             finally:
+                self._stream = None
                 writer.cancel()
                 call.cancel()
                 self._post(Disconnected(stream))
@@ -306,7 +336,7 @@ class DrafterLink:
             carrier_name(sender.carrier),
             carrier_name(receiver.carrier),
         )
-        return Stream(self._address, head, call.cancel, sender, receiver)
+        return Stream(self._address, head, call.cancel, sender, receiver, self._show, on_trial=self._on_trial)
 
     def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
         """Waits for the drafter at the rendezvous; in a thread of its own."""

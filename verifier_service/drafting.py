@@ -14,6 +14,7 @@ from draftwire.errors import Described, InvalidArgumentError
 from draftwire.logs import fields
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafter_link import Answered, Connected, Disconnected, Draining, LinkEvent, Stream
@@ -41,6 +42,13 @@ REOPEN_DELAY_S = (0.5, 30.0)
 REDRAW_SHARE = 1 / 32
 REDRAW_MISMATCHES = 3
 REDRAW_MISMATCH_SHARE = 0.01
+
+
+_STATES = {
+    Circuit.CLOSED: generate_pb2.DRAFTER_STATE_READY,
+    Circuit.OPEN: generate_pb2.DRAFTER_STATE_SLOW,
+    Circuit.HALF_OPEN: generate_pb2.DRAFTER_STATE_PROBING,
+}
 
 
 class Drafting:
@@ -112,6 +120,7 @@ class Drafting:
                     self._deadline_s,
                     is_adaptive=self._is_adaptive,
                 ),
+                Breaker(self._deadline_s, on_trial=event.stream.on_trial),
             )
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
@@ -147,6 +156,7 @@ class Drafting:
         """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
         now = time.monotonic()
         self._leave_drained()
+        self._watch_circuits(now)
         if any(session.takes_more for session in self._sessions.values()):
             for request in requests:
                 if request not in self._bindings and request.num_speculative_tokens > 0:
@@ -171,6 +181,20 @@ class Drafting:
             if session.is_draining and not session.unanswered:
                 session.stream.end()
                 self._drop(session)
+
+    def _watch_circuits(self, now: float) -> None:
+        """Lets time pass for drafters that are slow or on trial; sequences of those that are left alone may move."""
+        for session in self._sessions.values():
+            before = session.reported
+            session.breaker.watch(session.silent_since, now)
+            session.reported = session.breaker.circuit
+            if session.reported is before or session.is_draining:
+                continue
+            session.stream.report(_STATES[session.reported])
+            if session.breaker.is_open:
+                for binding in list(session.bindings):
+                    del self._bindings[binding.request]
+                    self._close(binding)
 
     def _plan(self, requests: Sequence[Request], now: float) -> None:
         for session in self._sessions.values():
@@ -385,6 +409,9 @@ class Drafting:
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
             self._give_up(session, f"wrong answer: {error}", expel=True)
+        if message.sequences:
+            session.breaker.take_answer(received - max(message.sent, session.last_received), received)
+        session.last_received = received
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
@@ -418,7 +445,7 @@ class Drafting:
         if (drafts.committed_length, drafts.last_token) != (len(request.tokens), request.tokens[-1]):
             return
         is_sampled = drafts.logits is not None and request.params.temperature > 0
-        if is_sampled and random.random() < REDRAW_SHARE:
+        if is_sampled and (binding.session.breaker.is_on_trial or random.random() < REDRAW_SHARE):
             self._check_redraw(binding, drafts)
         request.drafts = drafts
 
@@ -428,7 +455,8 @@ class Drafting:
         session.mismatches += not is_drawn_from_logits(
             drafts, binding.request, session.stream.head.draft_token_ids, self._config.use_fp64_gumbel
         )
-        if session.mismatches >= max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn):
+        is_trusted = not session.breaker.is_on_trial
+        if session.mismatches >= (max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn) if is_trusted else 1):
             count = Described(f"{len(drafts.tokens)} drafts")
             raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
 

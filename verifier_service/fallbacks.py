@@ -39,7 +39,7 @@ def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause
     fitting = [session for session in staying if request.num_feature_rows <= session.stream.head.max_model_len]
     if not fitting:
         return pb.FALLBACK_CAUSE_TOO_LONG
-    if all(session.is_late for session in fitting):
+    if all(session.is_late or session.breaker.is_open for session in fitting):
         return pb.FALLBACK_CAUSE_LATE
     if any(session.pace.is_off and not session.is_late for session in fitting):
         return pb.FALLBACK_CAUSE_PACE

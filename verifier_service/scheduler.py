@@ -11,6 +11,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
 from verifier_service.prefix_cache import PrefixCache
+from verifier_service.queue_pace import QueuePace
 from verifier_service.request import ReadyDrafts, Request
 
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
+        self._pace = QueuePace(max_queue)
         self._max_prefill_rows = max_prefill_rows
         self._on_preempt = on_preempt
         self._is_usable = is_usable
@@ -74,15 +76,18 @@ class Scheduler:
             When max_queue requests wait besides the max_num_seqs that may run.
         """
         if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
-            raise QueueFullError(f"the queue is full: {self._max_queue} requests are waiting; try again later")
+            text = f"the queue is full: {self._max_queue} requests are waiting; try again later"
+            raise QueueFullError(text, self._pace.retry_after_s())
         self.waiting.append(request)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:
         """Forgets a request, wherever it is, and takes its blocks back; nobody uses rows of one that has failed."""
         if request in self.running:
             self.running.remove(request)
+            self._pace.count_end()
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._pace.count_end()
         if has_failed:
             self._cache.withdraw(request.blocks)
         else:

@@ -13,6 +13,7 @@ from draftwire.carriers import ALL_CARRIERS
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
 from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
 from draftwire.request_id import REQUEST_ID_KEY, choose_request_id
+from draftwire.retry import retry_metadata
 from draftwire.security import ClientSecurity
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
 from draftwire.version import VERSION
@@ -37,6 +38,12 @@ _STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
 }
+
+
+def _trailing_metadata(error: DraftwireError) -> tuple[tuple[str, str | bytes], ...]:
+    if isinstance(error, QueueFullError) and error.retry_after_s is not None:
+        return retry_metadata(str(error), error.retry_after_s)
+    return ()
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServicer):
@@ -147,7 +154,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                     has_ended = True
                     code = _STATUS_CODES.get(type(item), grpc.StatusCode.INTERNAL)
                     watch.failed(item)
-                    await context.abort(code, str(item))
+                    await context.abort(code, str(item), _trailing_metadata(item))
                     return
                 has_ended = item.finish_reason != _NOT_ENDED
                 if has_ended:

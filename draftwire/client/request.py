@@ -10,6 +10,7 @@ import grpc
 
 from draftwire.config import build_message, build_sampling_params, check_limits
 from draftwire.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
+from draftwire.retry import retry_after_s
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.wire import CHANNEL_OPTIONS
 
@@ -116,7 +117,7 @@ def to_error(error: grpc.RpcError, address: str, timeout: float | None) -> Draft
     if code == grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgumentError.from_text(details)
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return QueueFullError(details)
+        return QueueFullError(details, retry_after_s(error.trailing_metadata() or ()))
     if code == grpc.StatusCode.FAILED_PRECONDITION:
         return MismatchError(details)
     messages = {

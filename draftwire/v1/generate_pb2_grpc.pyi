@@ -35,8 +35,9 @@ class GenerationStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
-    Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-    UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
+    Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
+    google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; INTERNAL when this
+    request alone failed.
     """
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]
     """What the server serves and with which drafters."""
@@ -48,8 +49,9 @@ class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
-    Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-    UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
+    Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
+    google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; INTERNAL when this
+    request alone failed.
     """
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """What the server serves and with which drafters."""
@@ -64,8 +66,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
         """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
-        Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED when the queue is full;
-        UNAVAILABLE while the server drains or shuts down; INTERNAL when this request alone failed.
+        Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
+        google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; INTERNAL when this
+        request alone failed.
         """
 
     @_abc_1.abstractmethod

@@ -50,6 +50,7 @@ class FakeVerifier(GenerationServicer):
     script: list[pb.GenerateResponse] = field(default_factory=lambda: list(SCRIPT))
     script_without_drafts: list[pb.GenerateResponse] | None = None
     failure: tuple[grpc.StatusCode, str] | None = None
+    failure_metadata: tuple[tuple[str, str | bytes], ...] = ()
     endless: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
@@ -62,6 +63,7 @@ class FakeVerifier(GenerationServicer):
         script = self.script_without_drafts if without and self.script_without_drafts else self.script
         yield from script[:-1] if self.endless else script
         if self.failure is not None:
+            context.set_trailing_metadata(self.failure_metadata)
             context.abort(*self.failure)
         if self.endless:
             self.left.wait(30)

@@ -16,6 +16,7 @@ from draftwire import AsyncClient, Chunk, Client, Completion, Statistics
 from draftwire.client.output import TokenLogprobs
 from draftwire.client.request import Options, SamplingOptions, build_request
 from draftwire.errors import InvalidArgumentError, QueueFullError, RequestError
+from draftwire.retry import DETAILS_KEY, retry_metadata
 from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 
@@ -331,3 +332,28 @@ def test_import_is_light(module):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def _retry_after(verifier, metadata: tuple[tuple[str, str | bytes], ...]) -> list[float | None]:
+    """What both clients say of a server that is full."""
+    verifier.script, verifier.failure = [], (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    verifier.failure_metadata = metadata
+    with Client(verifier.address) as client, pytest.raises(QueueFullError) as told:
+        client.complete("abc")
+
+    async def use() -> None:
+        async with AsyncClient(verifier.address) as client:
+            await client.complete("abc")
+
+    with pytest.raises(QueueFullError) as told_async:
+        asyncio.run(use())
+    return [told.value.retry_after_s, told_async.value.retry_after_s]
+
+
+def test_a_full_server_tells_when_to_come_again(verifier):
+    assert _retry_after(verifier, retry_metadata("full", 1.25)) == [1.25, 1.25]
+
+
+@pytest.mark.parametrize("metadata", [(), ((DETAILS_KEY, b"\xff\xff"),), ((DETAILS_KEY, b""), ("other", "1"))])
+def test_a_full_server_that_does_not_tell_is_no_other_error(verifier, metadata):
+    assert _retry_after(verifier, metadata) == [None, None]

@@ -74,13 +74,17 @@ def make_request(
 class RecordedStream(Stream):
     """A stream of which nothing comes back by itself; `on_send` may answer."""
 
-    def __init__(self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None) -> None:
+    def __init__(
+        self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None, *, on_trial: bool = False
+    ) -> None:
         self.address = "drafter:1"
         self.head = head
         self.steps: list[pb.DraftStep] = []
         self.failure: str | None = None
         self.is_expelled = False
         self.has_ended = False
+        self.on_trial = on_trial
+        self.states: list[int] = []
         self.on_send = on_send
         self.sender = TensorSender(CPU)
         self.receiver = TensorReceiver(CPU)
@@ -90,6 +94,9 @@ class RecordedStream(Stream):
             features.finish(step.features)
         self.steps.append(step)
         self.on_send(step)
+
+    def report(self, state: int) -> None:
+        self.states.append(state)
 
     def end(self) -> None:
         assert not self.has_ended
@@ -189,9 +196,9 @@ class Scene:
         self._pool = BlockPool(NUM_BLOCKS)
         self._count = 0
 
-    def connect(self, **head: Any) -> RecordedStream:
+    def connect(self, *, on_trial: bool = False, **head: Any) -> RecordedStream:
         """A drafter with that head connects."""
-        stream = RecordedStream(make_head(**head))
+        stream = RecordedStream(make_head(**head), on_trial=on_trial)
         made = stream.head
         if made.kind not in self.stores:
             target: Any = self._target

@@ -560,11 +560,31 @@ async def test_an_expelled_drafter_is_left_alone():
 
 @on_loop
 async def test_an_expelled_drafter_is_taken_back_after_a_while(monkeypatch):
-    monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", 0.1)
+    monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.05, 0.1))
     async with linked(Drafter()) as own:
-        (await own.connected()).fail("wrong answer", expel=True)
+        for on_trial in (False, True, True):
+            stream = await own.connected()
+            assert stream.on_trial == on_trial
+            stream.fail("wrong answer", expel=True)
+            assert isinstance(await own.next(), Disconnected)
+
+
+@on_loop
+async def test_a_drafter_is_shown_as_its_stream_is_judged_and_trusted_again_after_its_trial(monkeypatch):
+    monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.05, 0.1))
+    async with linked(Drafter()) as own:
+        first = await own.connected()
+        first.fail("wrong answer", expel=True)
         await own.next()
-        await own.connected()
+        second = await own.connected()
+        second.report(generate_pb2.DRAFTER_STATE_PROBING)
+        assert "on trial" in await own.noted(generate_pb2.DRAFTER_STATE_PROBING)
+        first.report(generate_pb2.DRAFTER_STATE_SLOW)  # of a stream that has ended
+        second.report(READY)
+        second.fail("the connection broke")
+        await own.next()
+        assert own.link.status.state == CONNECTING
+        assert not (await own.connected()).on_trial
 
 
 @on_loop
