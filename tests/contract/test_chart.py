@@ -29,6 +29,7 @@ FULL = {
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
         "metrics": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        "egress": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "tracing"}}}], "ports": [{"port": 4317}]}],
     },
     "imagePullSecrets": ["registry"],
     **{
