@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from draftwire.v1 import generate_pb2
 from verifier_service.fallbacks import Cause
 
+END_REASONS = ("stop", "length", "cancelled", "refused", "error")
+
 
 class RequestMetrics:
     """Latencies and counts of requests, observed by the engine's thread as output is handed out.
@@ -37,7 +39,7 @@ class RequestMetrics:
             buckets=(0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300),
             registry=None,
         )
-        self._ended: dict[str, int] = {}
+        self._ended = dict.fromkeys(END_REASONS, 0)
         self._prompt_tokens = self._output_tokens = 0
         # Verify steps by the number of their drafts and of those accepted.
         self._drafted = [0] * (num_speculative_tokens + 1)
@@ -70,8 +72,8 @@ class RequestMetrics:
         self._output_tokens += output_tokens
 
     def count_end(self, reason: str, duration_s: float) -> None:
-        """The end of a request: `stop`, `length`, `cancelled`, `refused` or `error`."""
-        self._ended[reason] = self._ended.get(reason, 0) + 1
+        """The end of a request, for one of `END_REASONS`."""
+        self._ended[reason] += 1
         self._duration.observe(duration_s)
 
     def collect(self) -> Iterator[Metric]:

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import images
@@ -34,16 +36,41 @@ def test_the_dashboard_is_what_its_generator_writes():
     assert committed == GENERATOR.dashboard()
 
 
+EXPORTED = set(re.findall(r'"(draftwire_\w+)"', "".join((ROOT / path).read_text() for path in METRIC_SOURCES)))
+ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+
+
+PROMTOOL = ("check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml")
+
+
+def metrics_of(query: str) -> set[str]:
+    """Metrics that a query asks for, as the services define them."""
+    return {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"draftwire_\w+", query)}
+
+
 def test_every_metric_of_the_dashboard_is_exported():
-    defined = set(re.findall(r'"(draftwire_\w+)"', "".join((ROOT / path).read_text() for path in METRIC_SOURCES)))
-    asked = {
-        re.sub(r"_(total|bucket|sum|count)$", "", name)
-        for _, _, queries in GENERATOR.PANELS
-        for _, query in queries
-        for name in re.findall(r"draftwire_\w+", query)
-    }
+    asked = [metrics_of(query) for _, _, queries in GENERATOR.PANELS for _, query in queries]
+    assert all(asked)
+    assert set().union(*asked) <= EXPORTED
+
+
+def test_every_metric_of_an_alert_is_exported():
+    asked = set().union(*(metrics_of(alert["expr"]) for alert in ALERTS))
     assert asked
-    assert asked <= defined
+    assert asked <= EXPORTED
+
+
+def test_every_metric_and_alert_is_documented_and_no_other():
+    metrics = (ROOT / "docs" / "deploy.md").read_text()
+    assert {name for name in EXPORTED if name not in metrics} == set()
+    documented = set(re.findall(r"^\| `(Draftwire\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    assert documented == {alert["alert"] for alert in ALERTS}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of the package prometheus, is not on the PATH")
+@pytest.mark.parametrize("arguments", PROMTOOL)
+def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should(arguments):
+    subprocess.run(["promtool", *arguments.split()], cwd=DEPLOY / "prometheus", check=True)
 
 
 @pytest.mark.parametrize("name", ["gpu", "tls", "monitoring"])
