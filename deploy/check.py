@@ -36,7 +36,7 @@ from draftwire.v1 import generate_pb2 as pb
 HERE = Path(__file__).parent
 PROJECT = "draftwire-check"
 SERVICES = ("drafter", "verifier")
-PORTS = "50951-50952"
+PORTS = "127.0.0.1:50951-50952"
 PROMPTS = [
     "def read_lines(path):\n",
     "import os\nimport sys\n\n",

@@ -78,8 +78,8 @@ def test_overlays_name_services_of_the_compose_file(name):
     base = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
     overlay = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())
     assert {"drafter", "verifier"} <= base["services"].keys()
-    own = {"prometheus", "grafana"} if name == "monitoring" else set()
-    assert overlay["services"].keys() == {"drafter", "verifier"} | own
+    own = {"prometheus", "grafana"} if name == "monitoring" else {"drafter", "verifier"}
+    assert overlay["services"].keys() == own
 
 
 def arguments(command: str) -> list[str]:
@@ -87,14 +87,23 @@ def arguments(command: str) -> list[str]:
     return shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command))
 
 
-@pytest.mark.parametrize("name", ["docker-compose", "tls", "monitoring"])
+@pytest.mark.parametrize("name", ["docker-compose", "tls"])
 def test_services_understand_their_commands(name):
     services = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())["services"]
     for service in ("drafter", "verifier"):
         read = images.service_options(service, arguments(services[service]["command"]))
         assert read["insecure"] == (read["tls_cert"] is None)
+        assert read["metrics_listen"].endswith(":9090")
         files = {str(value) for key, value in read.items() if value and ("tls" in key or key == "token_file")}
         assert files == {f"/run/secrets/{secret}" for secret in services[service].get("secrets", [])}
+
+
+@pytest.mark.parametrize("name", ["docker-compose", "monitoring"])
+def test_plain_text_is_published_on_loopback_alone(name):
+    services = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())["services"]
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for text in published for port in arguments(text))
 
 
 def test_health_checks_ask_the_port_that_is_served():
