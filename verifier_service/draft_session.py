@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draftwire.v1 import draft_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.drafter_link import Stream
 from verifier_service.pacing import NUM_SCOUTS, Message, Pace
@@ -33,10 +34,22 @@ class DraftSession:
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
+    others: int = 0  # sequences that other verifiers have open there, as last told
+    kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
     redrawn: int = 0
     mismatches: int = 0
+
+    def take_load(self, load: draft_pb2.DrafterLoad) -> None:
+        """Notes what the drafter tells of its load."""
+        self.others = max(0, load.sequences - len(self.sequences))
+        self.kv_cache_usage = load.kv_cache_usage
+
+    @property
+    def load(self) -> float:
+        """Share of the drafter that is taken, by all verifiers: of its places or, if more, of its cache."""
+        return max((self.others + len(self.bindings)) / max(self.stream.head.max_sequences, 1), self.kv_cache_usage)
 
     @property
     def has_room(self) -> bool:

@@ -45,11 +45,13 @@ CONNECT_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 5.0
 # After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
-EXPELLED_RETRY_S = (10.0, 300.0)
+EXPELLED_RETRY_S = (60.0, 600.0)
 # Feature rows of more states than this are no head's.
 MAX_FEATURE_LAYERS = 16
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FUSION_TIMEOUT_S = 60.0
+# A drafter that answers nothing, for nothing is asked, is asked for its load so often.
+LOAD_EVERY_S = 1.0
 # By description, with the digest of weights that were really received: heads that are alike share them.
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
@@ -111,8 +113,16 @@ class Draining:
     stream: Stream
 
 
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """Event: a drafter has told its load, as it also does with every answer."""
+
+    stream: Stream
+    load: draft_pb2.DrafterLoad
+
+
 _Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
-LinkEvent = Connected | Disconnected | Answered | Draining
+LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
 
 
 class Stream:
@@ -256,10 +266,11 @@ class DrafterLink:
             call = stub.Draft()
             stream = await self._open(call, info, fusion)
             self._post(Connected(stream))
+            self._post(Loaded(stream, info.load))
             # Shown once the engine has been told, so that a request that comes after it finds the drafter.
             self._note(generate_pb2.DRAFTER_STATE_READY, "")
             self._stream = stream
-            writer = asyncio.create_task(self._write(call, stream))
+            tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_load(stub, stream))]
             try:
                 while isinstance(answer := await call.read(), draft_pb2.DraftResponse):
                     self._take(stream, answer)
@@ -274,7 +285,8 @@ class DrafterLink:
                 raise kind(stream.failure) from error
             finally:
                 self._stream = None
-                writer.cancel()
+                for task in tasks:
+                    task.cancel()
                 call.cancel()
                 self._post(Disconnected(stream))
 
@@ -363,6 +375,16 @@ class DrafterLink:
         except InvalidArgumentError as error:
             raise _ExpelledError(str(error)) from error
         self._post(Answered(stream, answer.drafts))
+
+    async def _ask_load(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
+        """Posts the load, which other verifiers make too, while no answers tell it."""
+        while True:
+            received = self.status.received_message_bytes
+            await asyncio.sleep(LOAD_EVERY_S)
+            if self.status.received_message_bytes == received:
+                with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
+                    info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+                    self._post(Loaded(stream, info.load))
 
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Sends what the engine queues."""

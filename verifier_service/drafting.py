@@ -17,7 +17,7 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
-from verifier_service.drafter_link import Answered, Connected, Disconnected, Draining, LinkEvent, Stream
+from verifier_service.drafter_link import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.pacing import NUM_SCOUTS, Load, Pace
@@ -54,9 +54,9 @@ _STATES = {
 class Drafting:
     """Binds requests to drafters, feeds their heads and collects drafts. Used by the engine's thread alone.
 
-    Sequences stick to a drafter; a new one goes to the drafter with the fewest. Nothing waits past the deadline: a
-    drafter that misses it is late until it has answered everything, and in the meantime nobody waits for it. Where
-    drafts are slower than none, a drafter is asked for none and sent next to nothing; see `pacing.governor`.
+    Sequences stick to a drafter; a new one goes to where the least is taken. Nothing waits past the deadline: a drafter
+    that misses it is late until it has answered everything, and in the meantime nobody waits for it. Where drafts are
+    slower than none, a drafter is asked for none and sent next to nothing; see `pacing.governor`.
 
     Attributes
     ----------
@@ -126,6 +126,8 @@ class Drafting:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
                 self._take_answer(session, event.drafts, event.received)
+            elif isinstance(event, Loaded):
+                session.take_load(event.load)
             elif isinstance(event, Draining):
                 session.is_draining = True
             elif isinstance(event, Disconnected):
@@ -253,7 +255,7 @@ class Drafting:
         ]
         if not open_sessions:
             return
-        session = min(open_sessions, key=lambda s: len(s.bindings))
+        session = min(open_sessions, key=lambda s: s.load)
         binding = Binding(request, session, stores[session.stream.head.kind].first_row(request))
         session.bindings.append(binding)
         self._bindings[request] = binding
@@ -412,6 +414,7 @@ class Drafting:
         if message.sequences:
             session.breaker.take_answer(received - max(message.sent, session.last_received), received)
         session.last_received = received
+        session.take_load(drafts.load)
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None

@@ -43,7 +43,8 @@ def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
         load = stage.load([relay.address, right.address], "--carriers", "bytes", **DENSE)
         with load.fault(f"half of one drafter's answers with wrong {what}, expelled") as record:
             relay.alter = alter
-            load.wait_for(lambda: _state(load.drafters(), relay) == generate_pb2.DRAFTER_STATE_REFUSED, "it is refused")
+            expelled = generate_pb2.DRAFTER_STATE_EXPELLED
+            load.wait_for(lambda: _state(load.drafters(), relay) == expelled, "it is expelled")
             relay.alter = None
         status = next(one for one in load.drafters() if one.address == relay.address)
         assert "are not what its logits sample" in status.detail

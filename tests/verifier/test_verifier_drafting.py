@@ -27,6 +27,7 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
 from verifier_service import draft_session, drafting
+from verifier_service.drafter_link import Loaded
 from verifier_service.features import FeatureKind
 from verifier_service.request import Request
 
@@ -301,6 +302,46 @@ def test_a_new_sequence_goes_to_the_drafter_with_the_fewest_and_stays():
     scene.verify(one, 3)
     scene.flush()
     assert (rows_of(first.last), len(second.steps)) == ([(1, 4, 1)], 1)
+
+
+def loads(sequences: int, kv_cache_usage: float = 0.0) -> pb.DrafterLoad:
+    return pb.DrafterLoad(sequences=sequences, kv_cache_usage=kv_cache_usage)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sizes", "chosen"),
+    [
+        (loads(7), loads(2), (100, 100), 1),  # what other verifiers have there counts
+        (loads(7), loads(2), (100, 10), 0),  # as a share of what it takes
+        (loads(2, 0.9), loads(7, 0.1), (100, 100), 1),  # and so does a cache that is fuller than that
+        (loads(0), loads(0), (10, 100), 0),
+    ],
+)
+def test_a_new_sequence_goes_where_the_least_of_the_drafter_is_taken(first, second, sizes, chosen):
+    scene = Scene()
+    streams = [scene.connect(max_sequences=size) for size in sizes]
+    for stream, load in zip(streams, (first, second), strict=True):
+        scene.drafting.handle(Loaded(stream, load))
+    scene.decode()
+    scene.flush()
+    assert [len(stream.steps) for stream in streams] == [int(i == chosen) for i in range(2)]
+
+
+def test_own_sequences_count_once_and_at_once():
+    scene = Scene()
+    first, second = scene.connect(), scene.connect()
+    scene.drafting.handle(Loaded(second, loads(3)))
+    for _ in range(2):
+        scene.decode()
+        scene.flush()
+    answer = answer_to(first.last)
+    answer.load.sequences = 2  # its own
+    scene.answer(first, answer)
+    for _ in range(3):  # to 3 and 4 at the first, then to the second as well
+        scene.decode()
+        scene.flush()
+    opened = [sum(len(step.opened.ids) for step in stream.steps) for stream in (first, second)]
+    assert opened == [4, 1]
 
 
 def test_a_drafter_gets_no_more_sequences_than_it_takes():

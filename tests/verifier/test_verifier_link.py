@@ -23,7 +23,16 @@ from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 from verifier_service import drafter_link
-from verifier_service.drafter_link import Answered, Connected, Disconnected, DrafterLink, Draining, LinkEvent, Stream
+from verifier_service.drafter_link import (
+    Answered,
+    Connected,
+    Disconnected,
+    DrafterLink,
+    Draining,
+    LinkEvent,
+    Loaded,
+    Stream,
+)
 from verifier_service.features import FeatureKind
 
 READY = generate_pb2.DRAFTER_STATE_READY
@@ -142,8 +151,15 @@ class Linked:
     def __init__(self, port: int, config: dict[str, Any], **options: Any) -> None:
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
-        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self.events.put_nowait, **options)
+        self.loads: list[pb.DrafterLoad] = []  # as told beside the answers
+        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self._post, **options)
         self.task = asyncio.create_task(self.link.run())
+
+    def _post(self, event: LinkEvent) -> None:
+        if isinstance(event, Loaded):
+            self.loads.append(event.load)
+        else:
+            self.events.put_nowait(event)
 
     async def next(self, timeout_s: float = WAIT_S) -> LinkEvent:
         return await asyncio.wait_for(self.events.get(), timeout_s)
@@ -200,7 +216,7 @@ async def test_a_drafter_is_shown_as_ready_when_the_engine_has_been_told_of_it()
         shown: list[int] = []
         own.link._post = lambda event: (shown.append(own.link.status.state), own.events.put_nowait(event))
         await own.connected()
-        assert shown == [generate_pb2.DRAFTER_STATE_CONNECTING]
+        assert shown == [generate_pb2.DRAFTER_STATE_CONNECTING] * 2  # its load is told, too
 
 
 @on_loop
@@ -451,6 +467,20 @@ async def test_a_first_message_that_is_no_hello_is_refused():
 
     async with linked(Early()) as own:
         assert "first message must be a hello" in await own.refused()
+
+
+@on_loop
+async def test_the_load_is_asked_for_while_no_answer_tells_it(monkeypatch):
+    monkeypatch.setattr(drafter_link, "LOAD_EVERY_S", 0.02)
+    drafter = Drafter(make_info(load=pb.DrafterLoad(sequences=3)))
+    async with linked(drafter) as own:
+        await own.connected()
+        assert [load.sequences for load in own.loads] == [3]
+        drafter.info.load.sequences = 9
+        end = time.monotonic() + WAIT_S
+        while own.loads[-1].sequences != 9:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
 
 
 @on_loop
