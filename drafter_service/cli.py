@@ -9,6 +9,7 @@ import click
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
 from draftwire.cli.options import server_security_options, service_options
 from draftwire.logs import start_logging
+from draftwire.tracing import exporting_traces
 
 
 @click.command()
@@ -46,10 +47,11 @@ from draftwire.logs import start_logging
 )
 @service_options
 @server_security_options
-def drafter(log_level: str, log_format: str, **options: Any) -> None:
+def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
     """Serve drafts from an EAGLE head to verifiers."""
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     from drafter_service.main import run
 
-    run(DrafterOptions(**options))
+    with exporting_traces("draftwire-drafter", otlp_endpoint):
+        run(DrafterOptions(**options))

@@ -1,14 +1,19 @@
-"""What is told of the sequences of one stream: log lines that name the verifier's requests."""
+"""What is told of the sequences of one stream: log lines and spans that name the verifier's requests."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from drafter_service.answer import Answer
 from draftwire.logs import fields
+from draftwire.tracing import end_span, is_exporting, start_span
 from draftwire.v1 import draft_pb2 as pb
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +27,7 @@ class _Watched:
 
     sequence_id: int
     request_id: str
+    span: Span | None = None
     opened: float = field(default_factory=time.monotonic)
     steps: int = 0
     drafts: int = 0
@@ -31,21 +37,25 @@ class _Watched:
 
 
 class SequenceWatch:
-    """Follows the sequences of a stream, on its event loop; steps and answers are counted for debug lines alone."""
+    """Follows the sequences of a stream, on its event loop; drafts are counted for debug lines and spans alone."""
 
     def __init__(self, verifier: str) -> None:
         """`verifier` is its name in the log."""
         self._verifier = verifier
         self._open: dict[int, _Watched] = {}
-        self._counts = logger.isEnabledFor(logging.DEBUG)
+        self._counts = logger.isEnabledFor(logging.DEBUG) or is_exporting()
 
     def take_step(self, step: pb.DraftStep) -> None:
         """A step that was checked closes and opens sequences."""
         for sequence_id in step.closed_ids:
             self._end(sequence_id, "closed")
-        request_ids = step.opened.request_ids or [""] * len(step.opened.ids)
-        for sequence_id, request_id in zip(step.opened.ids, request_ids, strict=True):
+        nothing = [""] * len(step.opened.ids)
+        request_ids = step.opened.request_ids or nothing
+        traceparents = step.opened.traceparents or nothing
+        for sequence_id, request_id, traceparent in zip(step.opened.ids, request_ids, traceparents, strict=True):
             watched = self._open[sequence_id] = _Watched(sequence_id, request_id)
+            if traceparent and is_exporting():
+                watched.span = start_span("draft", "SERVER", watched.described(), traceparent=traceparent)
             logger.debug("sequence opened", extra=fields(verifier=self._verifier, **watched.described()))
 
     def take_answer(self, answer: Answer) -> None:
@@ -83,13 +93,11 @@ class SequenceWatch:
 
     def _end(self, sequence_id: int, reason: str) -> None:
         watched = self._open.pop(sequence_id, None)
-        if watched is not None and self._counts:
-            told = fields(
-                verifier=self._verifier,
-                **watched.described(),
-                reason=reason,
-                steps=watched.steps,
-                drafts=watched.drafts,
-                seconds=round(time.monotonic() - watched.opened, 6),
-            )
-            logger.debug("sequence ended", extra=told)
+        if watched is None or not self._counts:
+            return
+        counts = {"reason": reason, "steps": watched.steps, "drafts": watched.drafts}
+        seconds = round(time.monotonic() - watched.opened, 6)
+        told = fields(verifier=self._verifier, **watched.described(), **counts, seconds=seconds)
+        logger.debug("sequence ended", extra=told)
+        if watched.span is not None:
+            end_span(watched.span, {"verifier": self._verifier, **counts})

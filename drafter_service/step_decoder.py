@@ -14,6 +14,7 @@ from draftwire.carriers import Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.request_id import check_request_id
 from draftwire.tensors import decode_tensor
+from draftwire.tracing import check_traceparent
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -80,6 +81,10 @@ class StepDecoder:
             _check_length("opened.request_ids", opened.request_ids, count, "opened.ids")
         for request_id in opened.request_ids:
             check_request_id(request_id, "opened.request_ids")
+        if opened.traceparents:
+            _check_length("opened.traceparents", opened.traceparents, count, "opened.ids")
+        for traceparent in opened.traceparents:
+            check_traceparent(traceparent, "opened.traceparents")
         for sequence_id in opened.ids:
             if sequence_id <= self._last_opened_id:
                 raise InvalidArgumentError(

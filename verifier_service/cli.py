@@ -8,6 +8,7 @@ import click
 
 from draftwire.cli.options import FILE, server_security_options, service_options
 from draftwire.logs import start_logging
+from draftwire.tracing import exporting_traces
 from verifier_service.options import VerifierOptions
 
 
@@ -79,10 +80,11 @@ from verifier_service.options import VerifierOptions
 )
 @service_options
 @server_security_options
-def verifier(log_level: str, log_format: str, **options: Any) -> None:
+def verifier(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     from verifier_service.main import run
 
-    run(VerifierOptions(**options))
+    with exporting_traces("draftwire-verifier", otlp_endpoint):
+        run(VerifierOptions(**options))

@@ -13,6 +13,7 @@ from draftwire import config as cfg
 from draftwire.errors import Described, InvalidArgumentError
 from draftwire.logs import fields
 from draftwire.tensors import encode_tensor
+from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
@@ -380,6 +381,8 @@ class Drafting:
         step.opened.proposal_keys.append(key)
         step.opened.first_rows.append(binding.next_row)
         step.opened.request_ids.append(request.request_id)
+        if is_exporting():
+            step.opened.traceparents.append(request.traceparent)
         told = fields(
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )

@@ -66,6 +66,7 @@ class Request:
     keys: NoiseKeys
     output: OutputBuilder
     max_length: int  # tokens of prompt and output at which it ends
+    traceparent: str = ""  # of its span, told to the drafters; empty without a trace
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)

@@ -134,9 +134,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except InvalidArgumentError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         await context.send_initial_metadata(((REQUEST_ID_KEY, name),))
-        watch = RequestWatch(name)
+        watch = RequestWatch(name, context.invocation_metadata() or ())
         try:
             work = await asyncio.to_thread(self._prepare, request, name)
+            work.traceparent = watch.traceparent
             if self._is_draining:
                 text = "the server is draining: it is about to end and takes no further request; ask another one"
                 raise UnavailableError(text)

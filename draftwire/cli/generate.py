@@ -9,9 +9,10 @@ from typing import Any, TextIO
 
 import click
 
-from draftwire.cli.options import client_security, client_security_options
+from draftwire.cli.options import OTLP_ENDPOINT, client_security, client_security_options
 from draftwire.cli.output import completion_mapping, has_colour, statistics_text, write_chunk
 from draftwire.client import ChatMessage, Chunk, Client, Completion, Options
+from draftwire.tracing import exporting_traces
 
 
 class LogitBias(click.ParamType):
@@ -63,6 +64,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
 @client_security_options
+@OTLP_ENDPOINT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--show-drafts/--no-show-drafts", help="Colour accepted drafts in a terminal.  [default: no]")
 def generate(
@@ -72,6 +74,7 @@ def generate(
     chat: bool,
     as_json: bool,
     show_drafts: bool,
+    otlp_endpoint: str | None,
     logit_bias: tuple[tuple[int, float], ...],
     **given: Any,
 ) -> None:
@@ -84,7 +87,11 @@ def generate(
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
     security = client_security(given)
     options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
-    with Client(server, security) as client, client.generate(messages if chat else text, **options) as stream:
+    with (
+        exporting_traces("draftwire-client", otlp_endpoint),
+        Client(server, security) as client,
+        client.generate(messages if chat else text, **options) as stream,
+    ):
         if as_json:
             completion = Completion.from_chunks(list(stream))
             click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))

@@ -13,6 +13,12 @@ from draftwire.security import ClientSecurity
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+OTLP_ENDPOINT = click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Export OpenTelemetry traces there, OTLP over gRPC: http://HOST:4317. Default: what OTEL_* variables say.",
+)
+
 _OPTIONS = (
     click.option("--device", metavar="cpu|cuda[:INDEX]", help="Default: cuda where there is some, else cpu."),
     click.option(
@@ -51,6 +57,7 @@ _OPTIONS = (
         type=click.Choice(FORMATS),
         help="json: one object a line.",
     ),
+    OTLP_ENDPOINT,
 )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
+from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
 from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
@@ -27,9 +28,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         self,
         call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
         address: str,
-        timeout: float | None = None,
+        timeout: float | None,
+        span: CallSpan,
     ) -> None:
         self._call = call
+        self._span = span
         self._messages = aiter(call)
         self._address = address
         self._timeout = timeout
@@ -41,7 +44,11 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise StopAsyncIteration
         try:
             chunk = chunk_from_message(await anext(self._messages), self._request_id)
+        except StopAsyncIteration:
+            self._span.end(self._request_id)
+            raise
         except grpc.RpcError as error:
+            self._span.end(self._request_id, error.code().name)
             raise to_error(error, self._address, self._timeout) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -55,6 +62,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         """Ends the request; harmless once it has ended."""
         self._cancelled = True
         self._call.cancel()
+        self._span.end(self._request_id)
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,8 +135,9 @@ class AsyncClient:
             From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
-        call = self._stub().Generate(request, timeout=timeout, metadata=self._metadata)
-        return AsyncStream(call, self.address, timeout)
+        span = CallSpan(self.address)
+        call = self._stub().Generate(request, timeout=timeout, metadata=(*self._metadata, *span.metadata))
+        return AsyncStream(call, self.address, timeout, span)
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""

@@ -8,6 +8,7 @@ from typing import Protocol, Self, Unpack
 
 import grpc
 
+from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
 from draftwire.security import LOOPBACK, ClientSecurity, open_channel
@@ -25,8 +26,9 @@ class _Call(Protocol):
 class Stream(Iterator[Chunk]):
     """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too."""
 
-    def __init__(self, call: _Call, address: str, timeout: float | None = None) -> None:
+    def __init__(self, call: _Call, address: str, timeout: float | None, span: CallSpan) -> None:
         self._call = call
+        self._span = span
         self._address = address
         self._timeout = timeout
         self._request_id = ""
@@ -35,9 +37,13 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         try:
             chunk = chunk_from_message(next(self._call), self._request_id)
+        except StopIteration:
+            self._span.end(self._request_id)
+            raise
         except grpc.RpcError as error:
             if self._cancelled:
                 raise StopIteration from None
+            self._span.end(self._request_id, error.code().name)
             raise to_error(error, self._address, self._timeout) from error
         self._request_id = chunk.request_id
         return chunk
@@ -46,6 +52,7 @@ class Stream(Iterator[Chunk]):
         """Ends the request; harmless once it has ended."""
         self._cancelled = True
         self._call.cancel()
+        self._span.end(self._request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +118,9 @@ class Client:
             From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
-        return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata), self.address, timeout)
+        span = CallSpan(self.address)
+        metadata = (*self._metadata, *span.metadata)
+        return Stream(self._stub.Generate(request, timeout=timeout, metadata=metadata), self.address, timeout, span)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""

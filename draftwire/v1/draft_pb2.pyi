@@ -230,18 +230,20 @@ class DraftStep(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ..., logits_read: _Optional[int] = ...) -> None: ...
 
 class OpenSequences(_message.Message):
-    __slots__ = ("ids", "temperatures", "proposal_keys", "first_rows", "request_ids")
+    __slots__ = ("ids", "temperatures", "proposal_keys", "first_rows", "request_ids", "traceparents")
     IDS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURES_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     temperatures: _containers.RepeatedScalarFieldContainer[float]
     proposal_keys: _containers.RepeatedScalarFieldContainer[int]
     first_rows: _containers.RepeatedScalarFieldContainer[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ..., proposal_keys: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ..., proposal_keys: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Drafts(_message.Message):
     __slots__ = ("step_id", "sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts", "tokens", "logits", "logits_token_ids", "load", "compute_time_s", "features_read")

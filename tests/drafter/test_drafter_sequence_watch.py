@@ -94,9 +94,20 @@ def test_an_orderly_end_and_usual_work_are_no_lines(caplog):
     ],
 )
 def test_names_that_are_none_end_the_stream(drafter: ServedDrafter, names: list[str], text: str):
+    refuse(drafter, text, request_ids=names)
+
+
+@pytest.mark.parametrize("traceparent", ["00-1-2-01", "00-" + "g" * 32 + "-" + "0" * 16 + "-01", "x\n"])
+def test_a_trace_that_is_none_ends_the_stream(drafter: ServedDrafter, traceparent: str):
+    refuse(drafter, "must be a W3C traceparent", traceparents=[traceparent])
+    refuse(drafter, "must be as many as opened.ids, 1", traceparents=["", ""])
+
+
+def refuse(drafter: ServedDrafter, text: str, **opened: list[str]) -> None:
+    """Opens a sequence with that, which the drafter must refuse."""
     stream = drafter.connect()
     step = step_message(1, new=[1])
-    step.opened.request_ids.extend(names)
+    step.opened.MergeFrom(pb.OpenSequences(**opened))
     stream.send(step)
     code, details = stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT

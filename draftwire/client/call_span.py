@@ -1,0 +1,27 @@
+"""The client's part of a trace."""
+
+from __future__ import annotations
+
+from draftwire.tracing import HAS_API, TRACEPARENT, end_span, start_span, traceparent_of
+
+
+class CallSpan:
+    """The span of one request, below the caller's current one; nothing where OpenTelemetry's API is not installed.
+
+    It is exported where the application has set up OpenTelemetry.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._span = start_span("draftwire.generate", "CLIENT", {"server": address}) if HAS_API else None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with the call, so that the server's spans are below this one."""
+        traceparent = "" if self._span is None else traceparent_of(self._span)
+        return ((TRACEPARENT, traceparent),) if traceparent else ()
+
+    def end(self, request_id: str, failure: str = "") -> None:
+        """The request has ended, or nobody wants more of it; a second time is harmless."""
+        if self._span is not None:
+            end_span(self._span, {"request_id": request_id or None}, failure=failure)
+            self._span = None

@@ -1,0 +1,145 @@
+"""Optional OpenTelemetry traces; the extra `tracing` brings the libraries, and without them nothing here does anything.
+
+A request is one trace: the client's span, the verifier's with its phases, and a drafter's for each time that the
+request's sequence was open there. The trace travels as W3C `traceparent`: from client to verifier as metadata of the
+call, from verifier to drafter with the opened sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from draftwire.errors import InvalidArgumentError, ServerError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError:
+    HAS_API = False
+else:
+    HAS_API = True
+    _propagator = TraceContextTextMapPropagator()
+
+TRACEPARENT = "traceparent"
+
+_FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# With one of them set, traces are exported as OpenTelemetry's own variables say.
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_is_exporting = False
+
+
+def is_exporting() -> bool:
+    """Whether this process exports traces; where it does not, services make no spans."""
+    return _is_exporting
+
+
+@contextmanager
+def exporting_traces(service: str, endpoint: str | None) -> Iterator[None]:
+    """Within it this process exports its traces over OTLP/gRPC; what is left is sent at the end.
+
+    Parameters
+    ----------
+    service
+        Name of the service, unless OTEL_SERVICE_NAME gives one.
+    endpoint
+        http://HOST:PORT, or https for TLS. None takes what OpenTelemetry's variables name, and exports nothing if they
+        name none.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When the endpoint is not of that form.
+    ServerError
+        When the libraries are missing.
+    """
+    global _is_exporting
+    if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
+        yield
+        return
+    if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+", endpoint):
+        raise InvalidArgumentError("otlp_endpoint", endpoint, "must be http://HOST:PORT or https://HOST:PORT")
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ServerError(f"traces need the extra `tracing`: pip install 'draftwire[tracing]' ({error})") from error
+    name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
+    provider = TracerProvider(resource=Resource.create(name))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    trace.set_tracer_provider(provider)
+    _is_exporting = True
+    try:
+        yield
+    finally:
+        _is_exporting = False
+        provider.shutdown()
+
+
+def check_traceparent(value: str, field: str) -> None:
+    """
+    Raises
+    ------
+    InvalidArgumentError
+        Names `field` unless the value is empty or of W3C's form.
+    """
+    if value and not _FORM.fullmatch(value):
+        raise InvalidArgumentError(field, value, "must be a W3C traceparent, as 00-<32 hex>-<16 hex>-01, or empty")
+
+
+def start_span(
+    name: str,
+    kind: str,
+    attributes: Mapping[str, Any],
+    *,
+    traceparent: str | None = None,
+    start_ns: int | None = None,
+) -> Span:
+    """A span that has begun; only where there is the API.
+
+    Parameters
+    ----------
+    kind
+        SERVER, CLIENT or INTERNAL.
+    attributes
+        Are named with `draftwire.` before their names.
+    traceparent
+        The parent; empty or malformed begins a trace. None takes the current span of this thread or task.
+    start_ns
+        Unix time, ns; None is now.
+    """
+    context = None if traceparent is None else _propagator.extract({TRACEPARENT: traceparent}, Context())
+    tracer = trace.get_tracer("draftwire")
+    span = tracer.start_span(name, context, trace.SpanKind[kind], start_time=start_ns)
+    _set(span, attributes)
+    return span
+
+
+def end_span(span: Span, attributes: Mapping[str, Any], *, failure: str = "", end_ns: int | None = None) -> None:
+    """Ends a span, as failed if there was a `failure`."""
+    _set(span, attributes)
+    if failure:
+        span.set_status(trace.StatusCode.ERROR, failure)
+    span.end(end_ns)
+
+
+def traceparent_of(span: Span) -> str:
+    """How a span is named as a parent; empty when there is no trace."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get(TRACEPARENT, "")
+
+
+def _set(span: Span, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        if value is not None:
+            span.set_attribute(f"draftwire.{name}", value)

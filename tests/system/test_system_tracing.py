@@ -1,0 +1,124 @@
+"""A request is one trace over three processes; without an endpoint there are no traces at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from services import DEMO, wait_for, wait_for_drafter
+
+from draftwire import Client
+from draftwire.errors import InvalidArgumentError
+from draftwire.processes import start_drafter, start_verifier
+from draftwire.tracing import exporting_traces, is_exporting
+from verifier_service.request_watch import RequestWatch
+
+pytestmark = pytest.mark.xdist_group("observability")
+
+
+@dataclass
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps the spans that it is sent, by service."""
+
+    address: str = ""
+    spans: list[tuple[str, Span]] = field(default_factory=list)
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        for resource in request.resource_spans:
+            name = next(one.value.string_value for one in resource.resource.attributes if one.key == "service.name")
+            self.spans += [(name, span) for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def find(self, service: str, name: str) -> list[Span]:
+        return [span for owner, span in self.spans if (owner, span.name) == (service, name)]
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    collector = Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield collector
+    server.stop(None)
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    with collecting() as collector:
+        options = ("--device", "cpu", "--otlp-endpoint", collector.address)
+        with (
+            start_drafter(DEMO / "head", DEMO / "target", *options) as drafter,
+            start_verifier(DEMO / "target", [drafter.address], *options, "--draft-deadline-ms", "off") as verifier,
+        ):
+            with Client(verifier.address) as client:
+                wait_for_drafter(client, drafter.address)
+            command = ["generate", "--server", verifier.address, "--prompt", "import ", "--max-tokens", "12"]
+            subprocess.run(
+                [sys.executable, "-m", "draftwire", *command, "--temperature", "0", "--ignore-eos",
+                 "--otlp-endpoint", collector.address],
+                check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ,
+            )  # fmt: skip
+            wait_for(lambda: bool(collector.find("draftwire-drafter", "draft")), "the drafter's span")
+            wait_for(lambda: bool(collector.find("draftwire-verifier", "Generate")), "the verifier's span")
+    (client_span,) = collector.find("draftwire-client", "draftwire.generate")
+    (generate,) = collector.find("draftwire-verifier", "Generate")
+    (draft,) = collector.find("draftwire-drafter", "draft")
+    assert len({span.trace_id for _, span in collector.spans}) == 1
+    assert (client_span.parent_span_id, generate.parent_span_id) == (b"", client_span.span_id)
+    assert draft.parent_span_id == generate.span_id
+    phases = [collector.find("draftwire-verifier", name)[0] for name in ("queue", "prefill", "decode")]
+    assert {phase.parent_span_id for phase in phases} == {generate.span_id}
+    for before, after in pairwise(phases):
+        assert before.start_time_unix_nano <= before.end_time_unix_nano == after.start_time_unix_nano
+    told, drafted = attributes(generate), attributes(draft)
+    assert (told["draftwire.output_tokens"], told["draftwire.reason"]) == (12, "length")
+    assert told["draftwire.request_id"] == drafted["draftwire.request_id"] != ""
+    assert attributes(client_span)["draftwire.request_id"] == told["draftwire.request_id"]
+    assert drafted["draftwire.drafts"] >= attributes(phases[2])["draftwire.drafted"] > 0
+    assert drafted["draftwire.reason"] == "closed"
+
+
+def test_a_request_that_is_refused_is_a_failed_span(monkeypatch):
+    monkeypatch.setattr("draftwire.tracing._is_exporting", True)
+    ended: list[tuple[dict[str, Any], str]] = []
+    monkeypatch.setattr(
+        "verifier_service.request_watch.end_span", lambda _, told, failure="": ended.append((told, failure))
+    )
+    RequestWatch("r-1", ()).refused(InvalidArgumentError("text", "a secret prompt", "must not be"))
+    assert ended == [({"field": "text"}, "refused")]
+
+
+def test_without_an_endpoint_there_is_no_span_and_nothing_is_told(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+    with exporting_traces("draftwire-verifier", None):
+        assert not is_exporting()
+    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    assert RequestWatch("r-1", [("traceparent", parent)]).traceparent == ""
+
+
+@pytest.mark.parametrize("url", ["collector:4317", "http://", "http://a/b", "ftp://a:1"])
+def test_an_endpoint_that_is_none_is_refused(url):
+    with (
+        pytest.raises(InvalidArgumentError, match=r"otlp_endpoint = .* must be http://HOST:PORT"),
+        exporting_traces("draftwire-verifier", url),
+    ):
+        pass
