@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from census import MAX_RISE_MIB, Census, judge, take_census
+from census import MAX_MORE_THREADS, MAX_RISE_MIB, Census, judge, take_census
 
 # 100 samples in 20 minutes that wander within bounds.
 WANDERING = [Census(12.0 * i, 300 + 4 * (i % 3), 40 + i % 5, 30 + i % 2, 2 * (i % 4 > 0)) for i in range(100)]
@@ -21,9 +21,9 @@ def test_a_rise_in_the_warm_up_alone_is_flat() -> None:
     assert all(verdict.is_flat for verdict in judge(warming + WANDERING[20:]))
 
 
-@pytest.mark.parametrize("name", ["fds", "threads", "segments"])
-def test_one_that_is_never_given_back_is_growth(name: str) -> None:
-    leaking = WANDERING[:60] + [replace(one, **{name: getattr(one, name) + 1}) for one in WANDERING[60:]]
+@pytest.mark.parametrize(("name", "count"), [("fds", 1), ("threads", 1 + MAX_MORE_THREADS), ("segments", 1)])
+def test_what_is_never_given_back_is_growth(name: str, count: int) -> None:
+    leaking = WANDERING[:60] + [replace(one, **{name: getattr(one, name) + count}) for one in WANDERING[60:]]
     assert [verdict.is_flat for verdict in judge(leaking)].count(False) == 1
 
 
