@@ -91,9 +91,8 @@ def _check_config(
     if logits.form == TOP_N and logits.n > info.draft_vocab_size:
         _refuse("speculative_config.draft_logits", draft_logits_text(logits), f"has {info.draft_vocab_size} tokens")
     if logits.form in (DENSE, TOP_N):
-        # One message carries a step's logits; float32, with int32 ids for top_n.
-        row_bytes = 4 * info.draft_vocab_size if logits.form == DENSE else 8 * logits.n
-        largest = hello.max_sequences * k * row_bytes
+        # One message carries a step's logits.
+        largest = hello.max_sequences * k * SamplingMode.from_config(config).row_bytes(info.draft_vocab_size)
         if largest > MAX_MESSAGE_BYTES:
             needs = f"{draft_logits_text(logits)}, up to {largest} bytes a step"
             advice = "lower max_sequences or num_speculative_tokens, or send top_n"

@@ -40,3 +40,7 @@ class SamplingMode:
     def logits_width(self, draft_vocab_size: int) -> int:
         """Logits sent with each draft."""
         return self.top_n or (draft_vocab_size if self.dense else 0)
+
+    def row_bytes(self, draft_vocab_size: int) -> int:
+        """What travels with each draft: float32 logits, and for top_n their int32 ids."""
+        return (8 if self.top_n else 4) * self.logits_width(draft_vocab_size)

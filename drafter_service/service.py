@@ -94,6 +94,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._info = describe_drafter(engine, head_name, dtype)
         self._max_sessions = engine.engine.limits.max_sessions
         self._num_sessions = 0
+        self._num_fusions = 0  # that are being sent
         self._streams: set[DraftStream] = set()
         self._drain_timeout_s: float | None = None  # set once it drains
         self._all_left = asyncio.Event()
@@ -133,9 +134,16 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 + ("" if head.fusion else ", which takes features as they are"),
             )
             return
-        chunks = head.fusion.chunks()
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            yield pb.FeatureFusionChunk(data=chunk)
+        if self._num_fusions >= self._max_sessions:
+            text = f"{self._num_fusions} verifiers are being sent the fusion; try again later"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._num_fusions += 1
+        try:
+            chunks = head.fusion.chunks()
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                yield pb.FeatureFusionChunk(data=chunk)
+        finally:
+            self._num_fusions -= 1
 
     # It reads and writes through the context, in two tasks, and so is no iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
@@ -194,7 +202,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             receiver,
             is_fused=bool(features.fused_for),
         )
-        stream = DraftStream(context, decoder, self._engine, receiver, sender, SequenceWatch(terms.verifier))
+        row_bytes = terms.mode.row_bytes(self._info.draft_vocab_size)
+        watch = SequenceWatch(terms.verifier)
+        stream = DraftStream(context, decoder, self._engine, receiver, sender, watch, row_bytes)
 
         def deliver(answer: Answer | Exception) -> None:
             self.collector.count(answer)

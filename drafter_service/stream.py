@@ -32,19 +32,23 @@ class DraftStream:
         receiver: TensorReceiver,
         sender: TensorSender,
         watch: SequenceWatch,
+        answer_row_bytes: int,
     ) -> None:
-        """`receiver` takes features, `sender` sends draft logits, `watch` tells what becomes of the sequences."""
+        """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
+        becomes of the sequences.
+        """
         self._context = context
         self._decoder = decoder
         self._engine = engine
         self._receiver = receiver
         self._sender = sender
         self._watch = watch
+        self._answer_row_bytes = answer_row_bytes
         self._loop = asyncio.get_running_loop()
         # None: the last step is read.
         self._answers: asyncio.Queue[Answer | pb.Draining | Exception | None] = asyncio.Queue()
         self._all_read = False
-        self._unanswered: dict[int, int] = {}  # step id -> bytes of its message and features
+        self._unanswered: dict[int, int] = {}  # step id -> bytes of its message, features and answer
         self._unanswered_bytes = 0
 
     def deliver(self, answer: Answer | Exception) -> None:
@@ -87,9 +91,10 @@ class DraftStream:
 
     async def _read_steps(self, session: Session) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            size = request.ByteSize()
-            self._check_room(size)
             step = self._decoder.decode(request)
+            # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
+            size = request.ByteSize() + sum(request.step.num_drafts) * self._answer_row_bytes
+            self._check_room(size)
             self._watch.take_step(request.step)
             self._sender.release(request.step.logits_read, "logits_read")
             if request.step.features.HasField("span"):

@@ -155,6 +155,8 @@ def check_limits(message: Message, prefix: str = "") -> None:
             raise InvalidArgumentError(
                 path, Described(f"{len(entries)} entries"), f"at most {limits.max_items} entries"
             )
+        if field.message_type is None and field.enum_type is None and not limits.ListFields():
+            continue  # as the ids of a long prompt
         for entry in entries:
             if field.enum_type is not None:
                 _check_enum(field.enum_type, entry, path)

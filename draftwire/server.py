@@ -7,20 +7,25 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from draftwire.decoding import DecodingInterceptor
 from draftwire.errors import ServerError
+from draftwire.grpc_guard import GuardedServer
 from draftwire.security import ServerSecurity, TokenInterceptor
-from draftwire.wire import CHANNEL_OPTIONS, parse_address
+from draftwire.wire import MAX_MESSAGE_BYTES, parse_address, receiving_at_most
 
 logger = logging.getLogger(__name__)
 
 # What is left to a call that has its end or its error to be sent.
 STOP_GRACE_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Connections that never become HTTP/2 are closed after so long; gRPC's own default is two minutes.
+CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
 # An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
 SWITCH_INTERVAL_S = 0.0002
 
@@ -34,6 +39,7 @@ async def serve(
     stop: asyncio.Event,
     drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], Awaitable[None]],
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
     """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
 
@@ -54,6 +60,8 @@ async def serve(
         ended or has had its time.
     on_stop
         Called once no call is left.
+    max_message_bytes
+        Larger messages are refused before they are read, as RESOURCE_EXHAUSTED.
 
     Raises
     ------
@@ -64,8 +72,11 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)
-    interceptors = [TokenInterceptor(security.token_file, service_name)] if security.token_file else []
-    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)], interceptors=interceptors)
+    interceptors: list[grpc.aio.ServerInterceptor] = [DecodingInterceptor()]
+    if security.token_file:
+        interceptors.insert(0, TokenInterceptor(security.token_file, service_name))
+    options = [*receiving_at_most(max_message_bytes), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
+    server: Any = GuardedServer(options, interceptors)
     register(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

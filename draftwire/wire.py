@@ -6,6 +6,8 @@ from draftwire.errors import InvalidArgumentError
 
 # One step of a large batch carries its features in one message.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+# A prompt of a very long context; what is larger is refused before it is read.
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -16,6 +18,11 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
+
+def receiving_at_most(num_bytes: int) -> list[tuple[str, int]]:
+    """Options of a channel or server that takes no larger message."""
+    return [*{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": num_bytes}.items()]
 
 
 def parse_address(address: str, field: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from draftwire import config as cfg
 from draftwire.carriers import TensorReceiver
-from draftwire.errors import InvalidArgumentError
+from draftwire.errors import Described, InvalidArgumentError
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
@@ -51,6 +51,9 @@ def decode_answer(
         When arrays disagree, or a tensor is not what is due.
     """
     count = len(answer.sequence_ids)
+    most = config.num_speculative_tokens
+    if count and max(answer.num_drafts, default=0) > most:
+        raise InvalidArgumentError("drafts.num_drafts", max(answer.num_drafts), f"allowed range [0, {most}]")
     for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
         given = len(getattr(answer, name))
         if given != count:
@@ -93,6 +96,10 @@ def _decode_tensors(
     claimed_ids = receiver.claim(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
     ids = claimed_ids.load(CPU)  # checked where the drafter cannot change them any more
     _check_ids(ids, "drafts.logits_token_ids", vocab_size)
+    ordered = ids.sort(1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):  # q would be another than the one that drafts are drawn from
+        rows = Described(f"{total} rows")
+        raise InvalidArgumentError("drafts.logits_token_ids", rows, "each id at most once in a row")
     return tokens, AnswerLogits(logits, ids, draft_token_ids, claimed.carrier)
 
 

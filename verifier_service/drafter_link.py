@@ -34,7 +34,7 @@ from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.tensors import DTYPES, WIRE_DTYPES, decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.version import PROTOCOL_VERSION
-from draftwire.wire import CHANNEL_OPTIONS
+from draftwire.wire import MAX_MESSAGE_BYTES, receiving_at_most
 from draftwire_kernels import NOISE_VERSION
 from verifier_service.features import FeatureKind
 from verifier_service.target import Target
@@ -52,6 +52,8 @@ FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FUSION_TIMEOUT_S = 60.0
 # A drafter that answers nothing, for nothing is asked, is asked for its load so often.
 LOAD_EVERY_S = 1.0
+# A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
+LEAST_ANSWER_BYTES = 8 << 20
 # By description, with the digest of weights that were really received: heads that are alike share them.
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
@@ -158,6 +160,7 @@ class Stream:
         self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
+        self.num_unanswered = 0  # steps that were sent
         self._cancel = cancel
         self._report = report
         self._loop = asyncio.get_running_loop()
@@ -255,12 +258,17 @@ class DrafterLink:
             self._note(state, _DETAILS.get(state, ""))
 
     async def _serve(self) -> None:
-        options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        options: list[tuple[str, int | str]] = [
+            *receiving_at_most(self._largest_answer),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
         if self._host is not None:
             options.append(("grpc.ssl_target_name_override", self._host))
         async with open_async_channel(self._address, self._security, options) as channel:
             stub = draft_pb2_grpc.DraftingStub(channel)
             info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+            if info is None:  # what grpc gives for bytes that are no message
+                raise MismatchError("the drafter's description of itself cannot be decoded")
             self._check(info)
             fusion = await self._fusion(stub, info)
             call = stub.Draft()
@@ -272,7 +280,7 @@ class DrafterLink:
             self._stream = stream
             tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_load(stub, stream))]
             try:
-                while isinstance(answer := await call.read(), draft_pb2.DraftResponse):
+                while (answer := await _read(call)) is not None:
                     self._take(stream, answer)
                 is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
                 raise TimeoutError("it has drained") if is_draining else await _ending(call)
@@ -305,8 +313,8 @@ class DrafterLink:
             data = bytearray()
             request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
             async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
-                data += chunk.data
-                if len(data) > size:
+                data += b"" if chunk is None else chunk.data
+                if chunk is None or not chunk.data or len(data) > size:
                     break  # told below
             fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
             fusion = _fusions.setdefault(key, fusion)  # another link may have been faster
@@ -324,8 +332,8 @@ class DrafterLink:
                 hello.rendezvous.CopyFrom(rendezvous.encode())
                 sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
             await call.write(draft_pb2.DraftRequest(hello=hello))
-            answer = await asyncio.wait_for(call.read(), CONNECT_TIMEOUT_S)
-        if not isinstance(answer, draft_pb2.DraftResponse):
+            answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
+        if answer is None:
             raise await _ending(call)
         head = self._accept(answer, info, fusion)
         # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
@@ -350,6 +358,14 @@ class DrafterLink:
         )
         return Stream(self._address, head, call.cancel, sender, receiver, self._show, on_trial=self._on_trial)
 
+    @property
+    def _largest_answer(self) -> int:
+        """Bytes of the largest message that a drafter may send: a step's drafts with their logits."""
+        config, logits = self._config, self._config.draft_logits
+        row_bytes = {cfg.DENSE: 4 * self._target.vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
+        largest = LEAST_ANSWER_BYTES + self._max_sequences * config.num_speculative_tokens * row_bytes
+        return min(largest, MAX_MESSAGE_BYTES)
+
     def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
         """Waits for the drafter at the rendezvous; in a thread of its own."""
         config, logits = self._config, self._config.draft_logits
@@ -367,9 +383,14 @@ class DrafterLink:
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
         self.status.received_message_bytes += answer.ByteSize()
         if answer.WhichOneof("message") == "draining":
+            if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
+                raise _ExpelledError("said twice that it drains")
             self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
             self._post(Draining(stream))
             return
+        stream.num_unanswered -= 1
+        if stream.num_unanswered < 0:  # before it queues up where the engine, in a long step, cannot tell yet
+            raise _ExpelledError("answered more steps than it was sent")
         try:
             stream.sender.release(answer.drafts.features_read, "drafts.features_read")
         except InvalidArgumentError as error:
@@ -384,7 +405,8 @@ class DrafterLink:
             if self.status.received_message_bytes == received:
                 with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
                     info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-                    self._post(Loaded(stream, info.load))
+                    if info is not None:  # what grpc gives for bytes that are no message
+                        self._post(Loaded(stream, info.load))
 
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Sends what the engine queues."""
@@ -395,6 +417,7 @@ class DrafterLink:
             step.logits_read = stream.receiver.generation_read
             request = draft_pb2.DraftRequest(step=step)
             self.status.sent_message_bytes += request.ByteSize()
+            stream.num_unanswered += 1
             await call.write(request)
         await call.done_writing()
 
@@ -441,6 +464,11 @@ class DrafterLink:
                 f"drafter at most {info.max_num_speculative_tokens}"
             )
         logits = config.draft_logits
+        if info.draft_vocab_size > self._target.vocab_size:
+            raise MismatchError(
+                f"draft_vocab_size does not fit: verifier at most {self._target.vocab_size}, "
+                f"drafter {info.draft_vocab_size}"
+            )
         if logits.form not in info.draft_logits_forms or logits.n > info.draft_vocab_size:
             raise MismatchError(
                 f"draft_logits do not fit: verifier {cfg.draft_logits_text(logits)}, "
@@ -496,6 +524,16 @@ class _ExpelledError(Exception):
     """A drafter answered what it must not."""
 
 
+async def _read(call: _Call) -> draft_pb2.DraftResponse | None:
+    """The next message of a stream, None at its end."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        return None
+    if not isinstance(message, draft_pb2.DraftResponse):  # None is what grpc gives for bytes that are no message
+        raise _ExpelledError("its answer cannot be decoded")
+    return message
+
+
 def _agreed(segment: Segment | None, carrier: draft_pb2.Carrier) -> Segment | None:
     return segment if segment is not None and segment.carrier == carrier else None
 
@@ -515,8 +553,10 @@ def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFu
     if hello.HasField("draft_token_ids"):
         shape = (info.draft_vocab_size,)
         token_ids = decode_tensor(hello.draft_token_ids, "draft_token_ids", torch.int32, shape).to(torch.int64)
-        if not len(token_ids) or int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
-            raise MismatchError(f"draft_token_ids must be in [0, {vocab_size}), at least one")
+        is_known = len(token_ids) and int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
+        # Two columns of one token would make its q another than the one that drafts are drawn from.
+        if not is_known or len(token_ids.unique()) < len(token_ids):
+            raise MismatchError(f"draft_token_ids must be in [0, {vocab_size}), at least one and all different")
     elif info.draft_vocab_size != vocab_size:
         raise MismatchError(
             f"draft_token_ids are missing: drafter vocabulary {info.draft_vocab_size}, {vocab_size} here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -404,6 +405,12 @@ class Drafting:
         message = session.unanswered.get(drafts.step_id)
         if message is None:
             self._give_up(session, f"answered step {drafts.step_id}, which had no answer due", expel=True)
+            return
+        if not 0 <= drafts.compute_time_s < math.inf:
+            self._give_up(session, f"computed for {drafts.compute_time_s} s", expel=True)
+            return
+        if len(drafts.sequence_ids) > message.rows:
+            self._give_up(session, f"answered for more sequences than step {drafts.step_id} had rows", expel=True)
             return
         self._times.count_answer(drafts.compute_time_s)
         session.pace.take_answer(message, received, drafts.compute_time_s)

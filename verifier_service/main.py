@@ -22,7 +22,7 @@ from draftwire.metrics import serving_metrics
 from draftwire.security import ClientSecurity, ServerSecurity
 from draftwire.server import serve
 from draftwire.v1 import generate_pb2_grpc
-from draftwire.wire import parse_address
+from draftwire.wire import MAX_REQUEST_BYTES, parse_address
 from verifier_service.cache_size import choose_num_blocks
 from verifier_service.engine import EngineLimits
 from verifier_service.options import VerifierOptions
@@ -128,6 +128,7 @@ async def _serve(
                 stop=stop,
                 drain=partial(servicer.drain, options.drain_timeout),
                 on_stop=servicer.stop,
+                max_message_bytes=MAX_REQUEST_BYTES,
             )
     except ServerError:
         await servicer.stop()

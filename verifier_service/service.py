@@ -183,11 +183,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         prompt = self._prompt(request)
         longest = self._target.max_model_len
         if len(prompt) >= longest:
-            raise InvalidArgumentError(
-                "prompt",
-                Described(f"{len(prompt)} tokens"),
-                f"allowed range [1, {longest - 1}] tokens: the context has {longest}",
-            )
+            self._refuse_length(f"{len(prompt)} tokens")
         if params.stop and self._codec is None:
             raise InvalidArgumentError("sampling_params.stop", list(params.stop), "this server has no tokenizer")
         seed = params.seed if params.HasField("seed") else secrets.randbits(63)
@@ -213,6 +209,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     def _prompt(self, request: generate_pb2.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
+        self._check_size(request)
         if kind is None:
             raise InvalidArgumentError("prompt", None, "exactly one of text, token_ids and chat is required")
         if kind == "token_ids":
@@ -229,6 +226,22 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         if not request.text or not prompt:
             raise InvalidArgumentError("text", request.text, "must not be empty")
         return prompt
+
+    def _check_size(self, request: generate_pb2.GenerateRequest) -> None:
+        """Refuses, before it is read and tokenised, what no context can hold."""
+        longest = self._target.max_model_len
+        if len(request.token_ids.ids) >= longest:
+            self._refuse_length(f"{len(request.token_ids.ids)} tokens")
+        if self._codec is not None:
+            texts = [request.text, *(message.content for message in request.chat.messages)]
+            num_bytes = sum(len(text.encode()) for text in texts)
+            if num_bytes > longest * self._codec.longest_token_bytes:
+                self._refuse_length(f"{num_bytes} bytes")
+
+    def _refuse_length(self, length: str) -> None:
+        longest = self._target.max_model_len
+        allowed = f"allowed range [1, {longest - 1}] tokens: the context has {longest}"
+        raise InvalidArgumentError("prompt", Described(length), allowed)
 
     def _token_ids(self, ids: list[int]) -> list[int]:
         if not ids:

@@ -16,7 +16,13 @@ CONTEXT_TOKENS = 6
 
 
 class TextCodec:
-    """The tokenizer of a model directory."""
+    """The tokenizer of a model directory.
+
+    Attributes
+    ----------
+    longest_token_bytes
+        No token stands for more bytes of text.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Loads it.
@@ -31,12 +37,17 @@ class TextCodec:
             self.backend = self._tokenizer.backend_tokenizer
             self.backend.no_truncation()
             self.backend.no_padding()
+            self.longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
         except Exception as error:  # tokenizers raises bare Exception for a damaged file
             raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens as the tokenizer adds them."""
-        ids: list[int] = self.backend.encode(text).ids
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch: `encode` holds the interpreter's lock, so that a long prompt would stop the engine for seconds.
+        ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_chat(self, messages: Sequence[pb.ChatMessage]) -> list[int]:
@@ -57,8 +68,7 @@ class TextCodec:
         except Exception as error:  # templates raise errors of their own making
             allowed = f"the chat template refuses it: {error}"
             raise InvalidArgumentError("chat.messages", conversation, allowed) from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(str(text), add_special_tokens=False)
 
 
 class Detokenizer:

@@ -135,6 +135,30 @@ def test_a_damaged_renewal_leaves_the_old_certificate_in_force(serve, authority)
     assert version(address, ca=authority.file) == "here"
 
 
+def test_a_renewal_that_is_no_certificate_leaves_the_old_one_in_force_until_it_is_whole(serve, authority, other):
+    certificate, key = authority.issue("localhost")
+    address = serve(ServerSecurity(certificate, key))
+    assert version(address, ca=authority.file) == "here"
+    certificate.write_text("not yet written\n")
+    assert version(address, ca=authority.file) == "here"
+    new_certificate, new_key = other.issue("localhost")
+    certificate.write_bytes(new_certificate.read_bytes())  # without its key
+    assert version(address, ca=authority.file) == "here"
+    key.write_bytes(new_key.read_bytes())
+    assert version(address, ca=other.file) == "here"
+
+
+def test_a_token_file_that_is_emptied_lets_nobody_in(serve, tmp_path):
+    known = tmp_path / "tokens"
+    known.write_text("first\n")
+    address = serve(ServerSecurity(token_file=known))
+    assert version(address, token_file=known) == "here"
+    own = tmp_path / "own"
+    own.write_text("first\n")
+    known.write_text("")
+    assert "UNAUTHENTICATED" in refused(address, token_file=own)
+
+
 def test_a_token_of_the_file_lets_in_and_no_other(serve, tmp_path):
     known, own = tmp_path / "tokens", tmp_path / "own"
     known.write_text("# of operations\nfirst\nsecond\n")

@@ -360,6 +360,18 @@ class TestEnds:
         stream.send(step_message(2, [Rows(1, Text(1), 30, 30)]))
         assert stream.error()[0] == RESOURCE_EXHAUSTED
 
+    def test_answers_that_nobody_reads_are_bounded(
+        self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(drafter.engine, "submit", lambda *_: None)
+        monkeypatch.setattr(stream_module, "MAX_UNANSWERED_BYTES", 1000)
+        config = {"draft_sample_method": GUMBEL, "num_speculative_tokens": 6}
+        stream = drafter.connect({**config, "draft_logits": config_pb2.DraftLogits(form=DENSE)})
+        for step_id in (1, 2):  # some 200 bytes, and 6 * 24 * 4 in the answer
+            stream.send(step_message(step_id, [Rows(1, Text(1), step_id - 1, 1, 6)], [1][: 2 - step_id]))
+        code, text = stream.error()
+        assert (code, "steps of 1000 bytes are unanswered" in text) == (RESOURCE_EXHAUSTED, True)
+
     def test_answered_bytes_do_not_count(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream_module, "MAX_UNANSWERED_BYTES", 8000)
         stream = drafter.connect()

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire.version import PROTOCOL_VERSION
+from draftwire.wire import MAX_REQUEST_BYTES
 from draftwire_kernels import NOISE_VERSION
 from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, prompts_of
 
@@ -137,6 +139,16 @@ REQUESTS = [
     (tokens_request((2**32 - 1,)), f"token_ids.ids = 4294967295: token ids must be in [0, {VOCAB_SIZE})"),
     (tokens_request([5] * CONTEXT), f"prompt = {CONTEXT} tokens: allowed range [1, {CONTEXT - 1}] tokens"),
     (pb.GenerateRequest(text="word " * CONTEXT), f"allowed range [1, {CONTEXT - 1}] tokens: the context has {CONTEXT}"),
+    (tokens_request([5] * 100_000), f"prompt = 100000 tokens: allowed range [1, {CONTEXT - 1}] tokens"),
+    (pb.GenerateRequest(text="word " * 100_000), f"prompt = 500000 bytes: allowed range [1, {CONTEXT - 1}] tokens"),
+    (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="word " * 100_000)])),
+        f"prompt = 500000 bytes: allowed range [1, {CONTEXT - 1}] tokens",
+    ),
+    (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
+        "chat.messages = 4097 entries: at most 4096 entries",
+    ),
     (tokens_request(num_speculative_tokens=8), "num_speculative_tokens = 8: allowed range [0, 7] on this server"),
     (tokens_request(num_speculative_tokens=17), "num_speculative_tokens = 17: allowed range [0, 16]"),
     (tokens_request(request_id="x" * 129), "allowed: 1 to 128 visible ASCII characters"),
@@ -153,6 +165,12 @@ def test_wrong_requests_are_told_what_is_allowed(serving, generation):  # noqa: 
         code, details = refusal(generation.Generate(request))
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         assert message in details
+
+
+def test_a_message_beyond_the_limit_is_refused_unread(serving, generation):  # noqa: ARG001
+    code, details = refusal(generation.Generate(pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES)))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in details
 
 
 def test_longest_prompt_is_served(serving, generation):  # noqa: ARG001
@@ -211,8 +229,27 @@ def test_bytes_that_are_no_message_fail_alone(serving):
         (serving.drafter_address, "/draftwire.v1.Drafting/Draft"),
     ):
         with grpc.insecure_channel(address) as channel:
-            code, _ = refusal(channel.stream_stream(method)(iter([b"\xff\xff\xff\xff"])))
-        assert code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN)
+            code, details = refusal(channel.stream_stream(method)(iter([b"\xff\xff\xff\xff"])))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith("message = 4 bytes: cannot be decoded: ")
+        assert "Traceback" not in serving.verifier.log_text() + serving.drafter.log_text()
+
+
+def test_a_method_whose_name_is_no_text_is_refused_alone(serving):
+    """grpc.aio by itself stops to listen."""
+    path = b"/draftwire.v1.Drafting/\xff"
+    headers = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
+    headers[b"content-type"] = b"application/grpc"
+    block = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(text)]) + text for name, text in headers.items())
+    frames = struct.pack(">IBI", 4, 0, 0) + struct.pack(">IBI", len(block) << 8 | 1, 5, 1) + block
+    for address in (serving.verifier.address, serving.drafter_address):
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frames)
+            answer = b""
+            while b"Method not found!" not in answer:
+                answer += (piece := connection.recv(4096))
+                assert piece, answer
 
 
 def test_bytes_that_are_no_http2_fail_alone(serving):

@@ -549,7 +549,7 @@ def tokens(*values: int) -> Change:
 
 
 WRONG: dict[str, tuple[Change, str]] = {
-    "more than asked": (tokens(1, 2, 3, 4), "drafts.num_drafts = 4: 3 were asked"),
+    "more than asked": (tokens(1, 2, 3, 4), "drafts.num_drafts = 4: allowed range [0, 3]"),
     "above the vocabulary": (tokens(1, VOCAB), f"drafts.tokens = {VOCAB}: token ids must be in [0, {VOCAB})"),
     "negative": (tokens(-1, 2), "drafts.tokens = -1: token ids must be in [0"),
     "fewer tokens than counted": (lambda a: a.num_drafts.__setitem__(0, 2), "drafts.tokens.shape = (3,): must be [2]"),
@@ -560,6 +560,10 @@ WRONG: dict[str, tuple[Change, str]] = {
     "last_tokens": (lambda a: a.last_tokens.append(1), "drafts.last_tokens = '2 entries': must be 1"),
     "num_drafts": (lambda a: a.num_drafts.append(0), "drafts.num_drafts = '2 entries': must be 1"),
     "a step to come": (lambda a: setattr(a, "step_id", 2), "answered step 2, which had no answer due"),
+    "more sequences than were sent": (lambda a: a.sequence_ids.extend([7] * 99), "more sequences than step 1 had rows"),
+    "no time": (lambda a: setattr(a, "compute_time_s", float("nan")), "computed for nan s"),
+    "endless time": (lambda a: setattr(a, "compute_time_s", float("inf")), "computed for inf s"),
+    "negative time": (lambda a: setattr(a, "compute_time_s", -1.0), "computed for -1.0 s"),
     "no step": (lambda a: setattr(a, "step_id", 0), "answered step 0, which had no answer due"),
 }
 
@@ -875,6 +879,17 @@ def test_logits_that_are_not_those_configured_expel(config, logits, text):
     scene.answer(stream, answer_to(stream.last, logits=logits))
     assert stream.is_expelled
     assert text in stream.failure
+
+
+def test_an_id_twice_among_a_drafts_logits_expels():
+    scene, stream, _ = start(TOP_N)
+    answer = answer_to(stream.last, logits=torch.zeros(K, 4))
+    ids = torch.arange(4, dtype=torch.int32).repeat(K, 1)
+    ids[1, 3] = 2
+    encode_tensor(ids, answer.logits_token_ids)
+    scene.answer(stream, answer)
+    assert stream.is_expelled
+    assert "drafts.logits_token_ids = 3 rows: each id at most once in a row" in stream.failure
 
 
 def test_ids_of_logits_outside_the_vocabulary_expel():

@@ -184,7 +184,9 @@ class Linked:
 
 
 @contextlib.asynccontextmanager
-async def linked(drafter: Drafter, config: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Linked]:
+async def linked(
+    drafter: Drafter, config: dict[str, Any] | None = None, *, serve: Any = serve, **options: Any
+) -> AsyncIterator[Linked]:
     server, port = await serve(drafter)
     own = Linked(port, config or {}, **options)
     try:
@@ -354,6 +356,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"width": 5}, "drafter width 5 of dtype 2, verifier width 4"),
     "unknown dtype": ({"dtype": 77}, "drafter width 4 of dtype 77, verifier width 4 of dtypes [1, 2, 3]"),
     "integer features": ({"dtype": pb.DTYPE_INT32}, "drafter width 4 of dtype 4"),
+    "draft vocabulary": ({"draft_vocab_size": 21}, "draft_vocab_size does not fit: verifier at most 20, drafter 21"),
     "drafts": ({"max_num_speculative_tokens": 3}, "num_speculative_tokens does not fit: verifier 4, drafter at most 3"),
 }
 
@@ -432,6 +435,10 @@ WRONG_HELLOS: dict[str, tuple[dict[str, Any], str]] = {
         {"info": make_info(draft_vocab_size=2), "draft_token_ids": ids_message(1, 20)},
         "draft_token_ids must be in [0, 20)",
     ),
+    "id twice": (
+        {"info": make_info(draft_vocab_size=2), "draft_token_ids": ids_message(3, 3)},
+        "draft_token_ids must be in [0, 20), at least one and all different",
+    ),
     "missing ids": ({"info": make_info(draft_vocab_size=7)}, "draft_token_ids are missing: drafter vocabulary 7, 20"),
     "carrier": ({"carrier": 0}, "must be a hello with one of the carriers shm, bytes"),
     "unknown carrier": ({"carrier": 77}, "must be a hello with one of the carriers shm, bytes"),
@@ -467,6 +474,55 @@ async def test_a_first_message_that_is_no_hello_is_refused():
 
     async with linked(Early()) as own:
         assert "first message must be a hello" in await own.refused()
+
+
+class Garbled(Drafter):
+    """Answers each step with `answers`, which need not be messages."""
+
+    def __init__(self, *answers: bytes) -> None:
+        super().__init__()
+        self.answers = answers
+
+    async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        await anext(request_iterator)
+        yield pb.DraftResponse(hello=pb.DrafterHello(info=self.info, carrier=pb.CARRIER_BYTES)).SerializeToString()
+        async for _ in request_iterator:
+            for answer in self.answers:
+                yield answer
+
+
+async def serve_bytes(drafter: Garbled) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    handlers = {
+        "GetDrafterInfo": grpc.unary_unary_rpc_method_handler(
+            drafter.GetDrafterInfo, None, pb.GetDrafterInfoResponse.SerializeToString
+        ),
+        "Draft": grpc.stream_stream_rpc_method_handler(drafter.Draft, None, None),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("draftwire.v1.Drafting", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, port
+
+
+def response(**parts: Any) -> bytes:
+    return pb.DraftResponse(**parts).SerializeToString()
+
+
+GARBLED = {
+    "no message": ([b"\xff\xff\xff\xff"], "its answer cannot be decoded"),
+    "more answers than steps": ([response(drafts=pb.Drafts(step_id=1))] * 2, "answered more steps than it was sent"),
+    "drains twice": ([response(draining=pb.Draining())] * 2, "said twice that it drains"),
+}
+
+
+@pytest.mark.parametrize("name", GARBLED)
+@on_loop
+async def test_a_drafter_that_does_not_speak_the_protocol_is_expelled(name):
+    answers, text = GARBLED[name]
+    async with linked(Garbled(*answers), serve=serve_bytes) as own:
+        (await own.connected()).send(pb.DraftStep(step_id=1))
+        assert await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED) == f"expelled: {text}"
 
 
 @on_loop

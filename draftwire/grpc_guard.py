@@ -1,0 +1,48 @@
+"""A server of grpc.aio that no method name can stop.
+
+grpc.aio (1.84, 1.85) decodes the name of a method that nobody has registered in the loop that accepts calls. A name
+that is not UTF-8 raises there, and the port is closed for good: one HTTP/2 frame of anybody who can connect. All
+methods here are registered, so calls of others are refused before that, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc
+from grpc.aio import _server
+
+
+class _Accepting(cygrpc.AioServer):
+    """Answers UNIMPLEMENTED to calls of methods that are not registered."""
+
+    async def _request_call(self) -> Any:
+        state = await super()._request_call()
+        context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())
+        refusal = asyncio.get_running_loop().create_task(_refuse(context))
+        _refusals.add(refusal)
+        refusal.add_done_callback(_refusals.discard)
+        raise cygrpc._RequestCallError  # nothing to be handled: the loop asks for the next call
+
+
+_refusals: set[asyncio.Task[None]] = set()  # the event loop itself holds no task
+
+
+async def _refuse(context: Any) -> None:
+    with contextlib.suppress(Exception):  # it raises once the status is sent, and when the peer has gone
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+class GuardedServer(_server.Server):
+    """As `grpc.aio.server` makes them, for the running event loop; every service must register its methods."""
+
+    def __init__(
+        self, options: Sequence[tuple[str, Any]] = (), interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
+        super().__init__(None, (), tuple(interceptors), (), None, None)
+        arguments = _server._augment_channel_arguments(options, None)
+        self._server = _Accepting(self._loop, None, (), tuple(interceptors), arguments, None)

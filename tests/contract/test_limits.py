@@ -1,0 +1,68 @@
+"""The table of limits in docs/contract.md says what the code enforces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafter_service import service as drafter
+from drafter_service import stream
+from drafter_service.limits import EngineLimits
+from drafter_service.options import MAX_SPECULATIVE_TOKENS
+from draftwire import wire
+from draftwire.carriers import segment
+from draftwire.server import CONNECTION_LIMITS
+from draftwire.v1 import config_pb2, generate_pb2
+from verifier_service import drafter_link
+from verifier_service.options import VerifierOptions
+
+PAGE = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+ROWS = {
+    cells[0].strip(): cells[1].strip()
+    for line in PAGE.partition("## Limits")[2].partition("## ")[0].splitlines()
+    if line.startswith("| ") and (cells := line.strip("|").split("|"))
+}
+
+
+def field(message: type, name: str) -> config_pb2.Limits:
+    return message.DESCRIPTOR.fields_by_name[name].GetOptions().Extensions[config_pb2.limits]
+
+
+def mib(size: int) -> str:
+    return f"{size >> 20} MiB"
+
+
+SAMPLING, OPTIONS, ENGINE = config_pb2.SamplingParams, VerifierOptions(target=""), EngineLimits()
+WORDS = {
+    "a message to a verifier": [mib(wire.MAX_REQUEST_BYTES)],
+    "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
+    "a message from a drafter": [mib(drafter_link.LEAST_ANSWER_BYTES)],
+    "a connection that is not HTTP/2 yet": [f"{dict(CONNECTION_LIMITS)['grpc.server_handshake_timeout_ms'] // 1000} s"],
+    "messages of a chat; a role": [
+        str(field(generate_pb2.Chat, "messages").max_items),
+        f"{field(generate_pb2.ChatMessage, 'role').max_bytes} bytes",
+    ],
+    "`logit_bias`, `stop_token_ids`": [
+        str(field(SAMPLING, "logit_bias").max_items), f"{field(SAMPLING, 'stop_token_ids').max_items} entries"
+    ],
+    "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
+    "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
+    "`request_id`, name of a verifier": [f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"],
+    "requests computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
+    "sessions of a drafter": [f"{ENGINE.max_sessions};"],
+    "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
+    "drafts of a sequence in a step": [f"at most {MAX_SPECULATIVE_TOKENS}"],
+    "steps of a stream that are unanswered": [
+        f"{stream.MAX_UNANSWERED_STEPS}, and {mib(stream.MAX_UNANSWERED_BYTES)}"
+    ],
+    "a stream without a hello": [f"{drafter.HELLO_TIMEOUT_S:g} s"],
+    "a shared segment": [f"{segment.MAX_SEGMENT_BYTES >> 30} GiB", mib(segment.segment_bytes(1 << 40))],
+    "layers whose states a head takes": [str(drafter_link.MAX_FEATURE_LAYERS)],
+}
+
+
+@pytest.mark.parametrize("row", WORDS)
+def test_the_table_says_what_is_enforced(row):
+    for words in WORDS[row]:
+        assert words in ROWS[row]

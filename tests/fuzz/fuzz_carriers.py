@@ -1,0 +1,142 @@
+"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, and about spans."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+from random import Random
+
+import torch
+from fuzz_noise import EDGES, mutated
+from fuzz_steps import WIDTH
+
+from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, segment_bytes
+from draftwire.v1 import draft_pb2 as pb
+
+CPU = torch.device("cpu")
+CARRIERS = (pb.CARRIER_SHM, pb.CARRIER_BYTES)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+TIMEOUT_S = 10.0
+
+
+class LyingRendezvous:
+    """Has the place of `Rendezvous`; `serve` says what it must not."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._token = secrets.token_bytes(32)
+        self._name = f"draftwire-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{self._name}")
+        self._socket.listen()
+        self._socket.settimeout(TIMEOUT_S)
+
+    def encode(self) -> pb.Rendezvous:
+        """Wire form, in which the token or the name may be wrong."""
+        kind = self._rng.randrange(8)
+        if kind == 0:
+            return pb.Rendezvous(socket=self._name, token=self._rng.randbytes(self._rng.choice((0, 31, 32, 33, 999))))
+        if kind == 1:
+            names = ("", "draftwire-", "../../tmp/x", f"draftwire-{'0' * 32}", self._name + "\0", "é" * 40, "x" * 5000)
+            return pb.Rendezvous(socket=self._rng.choice(names), token=self._token)
+        return pb.Rendezvous(socket=self._name, token=self._token)
+
+    def serve(self) -> None:
+        """Talks to the drafter, if it comes."""
+        with contextlib.suppress(OSError):
+            connection = self._socket.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(TIMEOUT_S)
+                connection.recv(64)
+                self._talk(connection)
+
+    def _talk(self, connection: socket.socket) -> None:
+        rng = self._rng
+        for _ in range(rng.randrange(1, 5)):
+            kind = rng.randrange(5)
+            if kind == 0:
+                return
+            if kind == 1:
+                connection.send(rng.randbytes(rng.choice((1, 40, 1500))))
+            elif kind == 2:
+                _, files, _, _ = socket.recv_fds(connection, 1024, 1)
+                for fd in files:
+                    os.close(fd)
+                verdict = pb.SegmentVerdict(shared=rng.random() < 0.5, detail=rng.choice(("", "no", "x" * 900)))
+                connection.send(verdict.SerializeToString())
+            else:
+                self._offer(connection)
+
+    def _offer(self, connection: socket.socket) -> None:
+        rng = self._rng
+        size = rng.choice((4096, 4 << 20))
+        nonce = rng.randbytes(32)
+        fd = self._file(size, nonce)
+        offer = pb.SegmentOffer(
+            carrier=rng.choice((0, 1, 2, 2, 2, 3, 77)),
+            size=rng.choice((size, size, size + 1, *EDGES)),
+            nonce=rng.choice((nonce, nonce, b"", rng.randbytes(32), rng.randbytes(700))),
+        )
+        data = offer.SerializeToString()
+        if rng.random() < 0.2:
+            data = mutated(rng, data) or b"\0"
+        try:
+            socket.send_fds(connection, [data], [fd] * rng.choice((0, 1, 1, 1, 3)))
+        finally:
+            os.close(fd)
+
+    def _file(self, size: int, nonce: bytes) -> int:
+        """A memory file, perhaps of another size than is said or not sealed, or no memory file at all."""
+        rng = self._rng
+        kind = rng.randrange(6)
+        if kind == 0:
+            return os.open("/dev/null", os.O_RDWR)
+        if kind == 1:
+            ends = os.pipe()
+            os.close(ends[1])
+            return ends[0]
+        fd = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(fd, size if kind != 2 else size // 2)
+        os.pwrite(fd, nonce, 0)
+        if kind != 3:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | (fcntl.F_SEAL_WRITE if kind == 4 else 0))
+        return fd
+
+    def close(self) -> None:
+        """Ends a `serve` that still waits."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def lie_about_span(rng: Random, features: pb.Tensor) -> None:
+    """Changes where a tensor in shared memory is said to be."""
+    span = features.span
+    kind = rng.randrange(4)
+    if kind == 0:
+        span.offset = rng.choice((*EDGES, span.offset + 1, span.offset + 64, span.offset - 64, 128))
+    elif kind == 1:
+        span.generation = rng.choice((*EDGES, span.generation - 1, span.generation + 1))
+    elif kind == 2:
+        span.offset, span.generation = rng.choice(EDGES), rng.choice(EDGES)
+    else:
+        features.shape[:] = [features.shape[0], WIDTH * rng.choice((2, 1000, 2**20))]
+
+
+def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
+    """Writes anything anywhere into the memory that the drafter reads, and takes its pages away."""
+    if shared.outgoing is not None:
+        memory = shared.outgoing.memory
+        at = rng.randrange(len(memory) - 4096)
+        memory[at : at + 4096] = torch.frombuffer(bytearray(rng.randbytes(4096)), dtype=torch.uint8)
+    sender.begin(torch.float32, (rng.choice((1, 1000)), WIDTH))
+
+
+async def share(rendezvous: Rendezvous) -> asyncio.Future[SharedSegments]:
+    """Serves a rendezvous in order, in a thread."""
+    size = segment_bytes(4 * WIDTH * 64)
+    return asyncio.ensure_future(asyncio.to_thread(rendezvous.serve, CARRIERS, CARRIERS, size, CPU))

@@ -1,0 +1,282 @@
+"""The kinds of cases. Each plays a connection, call, stream or answer and says how it ended; wrong ends raise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any
+
+import grpc
+import torch
+from fuzz_carriers import CARRIERS, CPU, LyingRendezvous, lie_about_span, scribble, share
+from fuzz_noise import hostile_connection, hostile_message
+from fuzz_requests import hostile_request
+from fuzz_requests import seeds as request_seeds
+from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
+from fuzz_steps import seeds as step_seeds
+from fuzz_world import PATIENCE_S, FindingError, World
+
+from draftwire.carriers import Rendezvous, TensorSender
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
+
+Status = grpc.StatusCode
+# What a server may answer to anybody; INTERNAL and UNKNOWN stand for errors of its own.
+PROPER = {
+    Status.OK,
+    Status.INVALID_ARGUMENT,
+    Status.FAILED_PRECONDITION,
+    Status.RESOURCE_EXHAUSTED,
+    Status.UNIMPLEMENTED,
+    Status.NOT_FOUND,
+}
+GENERATE = "/draftwire.v1.Generation/Generate"
+DRAFT = "/draftwire.v1.Drafting/Draft"
+REQUESTS, STEPS = request_seeds(), step_seeds()
+# Methods of both services with messages in order: (path, messages, whether requests are a stream).
+METHODS: dict[str, list[tuple[str, list[bytes], bool]]] = {
+    "verifier": [
+        (GENERATE, REQUESTS, False),
+        (GENERATE, REQUESTS, False),
+        (GENERATE, REQUESTS, False),
+        ("/draftwire.v1.Generation/GetVerifierInfo", [b""], False),
+        ("/draftwire.v1.Generation/Nothing", [b""], False),
+        ("/grpc.health.v1.Health/Check", [b"", b"\x0a\x18draftwire.v1.Generation"], False),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", [b"\x3a\x00"], True),
+    ],
+    "drafter": [
+        (DRAFT, STEPS, True),
+        (DRAFT, STEPS, True),
+        (DRAFT, STEPS, True),
+        ("/draftwire.v1.Drafting/GetDrafterInfo", [b""], False),
+        ("/draftwire.v1.Drafting/GetFeatureFusion", [b"", b"\x0a\x04abcd"], False),
+        ("/grpc.health.v1.Health/Check", [b"", b"\x0a\x16draftwire.v1.Drafting"], False),
+    ],
+}
+
+Outcomes = Counter[str]
+
+
+def judged(code: Status, details: str | None) -> str:
+    """The name of a proper ending.
+
+    Raises
+    ------
+    FindingError
+        When the status says that the server was at a loss, or a refusal does not say what was wrong.
+    """
+    text = details or ""
+    if text == "Internal error from Core":  # of this side: the call had ended while it was being written to
+        return "ended early"
+    if code not in PROPER or "Traceback" in text or "<class" in text:
+        raise FindingError(f"{code.name}: {text}")
+    if code == Status.INVALID_ARGUMENT and not (" = " in text and ": " in text):
+        raise FindingError(f"{code.name} does not name field, value and what is allowed: {text}")
+    return code.name
+
+
+async def read_all(call: Any, most: int = 3) -> str:
+    """How a call ends, or `accepted` after some answers: the rest is cancelled, as a client may."""
+    try:
+        for _ in range(most):
+            if await call.read() is grpc.aio.EOF:
+                return judged(await call.code(), await call.details())
+    except grpc.aio.AioRpcError as error:
+        return judged(error.code(), error.details())
+    call.cancel()
+    return "accepted"
+
+
+async def connection(world: World, rng: Random) -> Outcomes:
+    """One TCP connection with bytes that are wrong somewhere."""
+    name = rng.choice(("drafter", "verifier"))
+    path, messages, _ = rng.choice(METHODS[name])
+    data = hostile_connection(rng, path, rng.choice(messages) if rng.random() < 0.5 else hostile_message(rng, messages))
+    host, _, port = world.processes[name].address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    got = b""
+    try:
+        writer.write(data)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(0.05):
+                while chunk := await reader.read(1 << 16):
+                    got += chunk
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(1 << 16):  # until the server closes it
+                got += chunk
+    finally:
+        writer.close()
+    if b"Traceback" in got or b"<class" in got:
+        raise FindingError(f"the {name} told of its inside: {got!r}")
+    return Counter([f"{name} answered" if got else f"{name} closed"])
+
+
+async def message(world: World, rng: Random) -> Outcomes:
+    """One call whose message may be no protobuf, or of another kind."""
+    name = rng.choice(("drafter", "verifier"))
+    channel = world.to_drafter if name == "drafter" else world.to_verifier
+    path, messages, is_stream = rng.choice(METHODS[name])
+    if not is_stream:
+        call = channel.unary_stream(path)(hostile_message(rng, messages), timeout=PATIENCE_S)
+        return Counter([await read_all(call)])
+    sent = [rng.choice(messages) for _ in range(rng.randrange(3))] + [hostile_message(rng, messages)]
+    stream = channel.stream_stream(path)(timeout=PATIENCE_S)
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        for one in sent:
+            await stream.write(one)
+        await stream.done_writing()
+    return Counter([await read_all(stream, most=8)])
+
+
+async def request(world: World, rng: Random) -> Outcomes:
+    """One request with hostile values."""
+    call = world.to_verifier.unary_stream(GENERATE, generate_pb2.GenerateRequest.SerializeToString)(
+        hostile_request(rng), timeout=PATIENCE_S
+    )
+    return Counter([await read_all(call)])
+
+
+async def _open(world: World, first: pb.VerifierHello) -> tuple[Any, Any]:
+    call = world.to_drafter.stream_stream(
+        DRAFT, pb.DraftRequest.SerializeToString, pb.DraftResponse.FromString
+    )(timeout=PATIENCE_S)
+    answer: Any = None
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        await call.write(pb.DraftRequest(hello=first))
+        answer = await call.read()
+    return call, answer
+
+
+async def greeting(world: World, rng: Random) -> Outcomes:
+    """One hello with a hostile value."""
+    first = hello(rng.choice(CONFIGS))
+    for _ in range(rng.choice((1, 1, 2))):
+        set_hostile(rng, first)
+    call, answer = await _open(world, first)
+    if isinstance(answer, pb.DraftResponse):
+        await call.done_writing()
+    ending = judged(await call.code(), await call.details())
+    return Counter(["accepted" if ending == "OK" else ending])
+
+
+async def _say(call: Any, one: pb.DraftRequest, own: set[int]) -> pb.DraftResponse | None:
+    """The answer to a message; None when the stream has ended. It must be about the stream's own sequences."""
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        await call.write(one)
+        answer = await call.read()
+        if isinstance(answer, pb.DraftResponse):
+            foreign = set(answer.drafts.sequence_ids) - own
+            if foreign:
+                raise FindingError(f"an answer for the sequences {foreign} of another stream")
+            return answer
+    return None
+
+
+async def steps(world: World, rng: Random) -> Outcomes:
+    """One stream of hostile steps, each a case, until one of them is refused."""
+    outcomes: Outcomes = Counter()
+    call, answer = await _open(world, hello(rng.choice(CONFIGS)))
+    if not isinstance(answer, pb.DraftResponse):
+        return Counter([judged(await call.code(), await call.details())])
+    writer = Writer(rng, last_id=rng.choice((0, 2**40, 2**63)), scale=rng.choice((1.0, 1.0, 1e4, 1e30)))
+    own: set[int] = set()
+    for _ in range(rng.randrange(2, 12)):
+        step, _ = hostile_step(rng, writer) if rng.random() < 0.7 else (writer.step(), "")
+        one = pb.DraftRequest(hello=hello()) if rng.random() < 0.02 else pb.DraftRequest(step=step)
+        own |= {*step.sequence_ids, *step.opened.ids, *writer.rows}
+        answer = await _say(call, one, own)
+        if answer is None:
+            outcomes[judged(await call.code(), await call.details())] += 1
+            return outcomes
+        for sequence_id, status in zip(answer.drafts.sequence_ids, answer.drafts.statuses, strict=True):
+            if status != pb.SEQUENCE_STATUS_OK:
+                writer.rows.pop(sequence_id, None)
+        outcomes["accepted"] += 1
+    if rng.random() < 0.5:
+        await call.done_writing()
+        judged(await call.code(), await call.details())
+    else:
+        call.cancel()
+    return outcomes
+
+
+async def sharing(world: World, rng: Random) -> Outcomes:
+    """One verifier on the drafter's host that lies at the rendezvous, or about spans."""
+    first = hello(rng.choice(CONFIGS))
+    first.carriers[:] = CARRIERS
+    if rng.random() < 0.6:
+        liar = LyingRendezvous(rng)
+        first.rendezvous.CopyFrom(liar.encode())
+        serving = asyncio.ensure_future(asyncio.to_thread(liar.serve))
+        try:
+            call, answer = await _open(world, first)
+        finally:
+            liar.close()
+            await serving
+        if isinstance(answer, pb.DraftResponse):
+            call.cancel()
+            return Counter(["accepted"])
+        return Counter([judged(await call.code(), await call.details())])
+    with Rendezvous() as rendezvous:
+        first.rendezvous.CopyFrom(rendezvous.encode())
+        settled = await share(rendezvous)
+        call, answer = await _open(world, first)
+    shared = await settled
+    sender = TensorSender(CPU, shared.outgoing)
+    writer = Writer(rng)
+    outcomes: Outcomes = Counter()
+    for _ in range(4):
+        step = writer.step()
+        if step.HasField("features"):
+            data = step.features.data
+            outgoing = sender.begin(torch.float32, tuple(step.features.shape))
+            outgoing.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view_as(outgoing.tensor))
+            step.features.Clear()
+            outgoing.finish(step.features)
+            if rng.random() < 0.5:
+                lie_about_span(rng, step.features)
+            if rng.random() < 0.3:
+                scribble(rng, sender, shared)
+        if await _say(call, pb.DraftRequest(step=step), set(writer.rows)) is None:
+            outcomes[judged(await call.code(), await call.details())] += 1
+            return outcomes
+        outcomes["accepted"] += 1
+    call.cancel()
+    return outcomes
+
+
+async def answers(world: World, rng: Random) -> Outcomes:
+    """One wrong answer of a drafter, while clients are served."""
+    done = asyncio.get_running_loop().create_future()
+    world.wrong_answers.append((rng, done))
+    while not done.done():  # as many at once as make some of them draft at a drafter that answers wrongly
+        await asyncio.gather(*(world.recite(number, 8) for number in range(3)))
+    return Counter([done.result()])
+
+
+async def introduction(world: World, rng: Random) -> Outcomes:
+    """One drafter that is connected to and is wrong from the beginning."""
+    done = asyncio.get_running_loop().create_future()
+    fake = rng.choice(world.fakes)
+    fake.hellos.append((rng, done))
+    fake.hang_up()
+    return Counter([await done])
+
+
+Play = Callable[[World, Random], Awaitable[Outcomes]]
+# Kinds with the share of the cases' numbers that they get.
+KINDS: dict[str, tuple[int, Play]] = {
+    "connection": (34, connection),
+    "message": (32, message),
+    "request": (14, request),
+    "greeting": (6, greeting),
+    "steps": (5, steps),
+    "sharing": (1, sharing),
+    "answers": (5, answers),
+    "introduction": (3, introduction),
+}

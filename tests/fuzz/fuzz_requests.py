@@ -1,0 +1,101 @@
+"""Requests of clients with values at and past every limit."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from draftwire.v1 import config_pb2
+from draftwire.v1 import generate_pb2 as pb
+from models import CONTEXT, SENTENCES, VOCAB_SIZE
+
+NAN, INF = float("nan"), float("inf")
+FLOATS = (0.0, -0.0, 1e-45, 1e-38, 1e-7, 1e-3, 0.5, 1.0, 1.0000001, 2.0, 2.0000002, 100.0, 101.0, 1e30, 3.4e38, -1e-45)
+FLOATS += (-1.0, -2.0, -2.1, -100.0, -3.4e38, NAN, INF, -INF)
+INTEGERS = (0, 1, 2, 5, 16, 17, 20, 21, VOCAB_SIZE - 1, VOCAB_SIZE, CONTEXT - 1, CONTEXT, 2**31 - 1, 2**31, 2**32 - 1)
+SEEDS = (0, 1, -1, 2**62, 2**63 - 1, -(2**63))
+TEXTS = ("", " ", "a", "\0", "é" * 512, "x" * 1024, "x" * 1025, "\u202e", "😀" * 40, SENTENCES[0], "<eos>")
+TEXTS += ("{{ 7 * 7 }}", "%s%n")
+ROLES = ("", "user", "system", "assistant", "tool", "r" * 64, "r" * 65, "\n", "{% raw %}", "🙂")
+
+
+def short_request(rng: Random) -> pb.GenerateRequest:
+    """A request that is in order and soon done."""
+    prompt = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 20)))]
+    params = config_pb2.SamplingParams(max_tokens=rng.choice((1, 2, 4)), temperature=rng.choice((0.0, 0.7, 1.0)))
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
+
+
+def hostile_request(rng: Random) -> pb.GenerateRequest:
+    """A request whose prompt, sampling parameters or options may be anything that protobuf can carry."""
+    request = short_request(rng)
+    if rng.random() < 0.4:
+        _set_prompt(rng, request)
+    for field in rng.sample(list(config_pb2.SamplingParams.DESCRIPTOR.fields), rng.choice((0, 1, 1, 2, 5))):
+        _set_parameter(rng, request.sampling_params, field)
+    if rng.random() < 0.1:
+        request.num_speculative_tokens = rng.choice(INTEGERS)
+    if rng.random() < 0.1:
+        request.request_id = rng.choice(TEXTS)[:200]
+    return request
+
+
+def _set_prompt(rng: Random, request: pb.GenerateRequest) -> None:
+    kind = rng.randrange(8)
+    if kind == 0:
+        request.ClearField("token_ids")
+    elif kind == 1:
+        request.token_ids.ids[:] = [rng.choice(INTEGERS) for _ in range(rng.randrange(4))]
+    elif kind == 2:
+        request.token_ids.ids[:] = [5] * rng.choice((CONTEXT - 1, CONTEXT, CONTEXT + 1, 20_000))
+    elif kind == 3:
+        request.text = rng.choice(TEXTS)
+    elif kind == 4:
+        request.text = rng.choice(TEXTS[1:]) * rng.choice((1, CONTEXT // 2, CONTEXT * 8))
+    elif kind == 5:
+        request.chat.SetInParent()
+    else:
+        count = rng.choice((1, 1, 2, 3, 50, 2000))
+        for _ in range(count):
+            request.chat.messages.add(role=rng.choice(ROLES), content=rng.choice(TEXTS))
+
+
+def _set_parameter(rng: Random, params: config_pb2.SamplingParams, field: Any) -> None:
+    name = field.name
+    if name == "logit_bias":
+        for _ in range(rng.choice((1, 3, 1024, 1025))):
+            params.logit_bias[rng.choice((*range(VOCAB_SIZE), *INTEGERS, rng.getrandbits(32)))] = rng.choice(FLOATS)
+    elif name == "stop":
+        params.stop.extend(rng.choice(TEXTS) for _ in range(rng.choice((1, 3, 16, 17, 1000))))
+    elif name == "stop_token_ids":
+        params.stop_token_ids.extend(rng.choice(INTEGERS) for _ in range(rng.choice((1, 3, 128, 129, 10_000))))
+    elif name == "seed":
+        params.seed = rng.choice(SEEDS)
+    elif name == "ignore_eos":
+        params.ignore_eos = rng.random() < 0.5
+    elif field.type == FieldDescriptor.TYPE_FLOAT:
+        setattr(params, name, rng.choice((*FLOATS, struct.unpack("<f", rng.randbytes(4))[0])))
+    else:
+        setattr(params, name, rng.choice((*INTEGERS, rng.getrandbits(32))))
+
+
+def seeds() -> list[bytes]:
+    """Messages in order, from which mutations are made: every field is in one of them."""
+    params = config_pb2.SamplingParams(
+        temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+        frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0}, seed=7, max_tokens=3, min_tokens=1, stop=["end", "é"],
+        stop_token_ids=[9], ignore_eos=True, logprobs=3,
+    )  # fmt: skip
+    few = config_pb2.SamplingParams(max_tokens=2, temperature=0)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Who painted the door?")])
+    return [
+        request.SerializeToString()
+        for request in (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling_params=params, request_id="seed"),
+            pb.GenerateRequest(text="The river bends", sampling_params=few, num_speculative_tokens=2),
+            pb.GenerateRequest(chat=chat, sampling_params=few),
+        )
+    ]

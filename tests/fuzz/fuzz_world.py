@@ -1,0 +1,220 @@
+"""Both services as processes, what is in order about them, and how that is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import numpy as np
+from fuzz_answers import FakeDrafter, Plan
+from fuzz_steps import DENSE, Writer, hello
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftwire.processes import ServiceProcess, start_drafter
+from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1 import generate_pb2_grpc as pb_grpc
+from draftwire.wire import CHANNEL_OPTIONS
+from models import SENTENCES, ModelShelf, make_tokenizer
+
+# How long anything may take on a machine that does much else. Nothing is judged by time but that it ends.
+PATIENCE_S = 60.0
+NUM_FAKES = 4
+TOP_N = 8
+MARKER_STEPS = 6
+# Growth that is none: caches of the allocator, and connections that are being closed.
+MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
+IMPATIENT = Path(__file__).with_name("impatient.py")
+
+
+# What grpc logs by itself where an answer to its client cannot be decoded, a header is not UTF-8, or a peer has hung up
+# before it was told its error; it goes on.
+GRPC_TELLS = (
+    b"ERROR grpc._common: Exception deserializing message!",
+    b"ERROR grpc._cython.cygrpc: Invalid encoding on ",
+    b"ERROR grpc._cython.cygrpc: ExecuteBatchError raised in core ",
+)
+LOG_RECORD = re.compile(rb"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)
+
+
+class FindingError(AssertionError):
+    """Something that must not happen."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds."""
+
+    memory: int  # resident bytes
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Resources:
+        """Of a process now."""
+        status = Path(f"/proc/{pid}/status").read_text()
+        values = dict(line.split(":", 1) for line in status.splitlines())
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return cls(int(values["VmRSS"].split()[0]) * 1024, files, int(values["Threads"]))
+
+    def excess(self, base: Resources) -> str:
+        """What has grown since `base`; empty if nothing has."""
+        grown = [
+            f"{name} from {getattr(base, name)} to {getattr(self, name)}"
+            for name, most in MAX_GROWTH.items()
+            if getattr(self, name) > getattr(base, name) + most
+        ]
+        return ", ".join(grown)
+
+
+@dataclass
+class World:
+    """The processes under test and channels to them."""
+
+    drafter: ServiceProcess
+    verifier: ServiceProcess
+    fakes: list[FakeDrafter]
+    wrong_answers: deque[Plan]
+    to_drafter: grpc.aio.Channel
+    to_verifier: grpc.aio.Channel
+    markers: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)
+    base: dict[str, Resources] = field(default_factory=dict)
+    log_read: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> dict[str, ServiceProcess]:
+        """By name."""
+        return {"drafter": self.drafter, "verifier": self.verifier}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether both run."""
+        return all(process.running for process in self.processes.values())
+
+    async def check(self) -> None:
+        """Both live, say so, answer good peers as before the fuzzing, and hold no more than then.
+
+        Raises
+        ------
+        FindingError
+            When that is not so.
+        """
+        for name, process in self.processes.items():
+            if not process.running:
+                raise FindingError(f"the {name} ended with {process.returncode}:\n{process.log_text()[-4000:]}")
+            with process.log_path.open("rb") as log:
+                log.seek(self.log_read.get(name, 0))
+                news = log.read()
+                self.log_read[name] = log.tell()
+            for record in LOG_RECORD.split(news):
+                if b"Traceback" in record and not any(text in record for text in GRPC_TELLS):
+                    text = record[:4000].decode(errors="replace")
+                    raise FindingError(f"the {name} has logged an error that it did not expect:\n{text}")
+        for name, channel in (("drafter", self.to_drafter), ("verifier", self.to_verifier)):
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                raise FindingError(f"the {name} says {answer.status}")
+        await asyncio.gather(
+            self.recite(0), self.recite(1), self.recite(2), self.check_markers(1), self.check_markers(2)
+        )
+        await pb_grpc.GenerationStub(self.to_verifier).GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=PATIENCE_S)
+
+    async def check_resources(self) -> None:
+        """Waits until both hold no more than at the beginning; see `check`."""
+        for name, process in self.processes.items():
+            base = self.base.setdefault(name, Resources.of(process.pid))
+            deadline = time.monotonic() + PATIENCE_S
+            while excess := Resources.of(process.pid).excess(base):
+                if time.monotonic() > deadline:
+                    raise FindingError(f"the {name} has grown: {excess}")
+                await asyncio.sleep(0.2)
+
+    async def recite(self, which: int, length: int = 24) -> None:
+        """A client whose answer is known: how a sentence that the target has by heart goes on, and nobody else's."""
+        ids = make_tokenizer().encode(SENTENCES[which]).ids[: 6 + length]
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=ids[:6]),
+            sampling_params=config_pb2.SamplingParams(temperature=0, max_tokens=length),
+            request_id=f"recital-{which}",
+        )
+        got: list[int] = []
+        async for response in pb_grpc.GenerationStub(self.to_verifier).Generate(request, timeout=PATIENCE_S):
+            got += response.token_ids
+        if got != ids[6:]:
+            raise FindingError(f"sentence {which} came as {make_tokenizer().decode(got)!r}")
+
+    async def check_markers(self, which: int) -> None:
+        """A verifier whose drafts are known: those of its own sequences, as without anybody else on the drafter."""
+        answers = await self._draft(which)
+        known = self.markers.setdefault(which, answers)
+        for answer, expected in zip(answers, known, strict=True):
+            same = all(
+                list(getattr(answer, name)) == list(getattr(expected, name))
+                for name in ("sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts")
+            )
+            logits = [np.frombuffer(one.logits.data, np.float32) for one in (answer, expected)]
+            if not same or answer.tokens.data != expected.tokens.data or not np.allclose(*logits, rtol=1e-3, atol=1e-3):
+                raise FindingError(f"marker {which} was answered {answer}, expected {expected}")
+
+    async def _draft(self, which: int) -> list[draft_pb2.Drafts]:
+        writer = Writer(Random(which), last_id=which * 1_000_000)
+        call = draft_pb2_grpc.DraftingStub(self.to_drafter).Draft(timeout=PATIENCE_S)
+        await call.write(draft_pb2.DraftRequest(hello=hello(DENSE)))
+        answers = []
+        if not isinstance(await call.read(), draft_pb2.DraftResponse):
+            raise FindingError(f"marker {which} was refused: {await call.details()}")
+        for _ in range(MARKER_STEPS):
+            step = writer.step()
+            await call.write(draft_pb2.DraftRequest(step=step))
+            response: Any = await call.read()
+            if not isinstance(response, draft_pb2.DraftResponse):
+                raise FindingError(f"marker {which} was ended: {await call.details()}")
+            foreign = set(response.drafts.sequence_ids) - set(writer.rows)
+            if foreign:
+                raise FindingError(f"marker {which} got the answer for sequences {foreign}")
+            answers.append(response.drafts)
+        await call.done_writing()
+        await call.code()
+        return answers
+
+
+@asynccontextmanager
+async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterator[World]:
+    """Both services; the verifier takes draft logits, `top_n` of each draft or all (0)."""
+    target, head = shelf.target("llama"), shelf.head("llama", "good")
+    wrong_answers: deque[Plan] = deque()
+    fakes = [FakeDrafter(top_n, wrong_answers) for _ in range(NUM_FAKES)]
+    servers = [await fake.start() for fake in fakes]
+    drafter = await asyncio.to_thread(start_drafter, head, target, "--device", "cpu", log_path=logs / "drafter.log")
+    logits = f'{{"top_n": {top_n}}}' if top_n else '"dense"'
+    config = f'{{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": {logits}}}'
+    addresses = ",".join([drafter.address, *(fake.address for fake in fakes)])
+    options = ["--target", str(target), "--drafters", addresses, "--listen", "127.0.0.1:0", "--device", "cpu"]
+    options += ["--speculative-config", config, "--draft-deadline-ms", "1000", "--no-adaptive-k"]
+    make_verifier: Callable[..., Awaitable[ServiceProcess]] = asyncio.to_thread
+    verifier = await make_verifier(
+        ServiceProcess, ["verifier", *options], logs / "verifier.log", program=(sys.executable, str(IMPATIENT))
+    )
+    channel_options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    try:
+        async with (
+            grpc.aio.insecure_channel(drafter.address, options=channel_options) as to_drafter,
+            grpc.aio.insecure_channel(verifier.address, options=channel_options) as to_verifier,
+        ):
+            yield World(drafter, verifier, fakes, wrong_answers, to_drafter, to_verifier)
+    finally:
+        verifier.kill()
+        drafter.kill()
+        for server in servers:
+            await server.stop(None)

@@ -1,0 +1,135 @@
+"""Hostile input of every kind against both services as real processes; `make test-fuzz` plays many more cases.
+
+FUZZ_CASES is the number of cases, FUZZ_SEED what they are made from; FUZZ_ONLY=N plays the case number N alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from fuzz_cases import KINDS, Outcomes
+from fuzz_world import PATIENCE_S, TOP_N, FindingError, Resources, World, opened_world
+
+from models import ModelShelf, session_shelf
+
+CASES = int(os.environ.get("FUZZ_CASES", "3000"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+ONLY = os.environ.get("FUZZ_ONLY")
+MAX_FINDINGS = 20
+AT_ONCE = 16
+BATCH = 400
+
+pytestmark = [pytest.mark.xdist_group("fuzz"), pytest.mark.timeout(7200)]
+
+
+def tell(text: str) -> None:
+    """Shows it at once, from a process of pytest-xdist too."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Campaign:
+    """Plays cases in batches and looks after each whether all is well."""
+
+    def __init__(self, world: World, seed: int, cases: int, variant: int) -> None:
+        """`variant` makes other cases of the same seed."""
+        self._world = world
+        self._seed = seed
+        self._variant = variant
+        self._cases = cases
+        self.counts: dict[str, Outcomes] = {kind: Counter() for kind in KINDS}
+        self._findings: list[str] = []
+
+    @property
+    def total(self) -> int:
+        """Cases judged."""
+        return sum(sum(outcomes.values()) for outcomes in self.counts.values())
+
+    async def run(self) -> None:
+        """Plays until there have been enough cases."""
+        await self._world.check()
+        first = 0
+        while self.total < self._cases:
+            await self._play(range(first, first + BATCH))
+            first += BATCH
+            tell(f"{self.total} cases, {first} numbers, {len(self._findings)} findings")
+
+    async def play_one(self, index: int) -> None:
+        """Plays a single case again."""
+        await self._world.check()
+        await self._play(range(index, index + 1))
+
+    async def _play(self, indices: range) -> None:
+        turns = asyncio.Semaphore(AT_ONCE)
+        findings = await asyncio.gather(*(self._judge(index, turns) for index in indices))
+        self._findings += [text for text in findings if text]
+        try:
+            await self._world.check()
+            await self._world.check_resources()
+        except Exception as error:
+            told = f"after the cases {indices.start} to {indices.stop - 1}: {type(error).__name__}: {error}"
+            self._findings.append(told)
+            if len(self._findings) > MAX_FINDINGS or not self._world.is_alive:
+                self.check()
+
+    def check(self) -> None:
+        """Raises when something was found."""
+        if self._findings:
+            raise FindingError("\n".join([f"FUZZ_SEED={self._seed}", *self._findings]))
+
+    async def _judge(self, index: int, turns: asyncio.Semaphore) -> str:
+        """Plays a case; what is wrong, if something is."""
+        rng = Random(f"{self._seed + self._variant}/{index}")
+        shares = [share for share, _ in KINDS.values()]
+        kind = rng.choices(list(KINDS), shares)[0]
+        async with turns:
+            try:
+                self.counts[kind] += await asyncio.wait_for(KINDS[kind][1](self._world, rng), 2 * PATIENCE_S)
+            except TimeoutError:
+                return f"FUZZ_ONLY={index} ({kind}): hangs"
+            except Exception as error:
+                return f"FUZZ_ONLY={index} ({kind}): {type(error).__name__}: {error}"
+        return ""
+
+    def report(self, before: dict[str, Resources], seconds: float) -> str:
+        """What was played and how it ended."""
+        lines = [f"{self.total} cases in {seconds:.0f} s, seed {self._seed}"]
+        for kind, outcomes in self.counts.items():
+            parts = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
+            lines.append(f"  {kind}: {sum(outcomes.values())} ({parts})")
+        for name, process in self._world.processes.items():
+            old, now = before[name], Resources.of(process.pid)
+            lines.append(
+                f"  {name}: memory {old.memory >> 20} -> {now.memory >> 20} MiB, files {old.files} -> {now.files}, "
+                f"threads {old.threads} -> {now.threads}"
+            )
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
+    return session_shelf(tmp_path_factory)
+
+
+@pytest.mark.parametrize("top_n", [0, TOP_N], ids=["dense", "top_n"])
+def test_hostile_input_harms_nobody(top_n: int, shelf: ModelShelf, tmp_path: Path) -> None:
+    async def play() -> None:
+        async with opened_world(shelf, tmp_path, top_n) as world:
+            campaign = Campaign(world, SEED, CASES // 2, variant=top_n)
+            await world.check()
+            before = {name: Resources.of(process.pid) for name, process in world.processes.items()}
+            began = time.monotonic()
+            if ONLY is not None:
+                await campaign.play_one(int(ONLY))
+            else:
+                await campaign.run()
+            tell(campaign.report(before, time.monotonic() - began))
+            campaign.check()
+
+    asyncio.run(play())
