@@ -6,7 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -17,6 +17,7 @@ from drafter_service.engine import DraftEngine
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import ReceivedStep
 from draftwire.devices import make_current
+from draftwire.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class EngineThread:
         self.engine = engine
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     def start(self) -> None:
@@ -64,11 +65,20 @@ class EngineThread:
         """Opens no sequence any more."""
         self._commands.put(self.engine.drain)
 
-    def submit(self, session: Session, received: ReceivedStep) -> None:
-        """Queues a step."""
-        self._commands.put(partial(self._submit, session, received))
+    def post(self, command: Callable[[], None]) -> None:
+        """Calls `command` on the engine's thread, in order."""
+        self._commands.put(command)
 
-    def _submit(self, session: Session, received: ReceivedStep) -> None:
+    def watch(self, fd: int, read: Callable[[], Sequence[Callable[[], None]] | None]) -> None:
+        """Calls the commands that `read` returns when `fd` is readable; on the engine's thread."""
+        self._commands.watch(fd, read)
+
+    def unwatch(self, fd: int) -> None:
+        """Takes no more from there; on the engine's thread."""
+        self._commands.unwatch(fd)
+
+    def submit(self, session: Session, received: ReceivedStep) -> None:
+        """Queues a step; on the engine's thread."""
         with self._ending_sessions_without_memory():
             self.engine.submit(session, received.load())
 
@@ -100,14 +110,15 @@ class EngineThread:
 
     def _run_commands(self) -> bool:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
-        is_idle = not self.engine.has_work
-        while is_idle or not self._commands.empty():
-            command = self._commands.get()
+        while True:
+            try:
+                command = self._commands.get(timeout=0 if self.engine.has_work else None)
+            except queue.Empty:
+                return True
             if command is None:
                 return False
             command()
-            is_idle = False
-        return True
+            del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
 
     def _iterate(self) -> None:
         with self._ending_sessions_without_memory():

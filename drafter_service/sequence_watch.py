@@ -37,7 +37,7 @@ class _Watched:
 
 
 class SequenceWatch:
-    """Follows the sequences of a stream, on its event loop; drafts are counted for debug lines and spans alone."""
+    """Follows a stream's sequences, on the engine's thread; drafts are counted for debug lines and spans alone."""
 
     def __init__(self, verifier: str) -> None:
         """`verifier` is its name in the log."""

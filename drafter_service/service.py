@@ -202,9 +202,16 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             receiver,
             is_fused=bool(features.fused_for),
         )
-        row_bytes = terms.mode.row_bytes(self._info.draft_vocab_size)
-        watch = SequenceWatch(terms.verifier)
-        stream = DraftStream(context, decoder, self._engine, receiver, sender, watch, row_bytes)
+        stream = DraftStream(
+            context,
+            decoder,
+            self._engine,
+            receiver,
+            sender,
+            SequenceWatch(terms.verifier),
+            terms.mode.row_bytes(self._info.draft_vocab_size),
+            shared.lane,
+        )
 
         def deliver(answer: Answer | Exception) -> None:
             self.collector.count(answer)
@@ -214,20 +221,22 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         try:
             session = await asyncio.wrap_future(opening)
             logger.info(
-                "session of %s at %s opened; %s features by %s, draft logits by %s",
+                "session of %s at %s opened; %s features by %s, draft logits by %s, messages %s",
                 terms.verifier,
                 peer,
                 "fused" if features.fused_for else "raw",
                 carrier_name(receiver.carrier),
                 carrier_name(sender.carrier),
+                "direct" if shared.lane else "by the stream",
             )
-            await context.write(self._hello(receiver.carrier, sender.carrier))
+            await context.write(self._hello(receiver.carrier, sender.carrier, is_direct=shared.lane is not None))
             self._streams.add(stream)
             if self._drain_timeout_s is not None:  # it began after this session was let in
                 stream.drain(self._drain_timeout_s)
             await stream.run(session)
         finally:
             self._streams.discard(stream)
+            stream.close()
             opening.add_done_callback(self._close)
             logger.info("session of %s at %s closed", terms.verifier, peer)
 
@@ -235,7 +244,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         if not opening.cancelled() and opening.exception() is None:
             self._engine.close_session(opening.result())
 
-    def _hello(self, carrier: pb.Carrier, logits_carrier: pb.Carrier) -> pb.DraftResponse:
+    def _hello(self, carrier: pb.Carrier, logits_carrier: pb.Carrier, *, is_direct: bool) -> pb.DraftResponse:
         hello = pb.DrafterHello(
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
@@ -243,6 +252,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             draft_token_ids=self._draft_token_ids,
             carrier=carrier,
             logits_carrier=logits_carrier,
+            direct=is_direct,
         )
         return pb.DraftResponse(hello=hello)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from drafter_service.answer import Answer
-from drafter_service.engine_thread import EngineThread
+from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
-from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.errors import QueueFullError
+from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.errors import InvalidArgumentError, QueueFullError
 from draftwire.v1 import draft_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
@@ -22,7 +29,11 @@ Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
 
 
 class DraftStream:
-    """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered."""
+    """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered.
+
+    Steps come over the stream or over the lane, and are checked on the engine's thread. Answers go over the lane until
+    one does not fit: on the engine's thread, or on the event loop where their logits must be waited for.
+    """
 
     def __init__(
         self,
@@ -33,6 +44,7 @@ class DraftStream:
         sender: TensorSender,
         watch: SequenceWatch,
         answer_row_bytes: int,
+        lane: Lane | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
         becomes of the sequences.
@@ -44,17 +56,27 @@ class DraftStream:
         self._sender = sender
         self._watch = watch
         self._answer_row_bytes = answer_row_bytes
+        self._lane = lane
+        self._is_direct = lane is not None
+        self._session: Session | None = None
+        self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
-        # None: the last step is read.
+        # None: all have been written.
         self._answers: asyncio.Queue[Answer | pb.Draining | Exception | None] = asyncio.Queue()
+        self._lock = threading.Lock()  # of what follows
         self._all_read = False
+        self._has_failed = False
         self._unanswered: dict[int, int] = {}  # step id -> bytes of its message, features and answer
         self._unanswered_bytes = 0
 
     def deliver(self, answer: Answer | Exception) -> None:
-        """Takes an answer, or the error that ended the session, from the engine's thread."""
+        """Takes an answer, or the error that ended the session, on the engine's thread."""
         if isinstance(answer, Answer):
+            self._watch.take_answer(answer)
             answer.begin_sending(self._sender)
+            if self._is_direct and not self._answer_row_bytes and self._send_directly(self._encode(answer)):
+                self._settle(answer.step_id)
+                return
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     def drain(self, timeout_s: float) -> None:
@@ -73,56 +95,131 @@ class DraftStream:
         EngineFailureError
             When the engine gave up the session.
         """
+        self._session = session
+        if self._lane is not None:
+            self._engine.post(partial(self._engine.watch, self._lane.fileno(), partial(self._read_lane, self._lane)))
         writer = asyncio.create_task(self._write_answers())
-        reader = asyncio.create_task(self._read_steps(session))
-        error: BaseException | None = None
+        reader = asyncio.create_task(self._read_steps())
         try:
             done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-        except BaseException as caught:
-            error = caught
+        except BaseException as error:
+            self._error = error
             raise
         finally:
-            self._watch.end(error)
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
-    async def _read_steps(self, session: Session) -> None:
+    def close(self) -> None:
+        """Takes nothing more; from any thread."""
+        self._has_failed = True
+        self._engine.post(self._close)
+
+    def _close(self) -> None:
+        # Both hold this stream, and with it memory that is shared.
+        error, self._error, self._session = self._error, None, None
+        self._watch.end(error)
+        if self._lane is not None:
+            self._engine.unwatch(self._lane.fileno())
+            self._lane.close()
+
+    def _read_lane(self, lane: Lane) -> list[Callable[[], None]] | None:
+        """Commands that take the steps which have come over the lane; on the engine's thread."""
+        try:
+            return None if self._has_failed else [partial(self._take_message, one) for one in lane.receive()]
+        except ConnectionError:
+            return None
+
+    async def _read_steps(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
+            self._count(request)
+            self._engine.post(partial(self._take, request))
+        self._engine.post(self._end_steps)
+
+    def _end_steps(self) -> None:
+        self._all_read = True
+        self._settle(0)
+
+    def _take_message(self, message: bytes) -> None:
+        try:
+            request = pb.DraftRequest.FromString(message)
+            self._count(request)
+        except DecodeError:
+            self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
+        except QueueFullError as error:
+            self._fail(error)
+        else:
+            self._take(request)
+
+    def _take(self, request: pb.DraftRequest) -> None:
+        """Checks a step and queues it; on the engine's thread."""
+        if self._has_failed:
+            return
+        try:
             step = self._decoder.decode(request)
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
-            size = request.ByteSize() + sum(request.step.num_drafts) * self._answer_row_bytes
-            self._check_room(size)
-            self._watch.take_step(request.step)
-            self._sender.release(request.step.logits_read, "logits_read")
+            size = sum(request.step.num_drafts) * self._answer_row_bytes
             if request.step.features.HasField("span"):
                 size += step.features.num_bytes
-            self._unanswered[step.step_id] = size
-            self._unanswered_bytes += size
-            self._engine.submit(session, step)
-        self._all_read = True
-        self._answers.put_nowait(None)
+            self._make_room(step.step_id, size)
+            self._watch.take_step(request.step)
+            self._sender.release(request.step.logits_read, "logits_read")
+            assert self._session is not None
+            self._engine.submit(self._session, step)
+        except (InvalidArgumentError, QueueFullError) as error:
+            self._fail(error)
+        except Exception as error:  # one stream's, whatever it is: the engine goes on with the others
+            logger.exception("a step could not be read")
+            self._fail(EngineFailureError(f"a step could not be read: {error}"))
 
-    def _check_room(self, size: int) -> None:
-        if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
-            raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
-        if self._unanswered and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
-            raise QueueFullError(f"steps of {MAX_UNANSWERED_BYTES} bytes are unanswered, and no more are taken")
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
+
+    def _count(self, request: pb.DraftRequest) -> None:
+        """Takes note of a step where it arrives, so that no more are read than there is room for."""
+        with self._lock:
+            if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
+                raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
+        self._make_room(request.step.step_id, request.ByteSize())
+
+    def _make_room(self, step_id: int, size: int) -> None:
+        """Counts bytes that a step takes until it is answered."""
+        with self._lock:
+            others = self._unanswered.keys() - {step_id}
+            if others and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
+                raise QueueFullError(f"steps of {MAX_UNANSWERED_BYTES} bytes are unanswered, and no more are taken")
+            self._unanswered[step_id] = self._unanswered.get(step_id, 0) + size
+            self._unanswered_bytes += size
+
+    def _settle(self, step_id: int) -> None:
+        """A step has been answered; the stream ends when it was the last one."""
+        with self._lock:
+            self._unanswered_bytes -= self._unanswered.pop(step_id, 0)
+            is_last = self._all_read and not self._unanswered
+        if is_last:
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, None)
+
+    def _send_directly(self, response: pb.DraftResponse) -> bool:
+        """Sends a response over the lane unless one has not fitted before; False when it must go over the stream."""
+        self._is_direct = self._is_direct and self._lane is not None and self._lane.send(response.SerializeToString())
+        return self._is_direct
+
+    def _encode(self, answer: Answer) -> pb.DraftResponse:
+        response = answer.encode()
+        response.drafts.features_read = self._receiver.generation_read
+        return response
 
     async def _write_answers(self) -> None:
-        while not self._all_read or self._unanswered:
-            answer = await self._answers.get()
-            if answer is None:
-                continue
+        while (answer := await self._answers.get()) is not None:
             if isinstance(answer, Exception):
                 raise answer
             if isinstance(answer, pb.Draining):
                 await self._context.write(pb.DraftResponse(draining=answer))
                 continue
-            self._watch.take_answer(answer)
-            response = answer.encode()
-            response.drafts.features_read = self._receiver.generation_read
-            await self._context.write(response)
-            self._unanswered_bytes -= self._unanswered.pop(answer.step_id)
+            response = self._encode(answer)
+            if not self._send_directly(response):
+                await self._context.write(response)
+            self._settle(answer.step_id)

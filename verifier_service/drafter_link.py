@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from weakref import WeakValueDictionary
 
 import grpc
 import torch
+from google.protobuf.message import DecodeError
 
 from draftwire import config as cfg
 from draftwire.carriers import (
     ALL_CARRIERS,
+    Lane,
     Outgoing,
     Rendezvous,
     Segment,
@@ -128,7 +131,9 @@ LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
 
 
 class Stream:
-    """One open stream, as the engine's thread sees it.
+    """One open stream, as the engine's thread sees it, which calls all methods but `count_sent`.
+
+    Messages go over the lane, where there is one and they fit, without another thread; see `Rendezvous` in draft.proto.
 
     Attributes
     ----------
@@ -142,31 +147,47 @@ class Stream:
 
     def __init__(
         self,
-        address: str,
+        status: generate_pb2.DrafterStatus,
         head: HeadInfo,
         cancel: Callable[[], object],
         sender: TensorSender,
         receiver: TensorReceiver,
         report: Callable[[Stream, generate_pb2.DrafterState], None],
+        lane: Lane | None = None,
         *,
         on_trial: bool = False,
     ) -> None:
-        self.address = address
+        """`status` is the drafter's, in which bytes are counted."""
+        self.address = status.address
         self.head = head
         self.sender = sender
         self.receiver = receiver
+        self.lane = lane
         # None: nothing more is sent.
         self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
         self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
-        self.num_unanswered = 0  # steps that were sent
+        self._num_unanswered = 0  # steps that were sent
+        self._status = status
         self._cancel = cancel
         self._report = report
         self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # of the counts
+        self._last_queued = 0  # step
+        self._last_answered = 0
 
     def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
-        """Queues a step and the features that go with it; from any thread, never blocks."""
+        """Sends a step and the features that go with it; never waits for the drafter."""
+        if self._is_direct_next() and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
+            if features is not None:
+                features.finish(step.features)
+                features = None
+            message = self.request(step).SerializeToString()
+            if self.lane is not None and self.lane.send(message):
+                self.count_sent(len(message))
+                return
+        self._last_queued = step.step_id
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
 
     def report(self, state: generate_pb2.DrafterState) -> None:
@@ -174,8 +195,59 @@ class Stream:
         self._loop.call_soon_threadsafe(self._report, self, state)
 
     def end(self) -> None:
-        """Sends nothing more, upon which the drafter ends the stream; from any thread."""
+        """Sends nothing more, upon which the drafter ends the stream."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
+
+    def _is_direct_next(self) -> bool:
+        """Steps must not overtake those that were sent over the stream."""
+        return self.lane is not None and self._last_answered >= self._last_queued
+
+    def request(self, step: draft_pb2.DraftStep) -> draft_pb2.DraftRequest:
+        """The message of a step."""
+        step.logits_read = self.receiver.generation_read
+        return draft_pb2.DraftRequest(step=step)
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Counts the message of a step; from any thread."""
+        with self._lock:
+            self._status.sent_message_bytes += num_bytes
+            self._num_unanswered += 1
+
+    def count_answer(self, num_bytes: int) -> bool:
+        """Counts an answer's message; whether there was a step to answer. From any thread."""
+        with self._lock:
+            self._status.received_message_bytes += num_bytes
+            self._num_unanswered -= 1
+            return self._num_unanswered >= 0
+
+    def take(self, drafts: draft_pb2.Drafts) -> None:
+        """Takes note of an answer.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When it has read features that were not sent.
+        """
+        self._last_answered = drafts.step_id
+        self.sender.release(drafts.features_read, "drafts.features_read")
+
+    def read_lane(self) -> list[LinkEvent] | None:
+        """The answers that have come over the lane; None when no more will."""
+        if self.failure is not None or self.lane is None:
+            return None
+        events: list[LinkEvent] = []
+        try:
+            for message in self.lane.receive():
+                events.append(Answered(self, draft_pb2.DraftResponse.FromString(message).drafts))
+                if not self.count_answer(len(message)):
+                    self.fail("answered more steps than it was sent", expel=True)
+                    return None
+        except ConnectionError:
+            return None
+        except DecodeError:
+            self.fail("wrong answer: not a DraftResponse", expel=True)
+            return None
+        return events
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
         """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""
@@ -341,6 +413,9 @@ class DrafterLink:
         # What the other side could not make use of is given up again.
         outgoing = _agreed(shared.outgoing, answer.hello.carrier)
         incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
+        lane = shared.lane if answer.hello.direct else None
+        if answer.hello.direct and lane is None:
+            raise MismatchError("the drafter's hello says direct, but it has not come to the rendezvous")
         sender = TensorSender(self._target.device, outgoing)
         receiver = TensorReceiver(self._target.device, incoming)
         self.status.head_fingerprint = head.fingerprint
@@ -348,15 +423,19 @@ class DrafterLink:
         self.status.features_are_fused = fusion is not None
         self.status.features_carrier = sender.carrier
         self.status.logits_carrier = receiver.carrier
+        self.status.is_direct = lane is not None
         logger.info(
-            "drafter %s: connected, head %s; %s features by %s, draft logits by %s",
+            "drafter %s: connected, head %s; %s features by %s, draft logits by %s, messages %s",
             self._address,
             head.fingerprint,
             "fused" if fusion else "raw",
             carrier_name(sender.carrier),
             carrier_name(receiver.carrier),
+            "direct" if lane else "by the stream",
         )
-        return Stream(self._address, head, call.cancel, sender, receiver, self._show, on_trial=self._on_trial)
+        return Stream(
+            self.status, head, call.cancel, sender, receiver, self._show, lane, on_trial=self._on_trial
+        )
 
     @property
     def _largest_answer(self) -> int:
@@ -381,20 +460,14 @@ class DrafterLink:
         )
 
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
-        self.status.received_message_bytes += answer.ByteSize()
         if answer.WhichOneof("message") == "draining":
             if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
                 raise _ExpelledError("said twice that it drains")
             self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
             self._post(Draining(stream))
             return
-        stream.num_unanswered -= 1
-        if stream.num_unanswered < 0:  # before it queues up where the engine, in a long step, cannot tell yet
+        if not stream.count_answer(answer.ByteSize()):  # before it queues up where the engine cannot tell yet
             raise _ExpelledError("answered more steps than it was sent")
-        try:
-            stream.sender.release(answer.drafts.features_read, "drafts.features_read")
-        except InvalidArgumentError as error:
-            raise _ExpelledError(str(error)) from error
         self._post(Answered(stream, answer.drafts))
 
     async def _ask_load(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
@@ -409,15 +482,13 @@ class DrafterLink:
                         self._post(Loaded(stream, info.load))
 
     async def _write(self, call: _Call, stream: Stream) -> None:
-        """Sends what the engine queues."""
+        """Sends what the engine queues for the stream."""
         while (entry := await stream.outbox.get()) is not None:
             step, features = entry
             if features is not None:
                 features.finish(step.features)
-            step.logits_read = stream.receiver.generation_read
-            request = draft_pb2.DraftRequest(step=step)
-            self.status.sent_message_bytes += request.ByteSize()
-            stream.num_unanswered += 1
+            request = stream.request(step)
+            stream.count_sent(request.ByteSize())
             await call.write(request)
         await call.done_writing()
 

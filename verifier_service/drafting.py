@@ -127,7 +127,7 @@ class Drafting:
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
-                self._take_answer(session, event.drafts, event.received)
+                self._take_answer(session, event)
             elif isinstance(event, Loaded):
                 session.take_load(event.load)
             elif isinstance(event, Draining):
@@ -401,7 +401,8 @@ class Drafting:
             binding.asked_step = binding.session.step_id
         return wanted
 
-    def _take_answer(self, session: DraftSession, drafts: draft_pb2.Drafts, received: float) -> None:
+    def _take_answer(self, session: DraftSession, answer: Answered) -> None:
+        drafts, received = answer.drafts, answer.received
         message = session.unanswered.get(drafts.step_id)
         if message is None:
             self._give_up(session, f"answered step {drafts.step_id}, which had no answer due", expel=True)
@@ -418,6 +419,7 @@ class Drafting:
             del session.unanswered[step_id]
         session.is_late = session.is_late and bool(session.unanswered)
         try:
+            session.stream.take(drafts)
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
             self._give_up(session, f"wrong answer: {error}", expel=True)

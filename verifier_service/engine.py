@@ -19,8 +19,9 @@ from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.kv_cache import KVCache, SequenceRows
 from draftwire.logs import fields
+from draftwire.mailbox import Mailbox
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service.drafter_link import Connected, LinkEvent, Stream
+from verifier_service.drafter_link import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import Piece
@@ -123,7 +124,7 @@ class Engine:
             self.times,
             adaptive_k=limits.adaptive_k,
         )
-        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._events: Mailbox[_Event | None] = Mailbox()
         self._emissions: list[_Emission] = []
         self._items: list[tuple[Request, Item]] = []
         self._stop_reason = ""
@@ -171,11 +172,9 @@ class Engine:
     def _refuse_arrived(self) -> None:
         """Ends the requests that nobody will take any more; from any thread."""
         assert self._ended is not None
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if isinstance(event, _Arrived):
-                    self._deliver([(event.request, self._ended)])
+        for event in self._events.leftovers():
+            if isinstance(event, _Arrived):
+                self._deliver([(event.request, self._ended)])
 
     def _loop(self) -> None:
         works: list[Work] = []
@@ -241,8 +240,18 @@ class Engine:
                 self.metrics.count_end("cancelled", time.monotonic() - event.request.arrived)
             self._forget(event.request)
         elif not isinstance(event, Connected) or self._has_store(event.stream):
+            self._use_lane(event)
             self.drafting.handle(event)
             self._drop_unused_stores()
+
+    def _use_lane(self, event: LinkEvent) -> None:
+        """Answers that come over a stream's lane reach this thread without another one."""
+        lane = event.stream.lane
+        if lane is not None and isinstance(event, Connected):
+            self._events.watch(lane.fileno(), event.stream.read_lane)
+        elif lane is not None and isinstance(event, Disconnected):
+            self._events.unwatch(lane.fileno())
+            lane.close()
 
     def _has_store(self, stream: Stream) -> bool:
         """Whether there is a store of the features that a new stream needs; makes it."""

@@ -1,5 +1,6 @@
 """How tensors travel between a verifier and a drafter: in the message, in shared host memory, in shared GPU memory."""
 
+from draftwire.carriers.lane import Lane
 from draftwire.carriers.names import ALL_CARRIERS, carrier_name, offered_carriers, parse_carriers
 from draftwire.carriers.receiver import Incoming, TensorReceiver
 from draftwire.carriers.rendezvous import Rendezvous, SharedSegments, meet
@@ -9,6 +10,7 @@ from draftwire.carriers.sender import Outgoing, TensorSender
 __all__ = [
     "ALL_CARRIERS",
     "Incoming",
+    "Lane",
     "Outgoing",
     "Rendezvous",
     "Segment",

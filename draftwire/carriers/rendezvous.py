@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from google.protobuf.message import DecodeError, Message
 
+from draftwire.carriers.lane import Lane
 from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError, attach_segment, create_segment
 from draftwire.devices import make_current
 from draftwire.v1 import draft_pb2 as pb
@@ -34,10 +35,11 @@ _MAX_MESSAGE_BYTES = 1024
 
 @dataclass(frozen=True)
 class SharedSegments:
-    """What one side holds after the conversation; None where bytes in the message are left."""
+    """What one side holds after the conversation; None where the stream and its messages are left."""
 
     outgoing: Segment | None = None
     incoming: Segment | None = None
+    lane: Lane | None = None
 
 
 class Rendezvous:
@@ -72,13 +74,16 @@ class Rendezvous:
         """
         make_current(device)
         while (connection := self._accept()) is not None:
-            with connection:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
                 try:
                     connection.settimeout(TIMEOUT_S)
                     if not hmac.compare_digest(connection.recv(_TOKEN_BYTES + 1), self._token):
                         continue
                     outgoing = _attach(connection, carriers, device)
-                    return SharedSegments(outgoing, _offer(connection, logits_carriers, logits_bytes, device))
+                    incoming = _offer(connection, logits_carriers, logits_bytes, device)
+                    stack.pop_all()
+                    return SharedSegments(outgoing, incoming, Lane(connection))
                 except (OSError, DecodeError) as error:
                     logger.warning("nothing is shared with the drafter: %s", str(error) or type(error).__name__)
         return SharedSegments()
@@ -123,7 +128,8 @@ def meet(
     if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
         return SharedSegments()
     make_current(device)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(TIMEOUT_S)
             connection.connect(f"\0{rendezvous.socket}")
@@ -133,7 +139,9 @@ def meet(
         try:
             connection.send(rendezvous.token)
             incoming = _offer(connection, carriers, features_bytes, device)
-            return SharedSegments(_attach(connection, carriers, device), incoming)
+            outgoing = _attach(connection, carriers, device)
+            stack.pop_all()
+            return SharedSegments(outgoing, incoming, Lane(connection))
         except (OSError, DecodeError) as error:
             logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
             return SharedSegments()

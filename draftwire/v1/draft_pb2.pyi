@@ -190,20 +190,22 @@ class FeatureFusionChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class DrafterHello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "info", "draft_token_ids", "carrier", "logits_carrier")
+    __slots__ = ("protocol_version", "noise_version", "info", "draft_token_ids", "carrier", "logits_carrier", "direct")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CARRIER_FIELD_NUMBER: _ClassVar[int]
     LOGITS_CARRIER_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     info: GetDrafterInfoResponse
     draft_token_ids: Tensor
     carrier: Carrier
     logits_carrier: Carrier
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., info: _Optional[_Union[GetDrafterInfoResponse, _Mapping]] = ..., draft_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., logits_carrier: _Optional[_Union[Carrier, str]] = ...) -> None: ...
+    direct: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., info: _Optional[_Union[GetDrafterInfoResponse, _Mapping]] = ..., draft_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., logits_carrier: _Optional[_Union[Carrier, str]] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class DraftStep(_message.Message):
     __slots__ = ("step_id", "opened", "closed_ids", "sequence_ids", "first_rows", "num_rows", "num_drafts", "tokens", "features", "logits_read")

@@ -110,7 +110,7 @@ def test_tokens_and_acceptance_are_those_of_raw_features_in_messages(services):
             results[name] = (run(client), client.info())
         carrier = SHM if name == "auto" else BYTES
         assert (status.features_carrier, status.logits_carrier) == (carrier, carrier)
-        assert status.features_are_fused == (name == "auto")
+        assert status.features_are_fused == status.is_direct == (name == "auto")
         assert [traffic.carrier for traffic in results[name][1].counters.traffic if traffic.feature_bytes] == [carrier]
     for shared, plain in zip(results["auto"][0], results["bytes"][0], strict=True):
         assert shared.token_ids == plain.token_ids

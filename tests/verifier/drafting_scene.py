@@ -78,6 +78,7 @@ class RecordedStream(Stream):
         self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None, *, on_trial: bool = False
     ) -> None:
         self.address = "drafter:1"
+        self.lane = None
         self.head = head
         self.steps: list[pb.DraftStep] = []
         self.failure: str | None = None
@@ -97,6 +98,9 @@ class RecordedStream(Stream):
 
     def report(self, state: int) -> None:
         self.states.append(state)
+
+    def take(self, drafts: pb.Drafts) -> None:
+        self.sender.release(drafts.features_read, "drafts.features_read")
 
     def end(self) -> None:
         assert not self.has_ended

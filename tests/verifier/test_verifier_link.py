@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ import grpc
 import pytest
 import torch
 
+from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.carriers.lane import MAX_MESSAGE_BYTES
 from draftwire.config import speculative_config_from_mapping
 from draftwire.fusion import FeatureFusion
 from draftwire.tensors import encode_tensor
@@ -577,6 +580,68 @@ async def test_a_drafter_that_says_no_hello_is_tried_again(monkeypatch):
     async with linked(Silent()) as own:
         await own.connected()
         assert len(drafter.hellos) == 2
+
+
+# Steps that go straight to the drafter's engine.
+
+
+@on_loop
+async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake():
+    ours, theirs = (Lane(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sender, receiver = TensorSender(torch.device("cpu")), TensorReceiver(torch.device("cpu"))
+    status = generate_pb2.DrafterStatus(address="drafter:1")
+    head: Any = SimpleNamespace()
+    stream = Stream(status, head, lambda: None, sender, receiver, lambda *_: None, ours)
+
+    def sent(step_id: int, num_bytes: int = 0) -> str:
+        """Which way a step goes."""
+        features = None
+        if num_bytes:
+            features = sender.begin(torch.float32, (num_bytes // 4,))
+            features.seal()
+        stream.send(pb.DraftStep(step_id=step_id), features)
+        return "lane" if theirs.receive() else "stream"
+
+    assert [sent(1), sent(2)] == ["lane", "lane"]
+    assert sent(3, 4 * MAX_MESSAGE_BYTES) == "stream"
+    assert sent(4) == "stream"
+    stream.take(pb.Drafts(step_id=2))
+    assert sent(5) == "stream"
+    stream.take(pb.Drafts(step_id=3))
+    stream.take(pb.Drafts(step_id=4))
+    assert sent(6) == "stream"
+    for step_id in (5, 6):
+        stream.take(pb.Drafts(step_id=step_id))
+    assert sent(7) == "lane"
+    await asyncio.sleep(0)
+    assert [stream.outbox.get_nowait()[0].step_id for _ in range(stream.outbox.qsize())] == [3, 4, 5, 6]
+    theirs.close()
+    stream.send(pb.DraftStep(step_id=8))
+    await asyncio.sleep(0)
+    assert stream.outbox.get_nowait()[0].step_id == 8
+    ours.close()
+
+
+@on_loop
+async def test_answers_of_the_lane_are_read_until_nonsense_comes():
+    ours, theirs = (Lane(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    head: Any = SimpleNamespace()
+    cancelled = asyncio.Event()
+    cpu = torch.device("cpu")
+    status = generate_pb2.DrafterStatus()
+    stream = Stream(status, head, cancelled.set, TensorSender(cpu), TensorReceiver(cpu), lambda *_: None, ours)
+    for step_id in (1, 2):
+        stream.send(pb.DraftStep(step_id=step_id))
+        theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=step_id)).SerializeToString())
+    assert [event.drafts.step_id for event in stream.read_lane() or ()] == [1, 2]
+    theirs.send(b"\xff" * 20)
+    assert stream.read_lane() is None
+    assert stream.is_expelled
+    await asyncio.wait_for(cancelled.wait(), WAIT_S)
+    theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=3)).SerializeToString())
+    assert stream.read_lane() is None
+    ours.close()
+    theirs.close()
 
 
 # The end of a stream.
