@@ -65,6 +65,10 @@ class UnavailableError(DraftwireError):
     """A server that is about to end. gRPC status UNAVAILABLE."""
 
 
+class StalledClientError(DraftwireError):
+    """A client that does not read its output. gRPC status ABORTED."""
+
+
 class ServerError(DraftwireError):
     """A server that cannot start: its address is in use or malformed, or its device is missing."""
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from draftwire.carriers import ALL_CARRIERS
 from draftwire.config import check_limits, resolve_sampling_params, with_defaults
-from draftwire.errors import Described, DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
+from draftwire.errors import (
+    Described,
+    DraftwireError,
+    InvalidArgumentError,
+    QueueFullError,
+    StalledClientError,
+    UnavailableError,
+)
 from draftwire.request_id import REQUEST_ID_KEY, choose_request_id
 from draftwire.retry import retry_metadata
 from draftwire.security import ClientSecurity
@@ -27,15 +34,16 @@ from verifier_service.request import NoiseKeys, Request
 from verifier_service.request_watch import RequestWatch
 from verifier_service.target import Target
 from verifier_service.tokenizer import TextCodec
+from verifier_service.unread import Unread
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
-_NOT_ENDED = generate_pb2.FINISH_REASON_UNSPECIFIED
 _STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    StalledClientError: grpc.StatusCode.ABORTED,
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
@@ -70,7 +78,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._config = config
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[Request, asyncio.Queue[Item]] = {}
+        self._unread: dict[Request, Unread] = {}
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._engine = Engine(target, config, limits, self._deliver, on_failure)
@@ -97,13 +105,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     async def drain(self, timeout_s: float) -> None:
         """Takes no request any more, and gives those that it has so many seconds; what is left then gets an error."""
         self._is_draining = True
-        if not self._queues:
+        if not self._unread:
             return
-        logger.info("%d requests have %g s to end", len(self._queues), timeout_s)
+        logger.info("%d requests have %g s to end", len(self._unread), timeout_s)
         try:
             await asyncio.wait_for(self._all_ended.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("%d requests are left after %g s and end now", len(self._queues), timeout_s)
+            logger.warning("%d requests are left after %g s and end now", len(self._unread), timeout_s)
             reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
             await asyncio.to_thread(self._engine.stop, reason)
 
@@ -122,12 +130,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     def _spread(self, items: list[tuple[Request, Item]]) -> None:
         for request, item in items:
-            if request in self._queues:
-                self._queues[request].put_nowait(item)
+            if request in self._unread:
+                self._unread[request].put(item)
 
-    async def Generate(  # noqa: N802
+    # It writes through the context, where a client that does not read shows, and so is no iterator.
+    async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+    ) -> None:
         """See proto/draftwire/v1/generate.proto."""
         try:
             name = choose_request_id(request.request_id, context.invocation_metadata() or ())
@@ -144,31 +153,28 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             await context.abort(_STATUS_CODES[type(error)], str(error))
-        items: asyncio.Queue[Item] = asyncio.Queue()
-        self._queues[work] = items
+        unread = self._unread[work] = Unread()
         self._engine.submit(work)
-        has_ended = False
+        last: generate_pb2.GenerateResponse | None = None
+        failure: DraftwireError | None = None
         try:
-            while not has_ended:
-                item = await items.get()
-                if isinstance(item, DraftwireError):
-                    has_ended = True
-                    code = _STATUS_CODES.get(type(item), grpc.StatusCode.INTERNAL)
-                    watch.failed(item)
-                    await context.abort(code, str(item), _trailing_metadata(item))
-                    return
-                has_ended = item.finish_reason != _NOT_ENDED
-                if has_ended:
-                    watch.finished(item)
-                item.request_id, name = name, ""
-                yield item
+            last = await unread.write_to(context, name)
+        except DraftwireError as error:
+            failure = error
         finally:
-            del self._queues[work]
-            if not self._queues and self._is_draining:
+            del self._unread[work]
+            if not self._unread and self._is_draining:
                 self._all_ended.set()
-            if not has_ended:
-                watch.cancelled(work.num_output)
+            if last is None:
                 self._engine.cancel(work)
+                if failure is None:
+                    watch.cancelled(work.num_output)
+        if last is not None:
+            watch.finished(last)
+        elif failure is not None:
+            watch.failed(failure)
+            code = _STATUS_CODES.get(type(failure), grpc.StatusCode.INTERNAL)
+            await context.abort(code, str(failure), _trailing_metadata(failure))
 
     def _prepare(self, request: generate_pb2.GenerateRequest, request_id: str) -> Request:
         """The validated request.

@@ -54,8 +54,8 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
         Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-        google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; INTERNAL when this
-        request alone failed.
+        google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; ABORTED when the
+        client reads nothing for 60 s; INTERNAL when this request alone failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,142 @@
+"""Clients that read slowly, or not at all: what waits for them, for how long, and what it is to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from engine_scene import make_target
+
+from draftwire.config import build_sampling_params, speculative_config_from_mapping
+from draftwire.errors import ServerError
+from draftwire.security import LOOPBACK
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service import unread as unread_module
+from verifier_service.engine import EngineLimits
+from verifier_service.service import GenerationServicer
+from verifier_service.unread import MAX_MESSAGES, Unread
+
+WAIT_S = 60.0
+# A window that a few messages fill, and that does not grow.
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+MAX_TOKENS = 50
+
+
+def piece(number: int, text: str) -> pb.GenerateResponse:
+    """A message of two tokens, of which the second brings the rest of the text."""
+    return pb.GenerateResponse(
+        token_ids=[2 * number, 2 * number + 1], drafted=[True, False], text=text, token_text_ends=[1, len(text)]
+    )
+
+
+def taken(unread: Unread, count: int) -> list[pb.GenerateResponse]:
+    async def take() -> list[pb.GenerateResponse]:
+        return [await unread.take() for _ in range(count)]
+
+    return asyncio.run(take())
+
+
+def test_messages_come_one_by_one_to_a_client_that_keeps_up():
+    unread = Unread()
+    pieces = [piece(number, "ab") for number in range(MAX_MESSAGES)]
+    for one in pieces:
+        unread.put(one)
+    assert taken(unread, len(pieces)) == pieces
+
+
+def test_past_the_bound_neighbours_become_one_message_and_nothing_is_lost_or_out_of_order():
+    unread, total = Unread(), 20 * MAX_MESSAGES
+    texts = [chr(0x4E00 + number) + "x" * (1 + number % 3) for number in range(total)]
+    for number, text in enumerate(texts):
+        unread.put(piece(number, text))
+    last = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, statistics=pb.RequestStatistics(output_tokens=9))
+    unread.put(last)
+    messages = []
+    while not messages or messages[-1].finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+        messages += taken(unread, 1)
+    assert len(messages) <= MAX_MESSAGES
+    assert [token for one in messages for token in one.token_ids] == list(range(2 * total))
+    assert [flag for one in messages for flag in one.drafted] == [True, False] * total
+    assert "".join(one.text for one in messages) == "".join(texts)
+    ends, before = [], 0
+    for one in messages:
+        ends += [before + end for end in one.token_text_ends]
+        before += len(one.text)
+    starts = [sum(map(len, texts[:number])) for number in range(0, total, 97)]
+    assert [ends[2 * number] for number in range(0, total, 97)] == [start + 1 for start in starts]
+    assert messages[-1].statistics.output_tokens == 9
+
+
+def test_an_error_comes_after_the_messages():
+    unread = Unread()
+    unread.put(piece(0, "ab"))
+    unread.put(ServerError("it broke"))
+    assert taken(unread, 1) == [piece(0, "ab")]
+    with pytest.raises(ServerError, match="it broke"):
+        taken(unread, 1)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[GenerationServicer, str]]:
+    limits = EngineLimits(max_num_seqs=4, max_queue=8, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
+    config = speculative_config_from_mapping({})
+    servicer = GenerationServicer(make_target(), None, config, limits, [], LOOPBACK, lambda: None)
+    server = grpc.aio.server()
+    add_GenerationServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    servicer.start()
+    await server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+        await servicer.stop()
+
+
+def request() -> pb.GenerateRequest:
+    """Most of what the target's context holds, with log probabilities, so that messages are large."""
+    params = build_sampling_params(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=15)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=params)
+
+
+async def tokens_of(call: grpc.aio.UnaryStreamCall) -> list[int]:
+    """What is still to be read."""
+    tokens: list[int] = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        tokens += message.token_ids
+    return tokens
+
+
+def test_a_client_that_does_not_read_delays_no_other_and_has_all_of_its_output_when_it_does():
+    async def run() -> None:
+        async with served() as (_, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+            stalled = [GenerationStub(slow).Generate(request()) for _ in range(4)]  # all places of the batch
+            first = [(await call.read()).token_ids for call in stalled]
+            async with grpc.aio.insecure_channel(address) as channel:
+                whole = await tokens_of(GenerationStub(channel).Generate(request()))
+            assert len(whole) == MAX_TOKENS
+            assert [[*begin, *await tokens_of(call)] for begin, call in zip(first, stalled, strict=True)] == 4 * [whole]
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_a_client_that_never_reads_is_given_up(monkeypatch):
+    monkeypatch.setattr(unread_module, "STALL_S", 0.2)
+
+    async def run() -> None:
+        async with served() as (servicer, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+            call = GenerationStub(slow).Generate(request())
+            await call.read()
+            while servicer._unread:
+                await asyncio.sleep(0.02)
+            # What was on its way is still delivered; the status follows it.
+            with pytest.raises(grpc.RpcError) as ended:
+                await tokens_of(call)
+            assert ended.value.code() == grpc.StatusCode.ABORTED
+            assert "has read nothing for 0.2 s" in ended.value.details()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
