@@ -140,3 +140,23 @@ def test_a_client_that_never_reads_is_given_up(monkeypatch):
             assert "has read nothing for 0.2 s" in ended.value.details()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_the_requests_of_clients_that_go_leave_the_batch():
+    async def run() -> None:
+        async with served() as (servicer, address):
+            for reads in (True, False):
+                channel = grpc.aio.insecure_channel(address, SMALL_WINDOW)
+                calls = [GenerationStub(channel).Generate(request()) for _ in range(4)]
+                for call in calls:
+                    await call.read()
+                while reads and await calls[0].read() is not grpc.aio.EOF:
+                    pass
+                await channel.close()
+                while servicer._unread or servicer._engine.scheduler.running:
+                    await asyncio.sleep(0.02)
+                assert servicer._engine.kv_cache_usage == 0
+            async with grpc.aio.insecure_channel(address) as channel:
+                assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
