@@ -109,25 +109,43 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream."""
+    """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream.
+
+    Each character costs the same however long the stop texts are and however much of them has come (Knuth, Morris and
+    Pratt, 1977): a client chooses them, and all clients wait for the engine.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = list(stops)
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop text that the text so far ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that is free to go, the stop text found or None); nothing after a stop text is given out."""
         if not self._stops:
             return text, None
+        found = [(at, stop) for i, (stop, _) in enumerate(self._stops) if (at := self._match(i, text)) is not None]
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, stop = min(found)
             free, self._held = self._held[:at], ""
             return free, stop
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        free, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        end = len(self._held) - max(self._matched)
+        free, self._held = self._held[:end], self._held[end:]
         return free, None
+
+    def _match(self, index: int, text: str) -> int | None:
+        """Where the stop text begins, counted from the text held back, if it ends in `text`."""
+        stop, borders = self._stops[index]
+        matched = self._matched[index]
+        for i, character in enumerate(text):
+            while matched and character != stop[matched]:
+                matched = borders[matched - 1]
+            matched += character == stop[matched]
+            if matched == len(stop):
+                return len(self._held) + i + 1 - matched
+        self._matched[index] = matched
+        return None
 
     def flush(self) -> str:
         """What is held back, at the end of the output."""
@@ -135,6 +153,13 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def _borders(stop: str) -> list[int]:
+    """For each beginning of `stop`, the length of its longest end that is a shorter beginning too."""
+    borders = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = borders[length - 1]
+        length += stop[i] == stop[length]
+        borders[i] = length
+    return borders

@@ -29,6 +29,7 @@ from models import SENTENCES, ModelShelf, make_tokenizer
 
 # How long anything may take on a machine that does much else. Nothing is judged by time but that it ends.
 PATIENCE_S = 60.0
+START_S = 600.0
 NUM_FAKES = 4
 TOP_N = 8
 MARKER_STEPS = 6
@@ -196,7 +197,9 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
     wrong_answers: deque[Plan] = deque()
     fakes = [FakeDrafter(top_n, wrong_answers) for _ in range(NUM_FAKES)]
     servers = [await fake.start() for fake in fakes]
-    drafter = await asyncio.to_thread(start_drafter, head, target, "--device", "cpu", log_path=logs / "drafter.log")
+    drafter = await asyncio.to_thread(
+        start_drafter, head, target, "--device", "cpu", log_path=logs / "drafter.log", timeout_s=START_S
+    )
     logits = f'{{"top_n": {top_n}}}' if top_n else '"dense"'
     config = f'{{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": {logits}}}'
     addresses = ",".join([drafter.address, *(fake.address for fake in fakes)])
@@ -204,7 +207,7 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
     options += ["--speculative-config", config, "--draft-deadline-ms", "1000", "--no-adaptive-k"]
     make_verifier: Callable[..., Awaitable[ServiceProcess]] = asyncio.to_thread
     verifier = await make_verifier(
-        ServiceProcess, ["verifier", *options], logs / "verifier.log", program=(sys.executable, str(IMPATIENT))
+        ServiceProcess, ["verifier", *options], logs / "verifier.log", START_S, program=(sys.executable, str(IMPATIENT))
     )
     channel_options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     try:

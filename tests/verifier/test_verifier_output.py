@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -39,7 +41,38 @@ def push(output: OutputBuilder, token_ids: list[int], room: int = ROOM) -> Piece
     return piece
 
 
+def plainly(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    """What `StopFinder` is to give out for each piece, and the stop text: every overlap is tried."""
+    given, held = [], ""
+    for piece in pieces:
+        held += piece
+        found = [(at, stop) for stop in stops if (at := held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            return [*given, held[:at]], stop
+        ends = [n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n])]
+        keep = len(held) - max(ends)
+        given.append(held[:keep])
+        held = held[keep:]
+    return given, None
+
+
 class TestStopFinder:
+    @pytest.mark.parametrize("seed", range(300))
+    def test_gives_out_what_trying_every_overlap_does(self, seed):
+        rng = Random(seed)
+
+        def text(longest: int) -> str:
+            return "".join(rng.choice("ab") for _ in range(rng.randrange(1, longest)))
+
+        stops = [text(8) for _ in range(rng.randrange(1, 5))]
+        pieces = [text(4) for _ in range(12)]
+        expected, stop = plainly(stops, pieces)
+        finder = StopFinder(stops)
+        answers = [finder.push(piece) for piece in pieces[: len(expected)]]
+        assert [free for free, _ in answers] == expected
+        assert answers[-1][1] == stop
+
     def test_text_without_stops_goes_out_at_once(self):
         assert StopFinder([]).push("anything") == ("anything", None)
 
