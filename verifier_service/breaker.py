@@ -10,6 +10,8 @@ import math
 
 # Late answers in a row after which a drafter is left alone.
 LATE_IN_A_ROW = 3
+# None is late before this, however short the deadline: drafts that nobody waits for may still be there in time.
+LEAST_LATE_S = 0.1
 # So many deadlines, and no less than so many seconds, without an answer are as good.
 OVERDUE_DEADLINES = 4
 OVERDUE_S = 2.0
@@ -33,7 +35,7 @@ class Breaker:
     def __init__(self, deadline_s: float | None, *, on_trial: bool = False) -> None:
         """`deadline_s`: how long drafts are waited for at most; without one no answer is late."""
         self.circuit = Circuit.HALF_OPEN if on_trial else Circuit.CLOSED
-        self._deadline_s = math.inf if deadline_s is None else deadline_s
+        self._deadline_s = math.inf if deadline_s is None else max(deadline_s, LEAST_LATE_S)
         self._num_late = 0
         self._num_right = 0
         self._rest_s = REST_S[0]

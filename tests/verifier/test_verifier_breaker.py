@@ -8,7 +8,7 @@ from drafting_scene import Clock, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import generate_pb2
 from verifier_service import drafting
-from verifier_service.breaker import LATE_IN_A_ROW, OVERDUE_S, REST_S, TRIAL_ANSWERS, Breaker, Circuit
+from verifier_service.breaker import LATE_IN_A_ROW, LEAST_LATE_S, OVERDUE_S, REST_S, TRIAL_ANSWERS, Breaker, Circuit
 
 DEADLINE_S = 1.0
 READY, SLOW, PROBING = (
@@ -65,6 +65,13 @@ def test_a_failed_trial_doubles_the_rest_up_to_the_longest():
             breaker.watch(None, now)
         rests.append(now - began)
     assert rests == [1.0, 2.0, 4.0, 4.0, 4.0]
+
+
+def test_a_drafter_that_nobody_waits_for_may_take_a_moment():
+    breaker = Breaker(0.0)
+    for _ in range(LATE_IN_A_ROW):
+        breaker.take_answer(LEAST_LATE_S, 0.0)
+    assert breaker.circuit is Circuit.CLOSED
 
 
 def test_without_a_deadline_no_answer_is_late():
