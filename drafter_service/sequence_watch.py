@@ -60,9 +60,10 @@ class SequenceWatch:
 
     def take_answer(self, answer: Answer) -> None:
         """An answer goes out: it has drafts, and sequences that were not taken."""
-        for sequence_id, status in zip(answer.sequence_ids, answer.statuses, strict=True):
-            if status != pb.SEQUENCE_STATUS_OK:
-                self._refuse(sequence_id, status)
+        if answer.statuses.count(pb.SEQUENCE_STATUS_OK) < len(answer.statuses):
+            for sequence_id, status in zip(answer.sequence_ids, answer.statuses, strict=True):
+                if status != pb.SEQUENCE_STATUS_OK:
+                    self._refuse(sequence_id, status)
         if self._counts:
             for sequence_id, num_drafts in zip(answer.sequence_ids, answer.num_drafts, strict=True):
                 watched = self._open.get(sequence_id)

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -94,6 +95,8 @@ class Drafting:
         self._sessions: dict[Stream, DraftSession] = {}
         self._bindings: dict[Request, Binding] = {}
         self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
+        self._drafted: Counter[str] = Counter()  # drafts verified, by the drafter's address
+        self._accepted: Counter[str] = Counter()
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
         self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
@@ -105,6 +108,15 @@ class Drafting:
     def feature_kinds(self) -> set[FeatureKind]:
         """What the connected heads take."""
         return {stream.head.kind for stream in self._sessions}
+
+    def describe(self, status: generate_pb2.DrafterStatus) -> None:
+        """Fills in what is known here of the drafter at the status' address; from any thread."""
+        address = status.address
+        status.sequences = self.sequences_at(address)
+        status.drafted, status.accepted = self._drafted[address], self._accepted[address]
+        session = next((one for one in list(self._sessions.values()) if one.stream.address == address), None)
+        status.other_sequences = 0 if session is None else session.others
+        status.kv_cache_usage = 0.0 if session is None else session.kv_cache_usage
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""
@@ -232,6 +244,8 @@ class Drafting:
         binding = self._bindings.get(request)
         if binding is not None and num_drafts > 0 and num_accepted >= 0:
             binding.session.pace.acceptance.count(num_drafts, num_accepted)
+            self._drafted[binding.session.stream.address] += num_drafts
+            self._accepted[binding.session.stream.address] += num_accepted
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""

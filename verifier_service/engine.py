@@ -375,6 +375,7 @@ class Engine:
         counters.preemptions = self.scheduler.num_preemptions
         counters.prefix_hit_rows = self.scheduler.num_reused_rows
         counters.fallbacks.extend(self.metrics.fallbacks())
+        counters.accepted_drafts = self.metrics.num_accepted
         return counters
 
     @property

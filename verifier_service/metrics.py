@@ -50,15 +50,22 @@ class VerifierCollector(Collector):
             "Messages exchanged with a drafter, bytes.",
             labels=["drafter", "direction"],
         )
+        drafted = CounterMetricFamily(
+            "draftwire_drafter_draft_tokens", "Drafts of a drafter that were verified.", labels=["drafter"]
+        )
+        accepted = CounterMetricFamily(
+            "draftwire_drafter_accepted_tokens", "Drafts of a drafter that were accepted.", labels=["drafter"]
+        )
         for drafter in self._drafters():
+            self._engine.drafting.describe(drafter)
             for number, name in _STATES.items():
                 state.add_metric([drafter.address, name], float(drafter.state == number))
-            sequences.add_metric([drafter.address], self._engine.drafting.sequences_at(drafter.address))
+            sequences.add_metric([drafter.address], drafter.sequences)
+            drafted.add_metric([drafter.address], drafter.drafted)
+            accepted.add_metric([drafter.address], drafter.accepted)
             messages.add_metric([drafter.address, "sent"], drafter.sent_message_bytes)
             messages.add_metric([drafter.address, "received"], drafter.received_message_bytes)
-        yield state
-        yield sequences
-        yield messages
+        yield from (state, sequences, drafted, accepted, messages)
 
 
 def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:

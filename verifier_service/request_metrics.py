@@ -55,6 +55,11 @@ class RequestMetrics:
         """Counts a token that a verify step emitted without drafts."""
         self._fallbacks[cause] = self._fallbacks.get(cause, 0) + 1
 
+    @property
+    def num_accepted(self) -> int:
+        """Drafts accepted in all verify steps."""
+        return sum(count * steps for count, steps in enumerate(self._accepted))
+
     def fallbacks(self) -> list[generate_pb2.FallbackCount]:
         """Tokens without drafts by cause; from any thread."""
         counts = list(self._fallbacks.items())

@@ -266,7 +266,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         target, scheduler = self._target, self._engine.scheduler
         drafters = self._drafters.statuses
         for status in drafters:
-            status.sequences = self._engine.drafting.sequences_at(status.address)
+            self._engine.drafting.describe(status)
         return generate_pb2.GetVerifierInfoResponse(
             version=VERSION,
             target=target.name,

@@ -13,6 +13,7 @@ from rich.table import Table
 from draftwire.cli.options import client_security, client_security_options
 from draftwire.cli.output import visible
 from draftwire.client import Client
+from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 
 Info = pb.GetVerifierInfoResponse
@@ -47,37 +48,76 @@ def status(server: str, interval: float, count: int | None, **given: Any) -> Non
 
 
 def _tables(server: str, before: Info, now: Info, seconds: float) -> Group:
-    return Group(_verifier(server, before, now, seconds), _drafters(now))
+    return Group(
+        _verifier(server, before, now, seconds), _drafters(before, now, seconds), _fallbacks(before, now, seconds)
+    )
 
 
 def _verifier(server: str, before: Info, now: Info, seconds: float) -> Table:
     title = f"verifier {server}: {visible(now.target)} on {now.device} in {now.dtype}"
     table = Table(title=title, title_justify="left")
-    for column in ("running", "waiting", "steps/s", "rows/s", "drafts/s", *(f"{phase} %" for phase in _PHASES)):
+    rates = ("running", "waiting", "steps/s", "rows/s", "drafts/s", "length")
+    for column in (*rates, *(f"{phase} %" for phase in _PHASES)):
         table.add_column(column, justify="right")
     old, new = before.counters, now.counters
     rows = new.prompt_rows + new.verify_rows - old.prompt_rows - old.verify_rows
-    drafts = (new.verify_rows - new.verify_steps) - (old.verify_rows - old.verify_steps)
+    verify_steps = new.verify_steps - old.verify_steps
+    drafts = new.verify_rows - old.verify_rows - verify_steps
     spent = [getattr(new.times, f"{phase}_s") - getattr(old.times, f"{phase}_s") for phase in _PHASES]
     table.add_row(
         f"{now.requests_running} of {now.max_num_seqs}",
         f"{now.requests_waiting} of {now.max_queue}",
         *(f"{number / seconds:.0f}" for number in (new.steps - old.steps, rows, drafts)),
+        _ratio(new.accepted_drafts - old.accepted_drafts + verify_steps, verify_steps, "{:.2f}"),
         *(f"{100 * part / max(sum(spent), 1e-9):.0f}" for part in spent),
     )
     return table
 
 
-def _drafters(now: Info) -> Table:
+def _drafters(before: Info, now: Info, seconds: float) -> Table:
     table = Table(title="drafters" if now.drafters else "no drafters", title_justify="left")
-    for column in ("address", "state", "sequences", "head", "last error"):
-        table.add_column(column, overflow="fold")
+    columns = ("address", "state", "sequences", "cache %", "drafts/s", "accepted %", "features", "head", "last error")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column != "last error")
+    earlier = {drafter.address: drafter for drafter in before.drafters}
     for drafter in now.drafters:
+        old = earlier.get(drafter.address, pb.DrafterStatus())
+        drafted = drafter.drafted - old.drafted
+        others = f" + {drafter.other_sequences} of others" if drafter.other_sequences else ""
         table.add_row(
             drafter.address,
             pb.DrafterState.Name(drafter.state).removeprefix("DRAFTER_STATE_").lower(),
-            str(drafter.sequences),
+            f"{drafter.sequences}{others}",
+            f"{100 * drafter.kv_cache_usage:.0f}",
+            f"{drafted / seconds:.0f}",
+            _ratio(100 * (drafter.accepted - old.accepted), drafted, "{:.0f}"),
+            _features(drafter),
             drafter.head_fingerprint,
             visible(drafter.detail),
         )
     return table
+
+
+def _features(drafter: pb.DrafterStatus) -> str:
+    """How features travel: `fused by shm`."""
+    if drafter.features_carrier == draft_pb2.CARRIER_UNSPECIFIED:
+        return ""
+    carrier = draft_pb2.Carrier.Name(drafter.features_carrier).removeprefix("CARRIER_").lower()
+    return f"{'fused' if drafter.features_are_fused else 'raw'} by {carrier}"
+
+
+def _fallbacks(before: Info, now: Info, seconds: float) -> Table:
+    """Tokens that were decoded without drafts, by cause."""
+    table = Table(title="tokens without drafts", title_justify="left")
+    earlier = {fallback.cause: fallback.tokens for fallback in before.counters.fallbacks}
+    for column in ("cause", "tokens/s", "since its start"):
+        table.add_column(column, justify="left" if column == "cause" else "right")
+    for fallback in sorted(now.counters.fallbacks, key=lambda one: -one.tokens):
+        name = pb.FallbackCause.Name(fallback.cause).removeprefix("FALLBACK_CAUSE_").lower()
+        tokens = fallback.tokens - earlier.get(fallback.cause, 0)
+        table.add_row(name, f"{tokens / seconds:.0f}", str(fallback.tokens))
+    return table
+
+
+def _ratio(part: float, whole: float, form: str) -> str:
+    return form.format(part / whole) if whole else "-"

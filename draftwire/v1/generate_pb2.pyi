@@ -207,7 +207,7 @@ class GetVerifierInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
-    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks")
+    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks", "accepted_drafts")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,7 @@ class EngineCounters(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_ROWS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     prompt_rows: int
     verify_steps: int
@@ -226,7 +227,8 @@ class EngineCounters(_message.Message):
     preemptions: int
     prefix_hit_rows: int
     fallbacks: _containers.RepeatedCompositeFieldContainer[FallbackCount]
-    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ..., fallbacks: _Optional[_Iterable[_Union[FallbackCount, _Mapping]]] = ...) -> None: ...
+    accepted_drafts: int
+    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ..., fallbacks: _Optional[_Iterable[_Union[FallbackCount, _Mapping]]] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
 
 class FallbackCount(_message.Message):
     __slots__ = ("cause", "tokens")
@@ -267,7 +269,7 @@ class CarrierTraffic(_message.Message):
     def __init__(self, carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., steps: _Optional[int] = ..., feature_rows: _Optional[int] = ..., feature_bytes: _Optional[int] = ..., logits_bytes: _Optional[int] = ...) -> None: ...
 
 class DrafterStatus(_message.Message):
-    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct")
+    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct", "drafted", "accepted", "other_sequences", "kv_cache_usage")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +282,10 @@ class DrafterStatus(_message.Message):
     RECEIVED_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FEATURES_ARE_FUSED_FIELD_NUMBER: _ClassVar[int]
     IS_DIRECT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    OTHER_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: DrafterState
     detail: str
@@ -292,4 +298,8 @@ class DrafterStatus(_message.Message):
     received_message_bytes: int
     features_are_fused: bool
     is_direct: bool
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ...) -> None: ...
+    drafted: int
+    accepted: int
+    other_sequences: int
+    kv_cache_usage: float
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...

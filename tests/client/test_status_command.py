@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from draftwire.cli.main import main
+from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 
@@ -34,11 +35,15 @@ class Busy(GenerationServicer):
                 steps=10 * look,
                 verify_steps=10 * look,
                 verify_rows=50 * look,
+                accepted_drafts=15 * look,
+                fallbacks=[pb.FallbackCount(cause=pb.FALLBACK_CAUSE_NO_DRAFTER, tokens=1234)],
                 times=pb.PhaseTimes(verify_s=2.0 * look, draft_s=1.0 * look, host_s=1.0 * look),
             ),
             drafters=[
                 pb.DrafterStatus(
-                    address="10.0.0.1:50052", state=pb.DRAFTER_STATE_READY, head_fingerprint="f00d", sequences=3
+                    address="10.0.0.1:50052", state=pb.DRAFTER_STATE_READY, head_fingerprint="f00d", sequences=3,
+                    other_sequences=5, kv_cache_usage=0.25, drafted=40 * look, accepted=30 * look,
+                    features_carrier=draft_pb2.CARRIER_SHM, features_are_fused=True,
                 ),
                 pb.DrafterStatus(
                     address="10.0.0.2:50052", state=pb.DRAFTER_STATE_REFUSED, detail="vocab_size does not match"
@@ -63,13 +68,18 @@ def test_one_look_shows_the_verifier_and_its_drafters(address):
     verifier = next(line for line in result.output.splitlines() if "3 of 64" in line)
     cells = [cell.strip() for cell in verifier.strip("│ ").split("│")]
     assert cells[:2] == ["3 of 64", "7 of 1024"]
-    assert cells[5:] == ["25", "0", "50", "0", "25", "0"]
+    assert cells[5:] == ["2.50", "25", "0", "50", "0", "25", "0"]
     steps, rows, drafts = (int(cell) for cell in cells[2:5])
     assert steps > 0
     assert abs(rows - 5 * steps) <= 5
     assert abs(drafts - 4 * steps) <= 5
-    assert "10.0.0.1:50052 │ ready" in result.output
+    drafter = next(line for line in result.output.splitlines() if "10.0.0.1:50052" in line)
+    cells = [cell.strip() for cell in drafter.strip("│ ").split("│")]
+    assert cells[:4] == ["10.0.0.1:50052", "ready", "3 + 5 of others", "25"]
+    assert cells[5:8] == ["75", "fused by shm", "f00d"]
     assert "vocab_size does not match" in result.output
+    fallback = next(line for line in result.output.splitlines() if "no_drafter" in line)
+    assert fallback.split("│")[3].strip() == "1234"
 
 
 def test_a_name_cannot_steer_the_terminal(address):

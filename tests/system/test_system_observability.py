@@ -10,6 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
@@ -115,3 +118,25 @@ def test_a_request_whose_client_goes_is_told_as_cancelled(services):
 def ends_of(services: Watched, request_id: str) -> list[str]:
     lines = services.lines(services.verifier, request_id)
     return [line["reason"] for line in lines if line["message"] == "request finished"]
+
+
+# What a client such as grpcurl does, which knows nothing but an address.
+METHODS = {
+    "verifier": ("draftwire.v1.Generation", "GetVerifierInfo", {"vocab_size": 2048, "has_tokenizer": True}),
+    "drafter": ("draftwire.v1.Drafting", "GetDrafterInfo", {"target_vocab_size": 2048, "method": "eagle3"}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_services_can_be_called_by_reflection_alone(services, name):
+    service, method, expected = METHODS[name]
+    with grpc.insecure_channel(getattr(services, name).address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert set(database.get_services()) == {
+            service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+        }  # fmt: skip
+        found = DescriptorPool(database).FindServiceByName(service).methods_by_name[method]
+        request, response = GetMessageClass(found.input_type), GetMessageClass(found.output_type)
+        call = channel.unary_unary(f"/{service}/{method}", request.SerializeToString, response.FromString)
+        info = call(request())
+    assert {key: getattr(info, key) for key in expected} == expected

@@ -192,6 +192,16 @@ def test_tokens_of_steps_with_drafts_are_not_counted():
     assert one.drafted[0] > 0
 
 
+def test_drafts_are_counted_for_their_drafter():
+    served, (one,) = run({"max_tokens": 12}, drafter=True)
+    status = generate_pb2.DrafterStatus(address="drafter:1")
+    samples = scrape(served, [status])
+    assert samples["draftwire_drafter_draft_tokens_total drafter:1"] == sum(one.drafted) > 0
+    assert samples["draftwire_drafter_accepted_tokens_total drafter:1"] == sum(one.accepted)
+    assert served.engine.counters().accepted_drafts == sum(one.accepted)
+    assert (status.drafted, status.accepted) == (sum(one.drafted), sum(one.accepted))
+
+
 def test_the_pool_is_shown_drafter_by_drafter():
     served, _ = run({"max_tokens": 2}, drafter=False)
     drafters = [
