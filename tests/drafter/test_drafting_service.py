@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,29 @@ class TestFusion:
         assert len(data) == 4
         fusion = load_fusion(info.fusion, info.features, bytearray(b"".join(data)), torch.device("cpu"))
         assert torch.equal(fusion.weight, head.fusion.weight)
+
+    def test_no_more_verifiers_than_sessions_are_sent_the_weights_at_once(
+        self, drafter: ServedDrafter, head: TinyHead, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(head.fusion, "chunks", lambda: itertools.repeat(b"x" * 100_000), raising=False)
+        request = pb.GetFeatureFusionRequest(head_fingerprint=head.fingerprint)
+        slow = [drafter.stub.GetFeatureFusion(request) for _ in range(LIMITS.max_sessions)]
+        for call in slow:
+            next(call)
+
+        def refusal() -> str:
+            call = drafter.stub.GetFeatureFusion(request)
+            try:
+                next(call)
+            except grpc.RpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            call.cancel()
+            return ""
+
+        assert refusal() == "RESOURCE_EXHAUSTED: 3 verifiers are being sent the fusion; try again later"
+        for call in slow:
+            call.cancel()
+        wait_until(lambda: not refusal())
 
     @pytest.mark.parametrize(("fuses", "text"), [(True, "the head is"), (False, "takes features as they are")])
     def test_weights_of_another_head_are_refused(self, fuses: bool, text: str) -> None:
