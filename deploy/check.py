@@ -130,6 +130,12 @@ class Load:
         """Starts no further request; the running ones go on."""
         self._is_stopped = True
 
+    async def wait_for(self, requests: int) -> None:
+        """Waits until so many more have ended."""
+        wanted = self.requests + len(self.problems) + requests
+        while self.requests + len(self.problems) < wanted:
+            await asyncio.sleep(0.1)
+
     async def _generate(self, client: AsyncClient, number: int) -> None:
         for turn in itertools.count(number):
             if self._is_stopped:
@@ -141,6 +147,7 @@ class Load:
                 )
             except DraftwireError as error:
                 self.problems.append(f"a request failed: {error}")
+                await asyncio.sleep(1.0)
                 continue
             self.requests += 1
             self.drafted += sum(done.statistics.drafted)
@@ -162,8 +169,8 @@ class Load:
 @click.option("--build/--no-build", default=True, show_default=True, help="Build the images first.")
 @click.option("--build-args", default="", help="Arguments of `docker build`, as its secrets.")
 @click.option("--tls", is_flag=True, help="With mutual TLS and tokens.")
-@click.option("--seconds", default=8.0, show_default=True, help="Load in each stage.")
-def main(build: bool, build_args: str, tls: bool, seconds: float) -> None:
+@click.option("--requests", default=8, show_default=True, type=click.IntRange(1), help="Requests in each stage.")
+def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
     """Runs the check and prints a line for each stage."""
     if build:
         _build(shlex.split(build_args))
@@ -174,8 +181,8 @@ def main(build: bool, build_args: str, tls: bool, seconds: float) -> None:
             if tls:
                 _check_refusal(stack)
             load = Load(stack.security, _expected(stack))
-            asyncio.run(_scale_drafters(stack, load, seconds))
-            asyncio.run(_scale_verifiers(stack, load, seconds))
+            asyncio.run(_scale_drafters(stack, load, requests))
+            asyncio.run(_scale_verifiers(stack, load, requests))
     click.echo(f"{load.requests} requests, {len(load.problems)} problems, {load.accepted} of {load.drafted} accepted")
     for problem in load.problems:
         click.echo(problem)
@@ -183,7 +190,7 @@ def main(build: bool, build_args: str, tls: bool, seconds: float) -> None:
         raise SystemExit(1)
 
 
-async def _scale_drafters(stack: Stack, load: Load, seconds: float) -> None:
+async def _scale_drafters(stack: Stack, load: Load, requests: int) -> None:
     stages = [
         ("1 drafter", lambda: None, 1),
         ("3 drafters", lambda: stack.scale(3), 3),
@@ -198,16 +205,16 @@ async def _scale_drafters(stack: Stack, load: Load, seconds: float) -> None:
                 await asyncio.to_thread(change)
                 settled_s = await asyncio.to_thread(_wait_for_drafters, stack, ready)
                 remarks.append(f"{ready} ready after {settled_s:.1f} s")
-                await asyncio.sleep(seconds)
+                await load.wait_for(requests)
 
 
-async def _scale_verifiers(stack: Stack, load: Load, seconds: float) -> None:
+async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
     """Two verifiers share two drafters; then one is taken away while requests run at both."""
     stack.scale(2, verifiers=2)
     _wait_for_drafters(stack, 2, verifiers=2)
     async with load.running(stack.servers()):
         with load.stage("2 verifiers, 2 drafters"):
-            await asyncio.sleep(seconds)
+            await load.wait_for(requests)
         with load.stage("1 verifier, the other ends what it has"):
             load.stop()
             await asyncio.to_thread(stack.scale, 2, 1)
