@@ -1,7 +1,8 @@
-"""Prints the runtime dependencies of pyproject.toml, one a line."""
+"""Prints what the images install of pyproject.toml, one requirement a line: the dependencies, and those of traces."""
 
 import tomllib
 from pathlib import Path
 
-for requirement in tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]:
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+for requirement in [*project["dependencies"], *project["optional-dependencies"]["tracing"]]:
     print(requirement)
