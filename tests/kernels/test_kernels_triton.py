@@ -12,7 +12,7 @@ from draftwire_kernels import rejection_sample as public_rejection_sample
 
 pytest.importorskip("triton")
 from draftwire_kernels.gpu import launch
-from draftwire_kernels.gpu.launch import Tuning
+from draftwire_kernels.gpu.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
@@ -27,7 +27,7 @@ def _moved(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.to(DEVICE)
 
 
-def _both(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning) -> None:
+def _both(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning | None = None) -> None:
     """Every request gets the reference's tokens."""
     target, drafts, cu_rows, temperature, keys, position = batch.args()
     arguments = (
@@ -67,14 +67,14 @@ def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use
     logits = batch.draft_logits(form)
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
-    _both(batch, logits, method, use_fp64, Tuning())
+    _both(batch, logits, method, use_fp64)
 
 
 @pytest.mark.parametrize("form", ["one-hot", "dense", "top-n"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_a_row_is_read_by_several_programs_and_rows_by_several_launches(method: str, form: str) -> None:
     batch = Batch(8, requests=4, vocab=1100, spread=0.5, max_k=3)
-    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, rows_at_once=2, tests_at_once=1))
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -116,7 +116,7 @@ def test_rows_without_a_distribution_and_infinite_logits(method: str, form: str,
     logits = batch.draft_logits(form)
     batch.target[1] = torch.tensor(row)
     batch.target[4] = torch.tensor(row)
-    _both(batch, logits, method, False, Tuning())
+    _both(batch, logits, method, False)
 
 
 @pytest.mark.parametrize("token", [2, 4, 99, -1])
@@ -125,7 +125,7 @@ def test_a_draft_outside_its_q_ends_the_drafts(method: str, token: int) -> None:
     batch = Batch(5, requests=4, vocab=4, max_k=2)
     batch.draft[:, 2] = -INF
     batch.drafts[::2] = token
-    _both(batch, DraftLogits(batch.draft), method, False, Tuning())
+    _both(batch, DraftLogits(batch.draft), method, False)
 
 
 def test_equal_distributions_accept_every_draft() -> None:

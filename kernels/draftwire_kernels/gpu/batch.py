@@ -44,23 +44,38 @@ class Scratch(NamedTuple):
     num_groups: Any
     part_top: Any  # [R, S] float32
     part_mass: Any  # [R, S] float32 or float64; at temperature 0 the index of the largest logit
-    draft_top: Any  # [D, S] float32
-    draft_mass: Any  # [D, S]
-    draft_token_mass: Any  # [D, S]
+    draft_top: Any  # [D, S] float32, [D, 1] when each row lists its own ids
+    draft_mass: Any  # the same shape, as part_mass
+    draft_token_mass: Any  # the same shape, of lists
     num_splits: Any
-    arrived: Any  # [launches, B] int32, zero
-    done: Any  # [B] int32, zero: the request's tokens are written
+    waves: Any  # `Waves`
     block: Any  # `Block`, or None
 
 
+class Waves(NamedTuple):
+    """A request's rows are taken in waves, of which each but the last may find nothing to emit.
+
+    Programs of a wave start after those of the wave before it in the grid, and leave out their rows when they see that
+    an earlier wave has decided. None waits for another: the program that closes a wave decides it, and the one whose
+    closing makes the first deciding wave and all before it complete writes the tokens. So what is written depends on
+    the rows alone, not on the order of arrival.
+    """
+
+    arrived: Any  # [W, B] int32, zero before and after: programs of the wave that are done
+    state: Any  # [B] int64, zero before and after: bits of the closed waves, 32 places up bits of those that decided
+    decision: Any  # [B, W, 2] int32: drafts accepted, token after them
+
+
 class Block(NamedTuple):
-    """What block verification leaves for its tests."""
+    """What the first launch of block verification leaves for the second."""
 
     weight: Any  # [R] float32 or float64: weight of p after as many drafts
     statistics: Any  # [R, 4] of the same: top and mass of target and draft
-    num_candidates: Any  # [B] int32
-    candidates: Any  # [R] int32, a request's prefixes to test, the longest first
-    mass: Any  # [B, count, S]
+    prefixes: Any  # [B] int32, bits of the prefixes that may be accepted, 0 when the tokens are written
+    group_floor: Any  # [R, G] float32
+    num_groups: Any
+    part_mass: Any  # [R, S]
+    num_splits: Any
 
 
 class Output(NamedTuple):
@@ -83,11 +98,62 @@ def request_rows(batch, request):
 
 @triton.jit
 def is_last(arrived, expected):
-    """Whether this program is the last of `expected` to get here; what the others stored is visible to it then."""
+    """Whether this program is the last of `expected` to get here, which sets the counter back; what the others stored
+    is visible to it then, past the first-level cache (".cg")."""
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    return before == expected - 1
+    last = before == expected - 1
+    tl.store(arrived, 0, mask=last)
+    return last
+
+
+@triton.jit
+def highest_bit(bits):
+    """Place of the highest bit of an int32 below 2**24, -127 for 0."""
+    return (bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def is_decided_before(waves, request, wave):
+    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly."""
+    decided = tl.load(waves.state + request, volatile=True) >> 32
+    return (decided & ((1 << wave) - 1)) != 0
+
+
+@triton.jit
+def first_decision(state):
+    """The first wave that has decided, if it and all before it are closed; else -1."""
+    closed = (state & 0x7FFFFFFF).to(tl.int32)
+    decided = (state >> 32).to(tl.int32)
+    first = highest_bit(decided & -decided)
+    needed = (2 << tl.maximum(first, 0)) - 1
+    return tl.where((decided != 0) & ((closed & needed) == needed), first, -1)
+
+
+@triton.jit
+def close_wave(batch, waves, out, request, wave, num_waves, accepted, token, decided, WAVES: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """Notes what a wave has found; writes the request's tokens when that settles them (see `Waves`)."""
+    _, first_draft, _ = request_rows(batch, request)
+    if WAVES == 1:
+        emit(batch, out, request, first_draft, accepted, token, WIDTH)
+    else:
+        decisions = waves.decision + request.to(tl.int64) * (2 * WAVES)
+        tl.store(decisions + 2 * wave, accepted)
+        tl.store(decisions + 2 * wave + 1, token)
+        one = tl.full([], 1, tl.int64)
+        bits = (one << wave) + (decided.to(tl.int64) << (wave + 32))
+        tl.debug_barrier()
+        before = tl.atomic_add(waves.state + request, bits, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        deciding = first_decision(before + bits)
+        if (deciding >= 0) & (first_decision(before) < 0):
+            final = tl.load(decisions + 2 * deciding, cache_modifier=".cg")
+            emit(batch, out, request, first_draft, final, tl.load(decisions + 2 * deciding + 1, cache_modifier=".cg"),
+                 WIDTH)  # fmt: skip
+        closed = (before + bits) & 0x7FFFFFFF
+        tl.store(waves.state + request, 0, mask=closed == (one << num_waves) - 1)
 
 
 @triton.jit

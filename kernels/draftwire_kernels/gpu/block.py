@@ -2,37 +2,33 @@
 
 With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i < h_i; h_i is s_i / (s_i + 1 - w_i), s_i
 the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable draft. The longest passing prefix
-is accepted. Since h_i <= w_i, the mass of a row is summed only when u_i < w_i, and not at all when the longest passes.
+is accepted.
+
+The first launch (`verify_kernel`) sums the masses of p and q, without noise, and knows the weights then. Since h_i <= w_i,
+with equality where w_i = 1, prefixes with u_i >= w_i are out, and those shorter than one that passes for sure. The second
+launch reads the rows that are left, 1.8 of 6 on average in the benchmark: the longest prefix is a wave of its own, so a
+shorter one that starts later is left out when it is accepted. It sums s_i and bounds the race of the residual at once.
 """
 
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import at, is_last, request_rows
-from draftwire_kernels.gpu.race import compute_type, load_dense_draft, probability
-from draftwire_kernels.gpu.resolve import load_rows, resolve
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, group_sum, load_logits, tile_columns
+from draftwire_kernels.gpu.batch import at, close_wave, highest_bit, is_decided_before, is_last, request_rows
+from draftwire_kernels.gpu.noise import accept_uniform, row_state
+from draftwire_kernels.gpu.race import (
+    compute_type,
+    probability,
+    race_of_residual,
+    race_of_sparse_residual,
+    race_of_target,
+    residual_bounds,
+)
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_logits, scan_residual
 
 
 @triton.jit
-def begin_block(
-    batch,
-    draft,
-    scratch,
-    out,
-    request,
-    temperature,
-    rows,
-    USE_FP64: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Weights of all prefixes, the test of the longest, and the list of those that `block_kernel` has to test."""
+def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.constexpr):
+    """Weights of all prefixes, and which of them may be the accepted one; the shortest of those passes for sure."""
     block = scratch.block
     first_row, _, num_drafts = request_rows(batch, request)
     usable = (rows.ended == 0) & (rows.top > -INFINITY)
@@ -48,34 +44,25 @@ def begin_block(
         last_weight = tl.where(i == num_usable - 1, weight, last_weight)
     row = first_row + rows.offset
     tl.store(block.weight + row + 1, after, mask=rows.drafted)
-    passes = (num_usable == 0) | (at(rows.uniform, rows.offset, num_usable - 1) < last_weight)
-    may_pass = (rows.offset + 1 < num_usable) & (rows.uniform < after) & (passes == 0)
-    num_candidates = tl.sum(may_pass.to(tl.int32), 0)
-    longer = (rows.offset[None, :] > rows.offset[:, None]) & may_pass[None, :]
-    place = tl.sum(longer.to(tl.int32), 1)
-    tl.store(block.candidates + first_row + place, rows.offset + 1, mask=may_pass)
-    tl.store(block.num_candidates + request, num_candidates)
+    # The draw needs no weight where it is from p: after all drafts, and where the drafts end early.
+    all_pass = (num_usable == 0) | (at(rows.uniform, rows.offset, num_usable - 1) < last_weight)
+    may_pass = (rows.offset + 1 < num_usable) & (rows.uniform < after)
+    surely = tl.maximum(tl.max(tl.where(may_pass & (after >= 1.0), rows.offset, -1), 0) + 1, 0)
+    bits = tl.sum(tl.where(may_pass & (rows.offset >= surely), 2 << rows.offset, 0), 0) | (1 << surely)
+    tl.store(block.prefixes + request, tl.where(all_pass, 1 << num_usable, bits))
+    draws_from_p = (rows.drafted == 0) | (rows.offset >= num_usable)
     tl.store(block.statistics + row * 4, rows.top, mask=rows.exists)
     tl.store(block.statistics + row * 4 + 1, rows.mass, mask=rows.exists)
-    tl.store(block.statistics + row * 4 + 2, rows.draft_top, mask=rows.drafted)
-    tl.store(block.statistics + row * 4 + 3, rows.draft_mass, mask=rows.drafted)
-    tl.debug_barrier()
-    if num_candidates == 0:
-        resolve(
-            batch, draft, scratch, out, request, temperature, rows, rows.exists == 0,
-            tl.where(passes, num_usable, 0), num_drafts + 1, "block", True, USE_FP64, GROUP, GROUPS, LANES, LIST,
-            LISTS, WIDTH,
-        )  # fmt: skip
+    tl.store(block.statistics + row * 4 + 2, tl.where(draws_from_p, 0.0, rows.draft_top), mask=rows.exists)
+    tl.store(block.statistics + row * 4 + 3, tl.where(draws_from_p, INFINITY, rows.draft_mass), mask=rows.exists)
 
 
 @triton.jit
-def residual_mass(
+def listed_mass(
     batch,
     draft,
     row,
     draft_row,
-    split,
-    num_splits,
     temperature,
     top,
     mass,
@@ -83,110 +70,180 @@ def residual_mass(
     draft_mass,
     weight,
     USE_FP64: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TURNS: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Mass of max(weight p - q, 0) over every num_splits-th tile; of a sparse q all of it, from the listed tokens."""
+    """Mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
     logits = batch.logits + row * batch.logits_stride
-    draft_logits = draft.logits + draft_row * draft.logits_stride
-    if draft.token_ids is None:
-        sums = compute_type(tl.zeros([TILE], tl.float32), USE_FP64)
-        p_share = (weight / mass).to(tl.float32)
-        q_share = (1.0 / draft_mass).to(tl.float32)
-        for turn in range(TURNS):
-            column = tile_columns(turn, split, num_splits, TILE, GROUP)
-            inside = column < batch.vocab
-            x = load_logits(logits + column, inside)
-            y = load_dense_draft(draft_logits, draft.column_of, column, inside)
-            p = exponents(x, top.to(tl.float32), temperature) * p_share
-            q = exponents(y, draft_top.to(tl.float32), temperature) * q_share
-            sums += group_sum(tl.maximum(p - q, 0.0))
-        total = tl.sum(sums, 0)
-    else:
-        ids = draft.token_ids + draft_row * draft.token_ids_stride
-        unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
-        kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
-        for turn in range(LISTS):
-            place = turn * LIST + tl.arange(0, LIST)
-            listed = place < draft.width
-            token = tl.load(ids + place, mask=listed, other=-1)
-            listed &= (token >= 0) & (token < batch.vocab)
-            x = load_logits(logits + token, listed)
-            y = load_logits(draft_logits + place, listed)
-            p = probability(x, top.to(tl.float32), mass, temperature, USE_FP64)
-            q = probability(y, draft_top.to(tl.float32), draft_mass, temperature, USE_FP64)
-            unlisted -= tl.sum(p, 0)
-            kept += tl.sum(tl.maximum(weight * p - q, 0.0), 0)
-        total = tl.where(split == 0, kept + weight * tl.maximum(unlisted, 0.0), 0.0)
-    return total
+    ids = draft.token_ids + draft_row * draft.token_ids_stride
+    unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
+    kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
+    for turn in range(LISTS):
+        place = turn * LIST + tl.arange(0, LIST)
+        listed = place < draft.width
+        token = tl.load(ids + place, mask=listed, other=-1)
+        listed &= (token >= 0) & (token < batch.vocab)
+        x = load_logits(logits + token, listed)
+        y = load_logits(draft.logits + draft_row * draft.logits_stride + place, listed)
+        p = probability(x, top, mass, temperature, USE_FP64)
+        q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
+        unlisted -= tl.sum(p, 0)
+        kept += tl.sum(tl.maximum(weight * p - q, 0.0), 0)
+    return kept + weight * tl.maximum(unlisted, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_requests", "launch", "test", "rows"])
+@triton.jit
+def test_prefix(
+    batch,
+    draft,
+    scratch,
+    request,
+    prefix,
+    is_sure,
+    temperature,
+    top,
+    mass,
+    draft_top,
+    draft_mass,
+    weight,
+    USE_FP64: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to draw."""
+    block = scratch.block
+    first_row, first_draft, _ = request_rows(batch, request)
+    row = first_row + prefix
+    draft_row = first_draft + prefix
+    has_residual = draft_mass < INFINITY
+    splits = tl.arange(0, SPLITS)
+    parts = block.part_mass + row * block.num_splits + splits
+    left = tl.sum(tl.load(parts, mask=splits < block.num_splits, other=0.0, cache_modifier=".cg"), 0)
+    if LISTS > 0:
+        if has_residual:
+            left = listed_mass(
+                batch, draft, row, draft_row, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64, LIST,
+                LISTS,
+            )  # fmt: skip
+    total = left + 1.0 - weight
+    threshold = tl.where(total > 0, left / tl.where(total > 0, total, 1.0), 0.0)
+    position = tl.load(batch.position + request) + prefix
+    uniform = accept_uniform(tl.load(batch.accept + request), position - 1, prefix - 1, USE_FP64)
+    passes = is_sure | (uniform < threshold)
+    token = tl.full([], -1, tl.int32)
+    score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
+    if passes:
+        state = row_state(tl.load(batch.resample + request), position, prefix * 0)
+        logits = batch.logits + row * batch.logits_stride
+        bound = residual_bounds(block.group_floor + row * block.num_groups, block.num_groups, GROUPS)
+        if has_residual:
+            draft_logits = draft.logits + draft_row * draft.logits_stride
+            if LISTS > 0:
+                ids = draft.token_ids + draft_row * draft.token_ids_stride
+                score, token = race_of_sparse_residual(
+                    logits, batch.vocab, draft_logits, ids, draft.width, temperature, top, mass, draft_top, draft_mass,
+                    weight, state, bound, USE_FP64, GROUP, GROUPS, LINE, 1, LIST, LISTS,
+                )  # fmt: skip
+            else:
+                score, token = race_of_residual(
+                    logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
+                    weight, state, bound, USE_FP64, GROUP, GROUPS, LINE, 1,
+                )  # fmt: skip
+        else:
+            score, token = race_of_target(
+                logits, None, batch.vocab, temperature, top, state, -1, bound + tl.log(mass).to(tl.float32), USE_FP64,
+                GROUP, GROUPS, LINE, 1,
+            )  # fmt: skip
+    return passes, tl.where(score > -INFINITY, token, -1)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
 def block_kernel(
     batch,
     draft,
     scratch,
     out,
     num_requests,
-    launch,
-    test,  # place of the first candidate tested in the request's list
-    rows,  # most rows of a request
-    count,  # candidates tested
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    TURNS: tl.constexpr,
+    LINE: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
-    ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
-    COUNT: tl.constexpr,
 ):
-    """Tests `count` candidates of each open request; draws when one passes or the list ends."""
+    """Reads the row after each prefix that may be accepted, the longest first; draws from that of the first that is."""
     block = scratch.block
-    num_splits = scratch.num_splits
+    num_splits = block.num_splits
     split = tl.program_id(0) % num_splits
-    place = (tl.program_id(0) // num_splits) % count
-    request = tl.program_id(0) // (num_splits * count)
-    if tl.load(scratch.done + request) != 0:
+    request = (tl.program_id(0) // num_splits) % num_requests
+    wave = tl.program_id(0) // (num_splits * num_requests)
+    prefixes = tl.load(block.prefixes + request)
+    num_waves = tl.sum((prefixes >> tl.arange(0, 32)) & 1, 0)
+    if wave >= num_waves:
         return
-    num_candidates = tl.load(block.num_candidates + request)
-    if test + place >= num_candidates:
-        return
+    for _ in range(wave):
+        prefixes -= 1 << highest_bit(prefixes)
+    prefix = highest_bit(prefixes)
+    is_sure = wave == num_waves - 1
     first_row, first_draft, num_drafts = request_rows(batch, request)
     temperature = tl.load(batch.temperature + request)
-    prefix = tl.load(block.candidates + first_row + test + place)
-    row = first_row + prefix
-    part = residual_mass(
-        batch, draft, row, first_draft + prefix, split, num_splits, temperature, tl.load(block.statistics + row * 4),
-        tl.load(block.statistics + row * 4 + 1), tl.load(block.statistics + row * 4 + 2),
-        tl.load(block.statistics + row * 4 + 3), tl.load(block.weight + row), USE_FP64, TILE, GROUP, TURNS, LIST, LISTS,
-    )  # fmt: skip
-    parts = block.mass + request.to(tl.int64) * count * num_splits
-    tl.store(parts + place * num_splits + split, part)
-    tested = tl.minimum(count, num_candidates - test)
-    if is_last(scratch.arrived + launch * num_requests + request, tested * num_splits):
-        slot = tl.arange(0, COUNT)
-        splits = tl.arange(0, SPLITS)[None, :]
-        mask = (slot < tested)[:, None] & (splits < num_splits)
-        index = slot[:, None] * num_splits + splits
-        mass = tl.sum(tl.load(parts + index, mask=mask, other=0.0, cache_modifier=".cg"), 1)
-        prefixes = tl.load(block.candidates + first_row + test + slot, mask=slot < tested, other=0)
-        weight = tl.load(block.weight + first_row + prefixes)
-        total = mass + 1.0 - weight
-        threshold = tl.where(total > 0, mass / tl.where(total > 0, total, 1.0), 0.0)
-        known = load_rows(batch, draft, scratch, request, 0, rows, temperature, True, USE_FP64, ROWS, SPLITS)
-        chosen = prefixes[:, None] - 1 == known.offset[None, :]
-        uniform = tl.sum(tl.where(chosen, known.uniform[None, :], 0.0), 1)
-        accepted = tl.max(tl.where((slot < tested) & (uniform < threshold), prefixes, 0), 0)
-        if (accepted > 0) | (test + count >= num_candidates):
-            resolve(
-                batch, draft, scratch, out, request, temperature, known, known.exists == 0, accepted, num_drafts + 1,
-                "block", True, USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS, WIDTH,
+
+    # Once as a rule; but where nothing is left to draw after the accepted drafts, which counts as acceptance of one more,
+    # the closing program reads the next row alone.
+    step = split * 0 + num_splits
+    accepted = prefix
+    token = tl.full([], -1, tl.int32)
+    is_closing = prefix < 0
+    passes = prefix < 0
+    is_open = prefix >= 0
+    while is_open:
+        row = first_row + accepted
+        top = tl.load(block.statistics + row * 4).to(tl.float32)
+        mass = tl.load(block.statistics + row * 4 + 1)
+        draft_top = tl.load(block.statistics + row * 4 + 2).to(tl.float32)
+        draft_mass = tl.load(block.statistics + row * 4 + 3)
+        has_residual = draft_mass < INFINITY
+        weight = tl.load(block.weight + row)
+        if has_residual == 0:
+            weight = weight * 0 + 1.0
+        if (top > -INFINITY) & (is_decided_before(scratch.waves, request, wave) == 0):
+            draft_logits = None if LISTS > 0 else draft.logits + (first_draft + accepted) * draft.logits_stride
+            state = row_state(
+                tl.load(batch.resample + request), tl.load(batch.position + request) + accepted, accepted * 0
+            )
+            part = scan_residual(
+                batch.logits + row * batch.logits_stride, draft_logits, draft.column_of, batch.vocab, temperature,
+                state, top, (weight / mass).to(tl.float32), draft_top, (1.0 / draft_mass).to(tl.float32), split, step,
+                block.group_floor + row * block.num_groups, USE_FP64, TILE, GROUP, LINE,
             )  # fmt: skip
+            tl.store(block.part_mass + row * num_splits + split, part, mask=accepted == prefix)
+        is_open = prefix < 0
+        if is_closing:
+            tl.debug_barrier()
+        else:
+            is_closing = is_last(scratch.waves.arrived + wave * num_requests + request, num_splits)
+        if is_closing:
+            is_needless = is_decided_before(scratch.waves, request, wave)
+            is_valid = (top > -INFINITY) & (is_needless == 0)
+            passes = is_needless == 0
+            if is_valid:
+                passes, token = test_prefix(
+                    batch, draft, scratch, request, accepted, is_sure | (accepted > prefix), temperature, top, mass,
+                    draft_top, draft_mass, weight, USE_FP64, GROUP, GROUPS, LINE, LIST, LISTS, SPLITS,
+                )  # fmt: skip
+                is_open = passes & (token < 0) & has_residual
+                accepted += is_open.to(tl.int32)
+                split = tl.where(is_open, 0, split)
+                step = tl.where(is_open, 1, step)
+    if is_closing:
+        close_wave(
+            batch, scratch.waves, out, request, wave, num_waves, accepted, token, passes, WAVES, WIDTH
+        )  # fmt: skip

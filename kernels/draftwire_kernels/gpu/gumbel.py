@@ -26,12 +26,13 @@ def gumbel_kernel(
     part_top,  # [N, S] float32
     part_index,  # [N, S] int32
     num_splits,
-    arrived,  # [N] int32, zero
+    arrived,  # [N] int32, zero before and after
     tokens,  # [N] int64
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     TURNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -46,11 +47,11 @@ def gumbel_kernel(
     if temperature > 0:
         top, _ = scan_sampled(
             logits, token_ids, vocab, temperature, state, split, num_splits, group_top + group, lane_floor + group,
-            False, False, TILE, GROUP, 1, TURNS,
+            True, False, False, TILE, GROUP, LINE, 1, TURNS,
         )  # fmt: skip
         tl.store(part_top + part, top)
     else:
-        top, index = scan_greedy(logits, vocab, split, num_splits, TILE, GROUP, TURNS)
+        top, index = scan_greedy(logits, vocab, split, num_splits, TILE, GROUP, LINE, TURNS)
         tl.store(part_top + part, top)
         tl.store(part_index + part, index)
     if is_last(arrived + row, num_splits):
@@ -63,7 +64,7 @@ def gumbel_kernel(
             if temperature > 0:
                 bound = lane_bounds(group_top + group, lane_floor + group, num_groups, top, temperature, GROUPS, 1)
                 _, winner = race_of_target(
-                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, 1
+                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, 1
                 )
             else:
                 index = tl.load(part_index + parts, mask=splits < num_splits, other=0, cache_modifier=".cg")

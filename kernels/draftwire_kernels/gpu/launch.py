@@ -1,58 +1,22 @@
-"""Shapes of the launches, and the launches themselves."""
+"""The launches of the sampling kernels: their buffers and compile-time constants."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from draftwire_kernels.gpu.batch import Batch, Block, Draft, Output, Scratch
+from draftwire_kernels.gpu import counters, tuning
+from draftwire_kernels.gpu.batch import Batch, Block, Draft, Output, Scratch, Waves
 from draftwire_kernels.gpu.block import block_kernel
 from draftwire_kernels.gpu.gumbel import gumbel_kernel
 from draftwire_kernels.gpu.table import column_table
+from draftwire_kernels.gpu.tuning import TILE, Shape, Tuning
 from draftwire_kernels.gpu.verify import verify_kernel
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
-
-@dataclass(frozen=True)
-class Tuning:
-    """What may be chosen without changing a result."""
-
-    programs: int = 2112
-    """Rows of a launch are split until it has about so many programs: sixteen for each multiprocessor of an H200."""
-    rows_at_once: int | None = None
-    """Rows of a request that one launch reads; by default all for few requests, half of them for many."""
-    tests_at_once: int | None = None
-    """Prefixes that one launch of block verification tests; by default all."""
-    registers: int | None = 128
-    """Most registers of a thread (float32 alone), so that 16 warps fit on a multiprocessor."""
-    tile: int = 4
-    """Groups that a program takes at a time, one for each of its warps."""
-    group: int = 1024
-    """Tokens of a group in a large vocabulary."""
-
-    def limit(self, use_fp64: bool) -> dict[str, int]:
-        return {} if self.registers is None or use_fp64 else {"maxnreg": self.registers}
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How rows of `columns` logits are cut into groups, tiles and splits."""
-
-    group: int
-    num_groups: int
-    num_splits: int
-    tile: int
-
-    @classmethod
-    def of(cls, columns: int, rows: int, tuning: Tuning) -> "_Shape":
-        group = tuning.group if columns >= 16384 else 128
-        tiles = triton.cdiv(columns, group * tuning.tile)
-        splits = max(1, min(triton.cdiv(tuning.programs, max(rows, 1)), tiles, 64))
-        return cls(group, triton.cdiv(columns, group), triton.cdiv(tiles, triton.cdiv(tiles, splits)), tuning.tile)
-
-    def turns(self, columns: int, group: int = 0) -> int:
-        return triton.cdiv(triton.cdiv(columns, (group or self.group) * self.tile), self.num_splits)
+MAX_WAVES = 24
+"""Bits that `gpu.batch` has for the waves of a request."""
 
 
 def _power(count: int) -> int:
@@ -67,21 +31,21 @@ def gumbel_sample(
     draft_offset: Tensor | int,
     token_ids: Tensor | None,
     use_fp64: bool,
-    tuning: Tuning | None = None,
+    chosen: Tuning | None = None,
 ) -> Tensor:
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    tuning = tuning or Tuning()
+    chosen = chosen or tuning.choose(tuning.GUMBEL, rows)
     logits = _unit_stride(logits)
-    shape = _Shape.of(vocab, rows, tuning)
-    groups = rows * shape.num_groups
-    floats = logits.new_empty(2 * groups + rows * shape.num_splits, dtype=torch.float32)
-    lane_floor, group_top, part_top = floats.split([groups, groups, rows * shape.num_splits])
+    shape = Shape.of(vocab, logits.element_size(), rows, chosen)
+    groups, parts = rows * shape.num_groups, rows * shape.num_splits
+    floats = torch.empty(2 * groups + 2 * parts, dtype=torch.float32, device=logits.device)
+    lane_floor, group_top, part_top, part_index = floats.split([groups, groups, parts, parts])
     same = isinstance(draft_offset, int)
     with _on(logits):
-        gumbel_kernel[(rows * shape.num_splits,)](
+        gumbel_kernel[(parts,)](
             logits,
             logits.stride(0),
             vocab,
@@ -95,18 +59,19 @@ def gumbel_sample(
             lane_floor,
             shape.num_groups,
             part_top,
-            torch.empty(rows * shape.num_splits, dtype=torch.int32, device=logits.device),
+            part_index.view(torch.int32),
             shape.num_splits,
-            torch.zeros(rows, dtype=torch.int32, device=logits.device),
+            counters.zeros(rows, logits.device),
             tokens,
             USE_FP64=use_fp64,
-            TILE=shape.tile,
+            TILE=TILE,
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
-            TURNS=shape.turns(vocab),
+            LINE=shape.line,
+            TURNS=shape.turns(),
             SPLITS=_power(shape.num_splits),
-            num_warps=shape.tile,
-            **tuning.limit(use_fp64),
+            num_warps=TILE,
+            **chosen.limit(use_fp64),
         )
     return tokens
 
@@ -122,72 +87,26 @@ def rejection_sample(
     method: str,
     synthetic_rates: Tensor | None,
     use_fp64: bool,
-    tuning: Tuning | None = None,
+    chosen: Tuning | None = None,
 ) -> RejectionResult:
-    tuning = tuning or Tuning()
     num_rows, vocab = target_logits.shape
     num_requests = cu_rows.shape[0] - 1
     device = target_logits.device
     sizes = _sizes(cu_rows)
     most_rows = max(sizes)
-    if method == "block" and draft_logits is None:
-        method = "standard"
     if num_rows == num_requests:
         draft_logits = None
-    on_device = None if min(sizes) == most_rows else _to_device(cu_rows, device)
+    if method == "block" and draft_logits is None:
+        method = "standard"
     target_logits = _unit_stride(target_logits)
-
-    at_once = tuning.rows_at_once or (most_rows if num_requests <= 64 else triton.cdiv(most_rows, 2))
-    if method == "block":
-        at_once = most_rows
-    at_once = min(at_once, most_rows)
-    shape = _Shape.of(vocab, num_requests * at_once, tuning)
-    launches = triton.cdiv(most_rows, at_once)
-    tests = max(most_rows - 2, 0)
-    at_once_tested = max(min(tuning.tests_at_once or tests, tests), 1)
-    test_launches = triton.cdiv(tests, at_once_tested) if method == "block" else 0
-
-    def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
     with _on(target_logits):
         draft = _draft(draft_logits, vocab)
-    # Many candidates of p are refused before a residual's draw ends, so each may be looked at in small.
-    lanes = 1 if draft.logits is None or draft.token_ids is not None else 32
-    masses = torch.float64 if use_fp64 else torch.float32
-    num_drafts = num_rows - num_requests if draft_logits is not None else 0
-    counters = torch.zeros(launches + test_launches + 1, num_requests, dtype=torch.int32, device=device)
-    block = None
-    if method == "block":
-        block = Block(
-            weight=buffer(num_rows, dtype=masses),
-            statistics=buffer(num_rows, 4, dtype=masses),
-            num_candidates=buffer(num_requests, dtype=torch.int32),
-            candidates=buffer(num_rows, dtype=torch.int32),
-            mass=buffer(num_requests, at_once_tested, shape.num_splits, dtype=masses),
-        )
-    scratch = Scratch(
-        group_top=buffer(num_rows, shape.num_groups),
-        lane_floor=buffer(num_rows, shape.num_groups, lanes),
-        num_groups=shape.num_groups,
-        part_top=buffer(num_rows, shape.num_splits),
-        part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
-        draft_top=buffer(num_drafts, shape.num_splits) if draft_logits is not None else None,
-        draft_mass=buffer(num_drafts, shape.num_splits, dtype=masses) if draft_logits is not None else None,
-        draft_token_mass=buffer(num_drafts, shape.num_splits, dtype=masses) if draft_logits is not None else None,
-        num_splits=shape.num_splits,
-        arrived=counters[1:],
-        done=counters[0],
-        block=block,
-    )
-    tokens = buffer(num_requests, most_rows, dtype=torch.int64)
-    out = Output(tokens, most_rows, buffer(num_requests, dtype=torch.int32))
     batch = Batch(
         logits=target_logits,
         logits_stride=target_logits.stride(0),
         vocab=vocab,
         draft_tokens=draft_tokens.contiguous(),
-        cu_rows=on_device,
+        cu_rows=None if min(sizes) == most_rows else _to_device(cu_rows, device),
         rows_each=most_rows,
         temperature=temperature.contiguous(),
         accept=keys.accept.contiguous(),
@@ -195,58 +114,131 @@ def rejection_sample(
         position=position.contiguous(),
         rates=None if synthetic_rates is None else synthetic_rates.contiguous(),
     )
-    width = vocab if draft_logits is None else draft_logits.logits.shape[1]
-    list_size = min(max(_power(width), 16), 128)
-    draft_group = min(max(_power(width) // shape.tile, 128), shape.group)
-    constants = {
+    integers = torch.empty(num_requests, dtype=torch.int32, device=device)
+    out = Output(torch.empty(num_requests, most_rows, dtype=torch.int64, device=device), most_rows, integers)
+    _verify(batch, draft, out, num_requests, num_rows, most_rows, method, use_fp64, chosen)
+    return RejectionResult(out.tokens, out.num_emitted)
+
+
+def _verify(
+    batch: Batch,
+    draft: Draft,
+    out: Output,
+    num_requests: int,
+    num_rows: int,
+    most_rows: int,
+    method: str,
+    use_fp64: bool,
+    chosen: Tuning | None,
+) -> None:
+    is_block, is_sparse = method == "block", draft.token_ids is not None
+    has_dense = draft.logits is not None and not is_sparse
+    device, bytes_each = batch.logits.device, batch.logits.element_size()
+    table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
+    first = chosen or tuning.choose(table, num_requests)
+    second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
+    count = most_rows if is_block else min(first.wave or most_rows, most_rows)
+    count = max(count, triton.cdiv(most_rows, MAX_WAVES))
+    waves = triton.cdiv(most_rows, count)
+    tests = most_rows - 1 if is_block else 0
+    if tests > MAX_WAVES:
+        raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
+    shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
+    # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
+    lanes = 32 if has_dense and not is_block else 1
+    masses = torch.float64 if use_fp64 else torch.float32
+
+    def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    most = max(waves, tests)
+    integers = counters.zeros((most + 2) * num_requests, device)
+    block, tested = None, None
+    if is_block:
+        tested = Shape.of(batch.vocab, bytes_each, 2 * num_requests, second)
+        block = Block(
+            weight=buffer(num_rows, dtype=masses),
+            statistics=buffer(num_rows, 4, dtype=masses),
+            prefixes=buffer(num_requests, dtype=torch.int32),
+            group_floor=buffer(num_rows, tested.num_groups),
+            num_groups=tested.num_groups,
+            part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
+            num_splits=tested.num_splits,
+        )
+    num_drafts = num_rows - num_requests
+    draft_splits = 1 if is_sparse else shape.num_splits
+    scratch = Scratch(
+        group_top=None if is_block else buffer(num_rows, shape.num_groups),
+        lane_floor=None if is_block else buffer(num_rows, shape.num_groups, lanes),
+        num_groups=shape.num_groups,
+        part_top=buffer(num_rows, shape.num_splits),
+        part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
+        draft_top=None if draft.logits is None else buffer(num_drafts, draft_splits),
+        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_splits, dtype=masses),
+        draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
+        num_splits=shape.num_splits,
+        waves=Waves(
+            arrived=integers[2 * num_requests :],
+            state=integers[: 2 * num_requests].view(torch.int64),
+            decision=buffer(num_requests, most, 2, dtype=torch.int32),
+        ),
+        block=block,
+    )
+    list_size = min(max(_power(draft.width), 16), 128)
+    lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
+    draft_shape = _draft_shape(draft, shape) if has_dense else shape
+    constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
-        "TILE": shape.tile,
-        "GROUP": shape.group,
-        "GROUPS": _power(shape.num_groups),
-        "LANES": lanes,
-        "TURNS": shape.turns(vocab),
+        "TILE": TILE,
+        "LINE": shape.line,
         "LIST": list_size,
-        "LISTS": 0 if draft.token_ids is None else triton.cdiv(width, list_size),
-        "ROWS": _power(at_once),
-        "SPLITS": _power(shape.num_splits),
+        "LISTS": lists,
         "WIDTH": _power(most_rows),
-        "num_warps": shape.tile,
-        **tuning.limit(use_fp64),
+        "num_warps": TILE,
     }
-    with _on(target_logits):
-        for launch in range(launches):
-            begin = launch * at_once
-            count = min(at_once, most_rows - begin)
-            verify_kernel[(num_requests * count * shape.num_splits,)](
+    with _on(batch.logits):
+        programs_each = shape.num_splits + (1 if is_sparse else 0)
+        verify_kernel[(waves * num_requests * count * programs_each,)](
+            batch,
+            draft,
+            scratch,
+            out,
+            num_requests,
+            count,
+            METHOD=method,
+            HAS_DRAFT_LOGITS=draft.logits is not None,
+            GROUP=shape.group,
+            GROUPS=_power(shape.num_groups),
+            LANES=lanes,
+            TURNS=shape.turns(),
+            DRAFT_GROUP=draft_shape.group,
+            DRAFT_TURNS=draft_shape.turns(),
+            ROWS=_power(count),
+            SPLITS=_power(shape.num_splits),
+            WAVES=waves,
+            **constants,
+            **first.limit(use_fp64),
+        )
+        if tested is not None:
+            block_kernel[(tests * num_requests * tested.num_splits,)](
                 batch,
                 draft,
                 scratch,
                 out,
                 num_requests,
-                begin,
-                count,
-                launch,
-                METHOD=method,
-                HAS_DRAFT_LOGITS=draft_logits is not None,
-                DRAFT_GROUP=draft_group,
-                DRAFT_TURNS=shape.turns(width, draft_group),
+                GROUP=tested.group,
+                GROUPS=_power(tested.num_groups),
+                SPLITS=_power(tested.num_splits),
+                WAVES=tests,
                 **constants,
+                **second.limit(use_fp64),
             )
-        for test in range(test_launches):
-            block_kernel[(num_requests * at_once_tested * shape.num_splits,)](
-                batch,
-                draft,
-                scratch,
-                out,
-                num_requests,
-                launches + test,
-                test * at_once_tested,
-                most_rows,
-                at_once_tested,
-                COUNT=_power(at_once_tested),
-                **constants,
-            )
-    return RejectionResult(tokens, out.num_emitted)
+
+
+def _draft_shape(draft: Draft, shape: Shape) -> Shape:
+    """The cut of dense or reduced draft logits, which the programs of the target row take along."""
+    group = min(max(_power(draft.width) // TILE, 128), shape.group)
+    return Shape(draft.width, group, 128, triton.cdiv(draft.width, group), shape.num_splits)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from draftwire_kernels.gpu.noise import gumbel_noise
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, RUN, load_logits
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_dense_draft, load_logits
 
 _MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, relative to the size of the score
@@ -49,12 +49,21 @@ def lane_bounds(group_top, lane_floor, num_groups, top, temperature, GROUPS: tl.
 
 
 @triton.jit
-def leaders(bound, GROUP: tl.constexpr, LANES: tl.constexpr):
+def residual_bounds(group_floor, num_groups, GROUPS: tl.constexpr):
+    """What no log residual + noise of a group exceeds: [GROUPS, 1], from what `scan_residual` left."""
+    group = tl.arange(0, GROUPS)
+    floor = tl.load(group_floor + group, mask=group < num_groups, other=INFINITY, cache_modifier=".cg")
+    return (-tl.log(floor) + _MARGIN)[:, None]
+
+
+@triton.jit
+def leaders(bound, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
     """The highest bound of each lane, the group that has it [LANES], and the lane's columns there."""
+    RUN: tl.constexpr = LINE // LANES  # neighbouring tokens of a lane
     group = tl.argmax(bound, 0)
     lane = tl.arange(0, LANES)
     token = tl.arange(0, GROUP // LANES)
-    within = (token // RUN) * (RUN * LANES) + token % RUN
+    within = (token // RUN) * LINE + token % RUN
     column = (group * GROUP + lane * RUN)[:, None] + within[None, :]
     return tl.max(bound, 0), group, column
 
@@ -79,6 +88,7 @@ def race_of_target(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Draws from softmax(logits / temperature): the best score, -inf if nothing runs, and its column."""
@@ -86,7 +96,7 @@ def race_of_target(
     winner = tl.full([], NO_INDEX, tl.int32)
     highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LANES)
+        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
         runs = (column < num_columns) & (column != excluded) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         ids = column if token_ids is None else tl.load(token_ids + column, mask=runs, other=0)
@@ -98,17 +108,6 @@ def race_of_target(
         bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
         highest = tl.max(bound)
     return best, winner
-
-
-@triton.jit
-def load_dense_draft(draft_logits, column_of, column, mask):
-    """Draft logits of target ids, through the table of a reduced vocabulary if there is one."""
-    if column_of is None:
-        y = load_logits(draft_logits + column, mask)
-    else:
-        place = tl.load(column_of + column, mask=mask, other=-1)
-        y = load_logits(draft_logits + place, place >= 0)
-    return y
 
 
 @triton.jit
@@ -128,15 +127,15 @@ def race_of_residual(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for dense q. A residual is at most weight p, so the bounds of p hold."""
+    """Draws from max(weight p - q, 0) for dense q; `bound` is one of log residual + noise."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
-    bound += tl.log(weight).to(tl.float32) - tl.log(mass).to(tl.float32)
     highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LANES)
+        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
         runs = (column < num_columns) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         y = load_dense_draft(draft_logits, column_of, column, runs)
@@ -170,14 +169,14 @@ def race_of_sparse_residual(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for q on a list of distinct ids.
+    """Draws from max(weight p - q, 0) for q on a list of distinct ids; `bound` is one of log (weight p) + noise.
 
-    First the listed tokens; then the others. A listed token that leads its lane is passed over, and its score bounds
-    what is left of the lane in that group.
+    First the listed tokens run; then the others, of which those that lead their group are looked up in the list.
     """
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
@@ -197,26 +196,27 @@ def race_of_sparse_residual(
         best = tl.maximum(best, list_best)
 
     log_weight = tl.log(weight) - tl.log(mass)
-    bound = compute_type(bound, USE_FP64) + log_weight
+    bound = compute_type(bound, USE_FP64)
     highest = tl.max(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LANES)
+        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
         x = load_logits(logits + column, (column < num_columns) & (bounds >= best)[:, None])
         score = scale(x, top, temperature, USE_FP64) + log_weight
         score += gumbel_noise(state, column.to(tl.uint32), USE_FP64)
-        score = tl.where(score < bounds[:, None], score, -INFINITY)
-        lane_best = tl.max(score, 1)
-        lane_winner = tl.min(tl.where(score == lane_best[:, None], column, NO_INDEX), 1)
-        is_listed = tl.zeros([LANES], tl.int32)
-        for turn in range(LISTS):
-            place = turn * LIST + tl.arange(0, LIST)
-            token = tl.load(draft_ids + place, mask=place < draft_width, other=-1)
-            is_listed += tl.sum((token[None, :] == lane_winner[:, None]).to(tl.int32), 1)
-        turn_best, turn_winner = best_token(tl.where(is_listed > 0, -INFINITY, lane_best), lane_winner)
-        better = turn_best > best
-        winner = tl.where(better, turn_winner, winner)
-        best = tl.where(better, turn_best, best)
-        rest = tl.where(is_listed > 0, lane_best, -INFINITY)
-        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], rest[None, :], bound)
+        group_best, group_winner = best_token(score, column)
+        searches = (group_best >= best) & (group_best > -INFINITY)
+        while searches:
+            is_listed = tl.full([], 0, tl.int32)
+            for turn in range(LISTS):
+                place = turn * LIST + tl.arange(0, LIST)
+                token = tl.load(draft_ids + place, mask=place < draft_width, other=-1)
+                is_listed += tl.sum((token == group_winner).to(tl.int32), 0)
+            better = (is_listed == 0) & ((group_best > best) | ((group_best == best) & (group_winner < winner)))
+            winner = tl.where(better, group_winner, winner)
+            best = tl.where(better, group_best, best)
+            score = tl.where(column == group_winner, -INFINITY, score)
+            group_best, group_winner = best_token(score, column)
+            searches = (is_listed > 0) & (group_best >= best) & (group_best > -INFINITY)
+        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
         highest = tl.max(bound)
     return best, winner

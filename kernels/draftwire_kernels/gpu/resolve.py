@@ -5,18 +5,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import at, emit, request_rows
+from draftwire_kernels.gpu.batch import at, request_rows
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
     lane_bounds,
-    load_dense_draft,
     probability,
     race_of_residual,
     race_of_sparse_residual,
     race_of_target,
 )
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_logits, maximum_or_nan
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
 
 class Rows(NamedTuple):
@@ -78,19 +77,18 @@ def load_rows(
     p = probability(x, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~known
     if HAS_DRAFT_LOGITS:
-        draft_top, draft_mass = combined(
-            scratch.draft_top, scratch.draft_mass, draft_row, drafted, num_splits, temperature, SPLITS
-        )
         if draft.token_ids is None:
+            draft_top, draft_mass = combined(
+                scratch.draft_top, scratch.draft_mass, draft_row, drafted, num_splits, temperature, SPLITS
+            )
             y = load_dense_draft(
                 draft.logits + draft_row * draft.logits_stride, draft.column_of, token, drafted & known
             )
             q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
         else:
-            _, token_mass = combined(
-                scratch.draft_top, scratch.draft_token_mass, draft_row, drafted, num_splits, temperature, SPLITS
-            )  # fmt: skip
-            q = token_mass / draft_mass
+            draft_top = tl.load(scratch.draft_top + draft_row, mask=drafted, other=0.0, cache_modifier=".cg")
+            draft_mass = tl.load(scratch.draft_mass + draft_row, mask=drafted, other=1.0, cache_modifier=".cg")
+            q = tl.load(scratch.draft_token_mass + draft_row, mask=drafted, other=0.0, cache_modifier=".cg") / draft_mass
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass
@@ -110,12 +108,12 @@ def draw(
     rows,
     place,
     wants_residual,
-    weight,
     HAS_DRAFT_LOGITS: tl.constexpr,
     EXCLUDES_DRAFT: tl.constexpr,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
@@ -141,30 +139,32 @@ def draw(
     if HAS_DRAFT_LOGITS:
         if wants_residual:
             mass = at(rows.mass, rows.offset, place)
+            log_bound = bound - tl.log(mass).to(tl.float32)
             draft_top = at(rows.draft_top, rows.offset, place)
             draft_mass = at(rows.draft_mass, rows.offset, place)
             draft_logits = draft.logits + (first_draft + place) * draft.logits_stride
             if draft.token_ids is None:
                 best, winner = race_of_residual(
                     logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, GROUPS, LANES,
+                    1.0, state, log_bound, USE_FP64, GROUP, GROUPS, LINE, LANES,
                 )  # fmt: skip
             else:
                 ids = draft.token_ids + (first_draft + place) * draft.token_ids_stride
                 best, winner = race_of_sparse_residual(
                     logits, batch.vocab, draft_logits, ids, draft.width, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS,
+                    compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, log_bound, USE_FP64, GROUP, GROUPS,
+                    LINE, LANES, LIST, LISTS,
                 )  # fmt: skip
         else:
             best, winner = race_of_target(
-                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LANES
+                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
             )
     else:
         excluded = tl.full([], -1, tl.int64)
         if EXCLUDES_DRAFT:
             excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
         best, winner = race_of_target(
-            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, GROUPS, LANES
+            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
         )
     return best, winner
 
@@ -174,63 +174,57 @@ def resolve(
     batch,
     draft,
     scratch,
-    out,
     request,
     temperature,
     rows,
     refused,  # [ROWS]: the draft is not accepted
     accepted,  # number of accepted drafts to start from
-    end,  # rows from here on are not known yet
+    end,  # rows from here on belong to later waves
     METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """Draws the token after the accepted drafts and writes both, unless more drafts are accepted than rows are known.
+    """Draws the token after the accepted drafts; returns both, and whether the wave has decided (else every draft of
+    it is accepted).
 
     A residual without float mass counts as acceptance (for "synthetic": p stands in), so the draw may move on.
     "coupled" draws in every row and moves on while the draw equals the draft.
     """
-    first_row, first_draft, num_drafts = request_rows(batch, request)
+    _, _, num_drafts = request_rows(batch, request)
     token = tl.full([], -1, tl.int32)
+    decided = accepted < 0
     is_plain = accepted < 0
     is_open = accepted < end
     while is_open:
         is_valid = at(rows.top, rows.offset, accepted) > -INFINITY
         is_draft = accepted < num_drafts
         wants_residual = is_draft & (at(rows.ended.to(tl.int32), rows.offset, accepted) == 0) & (is_plain == 0)
-        weight = 1.0
-        if METHOD == "block":
-            weight = tl.load(scratch.block.weight + first_row + accepted, cache_modifier=".cg")
         score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
-                batch, draft, scratch, request, temperature, rows, accepted, wants_residual, weight, HAS_DRAFT_LOGITS,
-                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS,
+                batch, draft, scratch, request, temperature, rows, accepted, wants_residual, HAS_DRAFT_LOGITS,
+                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))
             accepted += moves.to(tl.int32)
             is_open = moves & (accepted < end)
-            is_done = moves == 0
+            decided = moves == 0
         else:
             is_empty = is_valid & wants_residual & (score == -INFINITY)
-            is_done = is_empty == 0
+            decided = is_empty == 0
             if METHOD == "synthetic":
                 is_plain = is_empty
                 is_open = is_empty
             else:
                 following = tl.min(tl.where(refused & (rows.offset > accepted), rows.offset, NO_INDEX), 0)
-                if METHOD == "block":
-                    following = accepted + 1
                 accepted = tl.where(is_empty, tl.minimum(following, num_drafts), accepted)
                 is_open = is_empty & (accepted < end)
-        if is_done:
-            emit(batch, out, request, first_draft, accepted, token, WIDTH)
-            tl.store(scratch.done + request, 1)
+    return accepted, token, decided

@@ -9,8 +9,8 @@ holds for float32 and float64 noise alike.
 Masses are sums of float32 exponentials, added up in float64 when float64 is asked for.
 
 A program takes TILE groups at a time; program `split` of num_splits takes TURNS tiles, num_splits apart. A tile is
-[TILE, GROUP // LINE, LINE] float32 tokens, so that each group lies in one warp, with 16-byte loads: first each thread
-reduces what it holds, then the warp, without a barrier.
+[TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in 16
+bits), so that each group lies in one warp: first each thread reduces what it holds, then the warp, without a barrier.
 """
 
 import triton
@@ -20,10 +20,10 @@ from draftwire_kernels.gpu.noise import token_words, uniform_floor
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
-LINE = tl.constexpr(128)
-RUN = tl.constexpr(4)  # neighbouring tokens of a thread
 NO_INDEX = tl.constexpr(2**31 - 1)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
+_RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
 
 
 @triton.jit
@@ -45,6 +45,17 @@ def load_logits(pointers, mask):
 
 
 @triton.jit
+def load_dense_draft(draft_logits, column_of, column, mask):
+    """Draft logits of target ids, through the table of a reduced vocabulary if there is one."""
+    if column_of is None:
+        y = load_logits(draft_logits + column, mask)
+    else:
+        place = tl.load(column_of + column, mask=mask, other=-1)
+        y = load_logits(draft_logits + place, place >= 0)
+    return y
+
+
+@triton.jit
 def exponents(x, top, temperature):
     """exp((x - top) / temperature), 0 where everything is -inf."""
     top = tl.where(top == -INFINITY, 0.0, top)
@@ -52,11 +63,19 @@ def exponents(x, top, temperature):
 
 
 @triton.jit
-def tile_columns(turn, split, num_splits, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Columns [TILE, GROUP // LINE, LINE] of a program's tile."""
+def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
+    """Columns [TILE, GROUP // LINE, LINE] of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
-    group = (split + turn * num_splits) * TILE + tl.arange(0, TILE)
+    group = tile * TILE + tl.arange(0, TILE)
     return group[:, None, None] * GROUP + line + tl.arange(0, LINE)[None, None, :]
+
+
+@triton.jit
+def tile_ids(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
+    """The same as uint32 ids for the hash, which folds what is constant of an xor (no two parts share a bit)."""
+    line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
+    group = (tile * TILE + tl.arange(0, TILE))[:, None, None] * GROUP
+    return (group ^ (line ^ tl.arange(0, LINE)[None, None, :])).to(tl.uint32)
 
 
 @triton.jit
@@ -86,36 +105,42 @@ def scan_sampled(
     num_splits,
     group_top,  # pointers to the row's entries, one a group and LANES a group
     lane_floor,
+    WITH_NOISE: tl.constexpr,  # fills the groups
     WITH_MASS: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Fills the groups of every num_splits-th tile; returns the largest logit of those and the mass relative to it
-    (0 unless WITH_MASS)."""
+    """Looks at every num_splits-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
     num_groups = tl.cdiv(num_columns, GROUP)
     inverse = tl.minimum(_LOG2_E / temperature, MAX_FLOAT)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for turn in range(TURNS):
-        column = tile_columns(turn, split, num_splits, TILE, GROUP)
+        tile = split + turn * num_splits
+        column = tile_columns(tile, TILE, GROUP, LINE)
         inside = column < num_columns
         x = load_logits(logits + column, inside)
         largest = group_maximum(x)
         finite = tl.where(largest == -INFINITY, 0.0, largest)[:, None, None]
         score = (x - finite) * inverse
-        ids = column if token_ids is None else tl.load(token_ids + column, mask=inside, other=0)
-        arrival = uniform_floor(token_words(state, ids.to(tl.uint32))) * tl.exp2(-score)
-        group = (split + turn * num_splits) * TILE + tl.arange(0, TILE)
-        tl.store(group_top + group, largest, mask=group < num_groups)
-        if LANES == 1:
-            tl.store(lane_floor + group, group_minimum(arrival), mask=group < num_groups)
-        else:
-            runs = tl.reshape(tl.min(arrival, 1), [TILE, LANES, LINE // LANES])
-            lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-            tl.store(lane_floor + lane, tl.min(runs, 2), mask=(group < num_groups)[:, None])
+        if WITH_NOISE:
+            if token_ids is None:
+                ids = tile_ids(tile, TILE, GROUP, LINE)
+            else:
+                ids = tl.load(token_ids + column, mask=inside, other=0).to(tl.uint32)
+            arrival = uniform_floor(token_words(state, ids)) * tl.exp2(-score)
+            group = tile * TILE + tl.arange(0, TILE)
+            tl.store(group_top + group, largest, mask=group < num_groups)
+            if LANES == 1:
+                tl.store(lane_floor + group, group_minimum(arrival), mask=group < num_groups)
+            else:
+                runs = tl.reshape(tl.min(arrival, 1), [TILE, LANES, LINE // LANES])
+                lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
+                tl.store(lane_floor + lane, tl.min(runs, 2), mask=(group < num_groups)[:, None])
         both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         if WITH_MASS:
             part = group_sum(tl.exp2(score))
@@ -127,12 +152,21 @@ def scan_sampled(
 
 
 @triton.jit
-def scan_greedy(logits, num_columns, split, num_splits, TILE: tl.constexpr, GROUP: tl.constexpr, TURNS: tl.constexpr):
+def scan_greedy(
+    logits,
+    num_columns,
+    split,
+    num_splits,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+    TURNS: tl.constexpr,
+):
     """The largest logit of every num_splits-th tile and the lowest column that has it."""
     top = tl.full([TILE], -INFINITY, tl.float32)
     at = tl.full([TILE], NO_INDEX, tl.int32)
     for turn in range(TURNS):
-        column = tile_columns(turn, split, num_splits, TILE, GROUP)
+        column = tile_columns(split + turn * num_splits, TILE, GROUP, LINE)
         x = load_logits(logits + column, column < num_columns)
         largest = group_maximum(x)
         lowest = group_minimum(tl.where(x == largest[:, None, None], column, NO_INDEX))
@@ -145,35 +179,93 @@ def scan_greedy(logits, num_columns, split, num_splits, TILE: tl.constexpr, GROU
 @triton.jit
 def scan_draft(
     logits,
-    token_ids,
     num_columns,
     temperature,
-    token,
     split,
     num_splits,
-    SPARSE: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    LINE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Largest draft logit of every num_splits-th tile, the mass relative to it, and that of the drafted token."""
+    """Largest draft logit of every num_splits-th tile and the mass relative to it."""
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    token_mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for turn in range(TURNS):
-        column = tile_columns(turn, split, num_splits, TILE, GROUP)
-        inside = column < num_columns
-        x = load_logits(logits + column, inside)
-        largest = group_maximum(x)
-        both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-        part = exponents(x, both[:, None, None], temperature)
-        kept = exponents(top, both, temperature)
-        mass = mass * kept + group_sum(part)
-        if SPARSE:
-            drafted = tl.load(token_ids + column, mask=inside, other=-1) == token
-            token_mass = token_mass * kept + group_sum(tl.where(drafted, part, 0.0))
+        column = tile_columns(split + turn * num_splits, TILE, GROUP, LINE)
+        x = load_logits(logits + column, column < num_columns)
+        both = tl.maximum(top, group_maximum(x), propagate_nan=tl.PropagateNan.ALL)
+        mass = mass * exponents(top, both, temperature) + group_sum(exponents(x, both[:, None, None], temperature))
         top = both
     row_top = maximum_or_nan(top, 0)
-    kept = exponents(top, row_top, temperature)
-    return row_top, tl.sum(mass * kept, 0), tl.sum(token_mass * kept, 0)
+    return row_top, tl.sum(mass * exponents(top, row_top, temperature), 0)
+
+
+@triton.jit
+def scan_list(
+    logits, token_ids, width, temperature, token, USE_FP64: tl.constexpr, LIST: tl.constexpr, LISTS: tl.constexpr
+):
+    """Largest logit of a row's list of draft logits, the mass relative to it, and that of the drafted token."""
+    top = tl.full([], -INFINITY, tl.float32)
+    mass = tl.full([], 0.0, tl.float64 if USE_FP64 else tl.float32)
+    token_mass = mass
+    for turn in range(LISTS):
+        place = turn * LIST + tl.arange(0, LIST)
+        x = load_logits(logits + place, place < width)
+        drafted = tl.load(token_ids + place, mask=place < width, other=-1) == token
+        both = tl.maximum(top, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
+        part = exponents(x, both, temperature).to(mass.dtype)
+        kept = exponents(top, both, temperature)
+        mass = mass * kept + tl.sum(part, 0)
+        token_mass = token_mass * kept + tl.sum(tl.where(drafted, part, 0.0), 0)
+        top = both
+    return top, mass, token_mass
+
+
+@triton.jit
+def scan_residual(
+    logits,
+    draft_logits,  # None: the residual is weight p
+    column_of,
+    num_columns,
+    temperature,
+    state,
+    top,
+    p_share,  # weight of p, over the mass of its row
+    draft_top,
+    q_share,  # 1 over the mass of q; 0 where the residual is weight p
+    first_tile,
+    step,
+    group_floor,  # pointer to the row's entries, one a group
+    USE_FP64: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Mass of max(weight p - q, 0) in every step-th tile; fills its groups with bounds of log residual + noise: the
+    smallest uniform / residual, the residual rounded up by more than the error of its terms."""
+    num_groups = tl.cdiv(num_columns, GROUP)
+    inverse = tl.minimum(_LOG2_E / temperature, MAX_FLOAT)
+    num_draft_columns = tl.where(q_share > 0, num_columns, 0)
+    sums = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
+    for tile in range(first_tile, tl.cdiv(num_columns, TILE * GROUP), step):
+        column = tile_columns(tile, TILE, GROUP, LINE)
+        inside = column < num_columns
+        score = (load_logits(logits + column, inside) - top) * inverse
+        p = tl.exp2(score) * p_share
+        above = tl.where(p > 0, p * (score * -_RELATIVE_MARGIN + _RESIDUAL_MARGIN), 0.0)
+        residual = p
+        if draft_logits is not None:
+            y = load_dense_draft(draft_logits, column_of, column, column < num_draft_columns)
+            draft_score = (y - draft_top) * inverse
+            q = tl.exp2(draft_score) * q_share
+            above += tl.where(q > 0, q * (draft_score * -_RELATIVE_MARGIN + _RESIDUAL_MARGIN), 0.0)
+            residual -= q
+        above += residual
+        sums += group_sum(tl.maximum(residual, 0.0))
+        uniform = uniform_floor(token_words(state, tile_ids(tile, TILE, GROUP, LINE)))
+        arrival = tl.where(above > 0, uniform / above, INFINITY)
+        group = tile * TILE + tl.arange(0, TILE)
+        tl.store(group_floor + group, group_minimum(arrival), mask=group < num_groups)
+    return tl.sum(sums, 0)

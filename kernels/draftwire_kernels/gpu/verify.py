@@ -1,31 +1,38 @@
-"""Verification kernel: statistics of target and draft rows, and, by the last program of a request, its tokens."""
+"""Verification in one launch: statistics of target and draft rows, and, by the last program of a wave, its decision."""
 
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import emit, is_last, request_rows
+from draftwire_kernels.gpu.batch import close_wave, is_decided_before, is_last, request_rows
 from draftwire_kernels.gpu.block import begin_block
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.resolve import load_rows, resolve
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, maximum_or_nan, scan_draft, scan_greedy, scan_sampled
+from draftwire_kernels.gpu.scan import (
+    INFINITY,
+    NO_INDEX,
+    maximum_or_nan,
+    scan_draft,
+    scan_greedy,
+    scan_list,
+    scan_sampled,
+)
 
 
-@triton.jit(do_not_specialize=["num_requests", "begin", "count", "launch"])
+@triton.jit(do_not_specialize=["num_requests", "count"])
 def verify_kernel(
     batch,
     draft,
     scratch,
     out,
     num_requests,
-    begin,  # rows begin .. begin + count - 1 of each request are read
-    count,
-    launch,
+    count,  # rows of a request in a wave
     METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINE: tl.constexpr,
     LANES: tl.constexpr,
     TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
@@ -34,91 +41,170 @@ def verify_kernel(
     LISTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    # A program is a split of a row's target logits; with lists of draft logits one more program a row takes the list.
+    IS_LISTED: tl.constexpr = LISTS > 0
     num_splits = scratch.num_splits
-    split = program % num_splits
-    offset = begin + (program // num_splits) % count
-    request = program // (num_splits * count)
+    programs_each = num_splits + 1 if IS_LISTED else num_splits
+    program = tl.program_id(0)
+    split = program % programs_each
+    place = program // programs_each
+    wave = place // (num_requests * count)
+    begin = wave * count
+    offset = begin + place % count
+    request = (place // count) % num_requests
     first_row, first_draft, num_drafts = request_rows(batch, request)
-    if offset > num_drafts:
+    takes_list = split == num_splits
+    if offset + takes_list.to(tl.int32) > num_drafts:
         return
-    if begin > 0:  # noqa: SIM102
-        if tl.load(scratch.done + request) != 0:
-            return
-    row = first_row + offset
     temperature = tl.load(batch.temperature + request)
+    is_needless = request < 0
+    if WAVES > 1:
+        is_needless = is_decided_before(scratch.waves, request, wave)
+    if is_needless == 0:
+        if IS_LISTED:
+            if takes_list:
+                if temperature > 0:
+                    read_list(batch, draft, scratch, first_draft + offset, temperature, USE_FP64, LIST, LISTS)
+            else:
+                read_row(
+                    batch, draft, scratch, request, first_row, first_draft, num_drafts, offset, split, temperature,
+                    METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
+                )  # fmt: skip
+        else:
+            read_row(
+                batch, draft, scratch, request, first_row, first_draft, num_drafts, offset, split, temperature, METHOD,
+                HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
+            )  # fmt: skip
+
+    end = tl.minimum(begin + count, num_drafts + 1)
+    expected = (end - begin) * num_splits
+    if IS_LISTED:
+        expected += tl.minimum(end, num_drafts) - begin
+    if is_last(scratch.waves.arrived + wave * num_requests + request, expected):
+        accepted = end
+        token = tl.full([], -1, tl.int32)
+        decided = accepted < 0
+        if WAVES > 1:
+            # Where a program of this wave has left out its row, this load sees what it saw.
+            is_needless = is_decided_before(scratch.waves, request, wave)
+        if is_needless == 0:
+            if temperature > 0:
+                rows = load_rows(
+                    batch, draft, scratch, request, begin, count, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS, SPLITS
+                )
+                if METHOD == "block":
+                    begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
+                else:
+                    refused, accepted = first_refusal(batch, rows, begin, num_drafts, METHOD)
+                    accepted, token, decided = resolve(
+                        batch, draft, scratch, request, temperature, rows, refused, accepted, end, METHOD,
+                        HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                    )  # fmt: skip
+            else:
+                if METHOD == "block":
+                    tl.store(scratch.block.prefixes + request, 0)
+                accepted, token, decided = resolve_greedy(
+                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, SPLITS
+                )
+        if (METHOD != "block") | (temperature == 0):
+            num_waves = tl.cdiv(num_drafts + 1, count)
+            close_wave(batch, scratch.waves, out, request, wave, num_waves, accepted, token, decided, WAVES, WIDTH)
+
+
+@triton.jit
+def read_row(
+    batch,
+    draft,
+    scratch,
+    request,
+    first_row,
+    first_draft,
+    num_drafts,
+    offset,
+    split,
+    temperature,
+    METHOD: tl.constexpr,
+    WITH_DRAFT: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+    LANES: tl.constexpr,
+    TURNS: tl.constexpr,
+    DRAFT_GROUP: tl.constexpr,
+    DRAFT_TURNS: tl.constexpr,
+):
+    """Statistics of a split of a row."""
+    row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
+    num_splits = scratch.num_splits
     part = row * num_splits + split
     if temperature > 0:
-        position = tl.load(batch.position + request) + offset
-        state = row_state(tl.load(batch.resample + request), position, offset * 0)
-        group = row * scratch.num_groups
+        state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
+        group_top, lane_floor = scratch.group_top, scratch.lane_floor
+        if METHOD != "block":
+            group_top += row * scratch.num_groups
+            lane_floor += row * scratch.num_groups * LANES
         top, mass = scan_sampled(
-            logits, None, batch.vocab, temperature, state, split, num_splits, scratch.group_top + group,
-            scratch.lane_floor + group * LANES, METHOD != "coupled", USE_FP64, TILE, GROUP, LANES, TURNS,
+            logits, None, batch.vocab, temperature, state, split, num_splits, group_top, lane_floor, METHOD != "block",
+            METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, TURNS,
         )  # fmt: skip
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
-        if HAS_DRAFT_LOGITS:  # noqa: SIM102
+        if WITH_DRAFT:  # noqa: SIM102
             if offset < num_drafts:
                 draft_row = first_draft + offset
-                token = tl.load(batch.draft_tokens + draft_row)
-                ids = draft.token_ids
-                if draft.token_ids is not None:
-                    ids += draft_row * draft.token_ids_stride
-                draft_top, draft_mass, token_mass = scan_draft(
-                    draft.logits + draft_row * draft.logits_stride, ids, draft.width, temperature, token, split,
-                    num_splits, draft.token_ids is not None, USE_FP64, TILE, DRAFT_GROUP, DRAFT_TURNS,
+                draft_top, draft_mass = scan_draft(
+                    draft.logits + draft_row * draft.logits_stride, draft.width, temperature, split, num_splits,
+                    USE_FP64, TILE, DRAFT_GROUP, 128, DRAFT_TURNS,
                 )  # fmt: skip
                 part = draft_row * num_splits + split
                 tl.store(scratch.draft_top + part, draft_top)
                 tl.store(scratch.draft_mass + part, draft_mass)
-                if draft.token_ids is not None:
-                    tl.store(scratch.draft_token_mass + part, token_mass)
     else:
-        top, index = scan_greedy(logits, batch.vocab, split, num_splits, TILE, GROUP, TURNS)
+        top, index = scan_greedy(logits, batch.vocab, split, num_splits, TILE, GROUP, LINE, TURNS)
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, index.to(tl.float32))
 
-    end = tl.minimum(begin + count, num_drafts + 1)
-    if is_last(scratch.arrived + launch * num_requests + request, (end - begin) * num_splits):
-        if temperature > 0:
-            rows = load_rows(
-                batch, draft, scratch, request, begin, count, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS, SPLITS
-            )
-            if METHOD == "block":
-                begin_block(
-                    batch, draft, scratch, out, request, temperature, rows, USE_FP64, GROUP, GROUPS, LANES, LIST,
-                    LISTS, ROWS, WIDTH,
-                )  # fmt: skip
-            else:
-                usable = (rows.ended == 0) & (rows.top > -INFINITY)
-                if METHOD == "coupled":
-                    refused = rows.exists == 0
-                    accepted = begin
-                else:
-                    if METHOD == "synthetic":
-                        rate = tl.load(batch.rates + rows.offset, mask=rows.drafted, other=0.0)
-                        passes = rows.uniform < rate
-                    else:
-                        passes = rows.uniform < rows.p / rows.q
-                    refused = rows.drafted & ((usable & passes) == 0)
-                    accepted = tl.minimum(tl.min(tl.where(refused, rows.offset, NO_INDEX), 0), num_drafts)
-                resolve(
-                    batch, draft, scratch, out, request, temperature, rows, refused, accepted, end, METHOD,
-                    HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LANES, LIST, LISTS, WIDTH,
-                )  # fmt: skip
+
+@triton.jit
+def read_list(
+    batch, draft, scratch, draft_row, temperature, USE_FP64: tl.constexpr, LIST: tl.constexpr, LISTS: tl.constexpr
+):
+    """Statistics of the draft logits that a row lists."""
+    top, mass, token_mass = scan_list(
+        draft.logits + draft_row * draft.logits_stride, draft.token_ids + draft_row * draft.token_ids_stride,
+        draft.width, temperature, tl.load(batch.draft_tokens + draft_row), USE_FP64, LIST, LISTS,
+    )  # fmt: skip
+    tl.store(scratch.draft_top + draft_row, top)
+    tl.store(scratch.draft_mass + draft_row, mass)
+    tl.store(scratch.draft_token_mass + draft_row, token_mass)
+
+
+@triton.jit
+def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
+    """Which drafts of the wave are refused, and the first of them ("coupled": none, its draws decide)."""
+    if METHOD == "coupled":
+        refused = rows.exists == 0
+        accepted = begin
+    else:
+        if METHOD == "synthetic":
+            passes = rows.uniform < tl.load(batch.rates + rows.offset, mask=rows.drafted, other=0.0)
         else:
-            resolve_greedy(batch, scratch, out, request, begin, end, METHOD, USE_FP64, ROWS, SPLITS, WIDTH)
+            passes = rows.uniform < rows.p / rows.q
+        usable = (rows.ended == 0) & (rows.top > -INFINITY)
+        refused = rows.drafted & ((usable & passes) == 0)
+        accepted = tl.minimum(tl.min(tl.where(refused, rows.offset, NO_INDEX), 0), num_drafts)
+    return refused, accepted
 
 
 @triton.jit
 def resolve_greedy(
     batch,
     scratch,
-    out,
     request,
     begin,
     end,
@@ -126,9 +212,9 @@ def resolve_greedy(
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted."""
+    """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
+    what `resolve` returns."""
     first_row, first_draft, num_drafts = request_rows(batch, request)
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
@@ -150,7 +236,5 @@ def resolve_greedy(
         passes = token == best
     refused = drafted & ((passes & (top > -INFINITY)) == 0)
     accepted = tl.minimum(tl.min(tl.where(refused, offset, NO_INDEX), 0), num_drafts)
-    if accepted < end:
-        emitted = tl.where(top > -INFINITY, best, -1)
-        emit(batch, out, request, first_draft, accepted, tl.sum(tl.where(offset == accepted, emitted, 0), 0), WIDTH)
-        tl.store(scratch.done + request, 1)
+    emitted = tl.where(top > -INFINITY, best, -1)
+    return accepted, tl.sum(tl.where(offset == accepted, emitted, 0), 0), accepted < end

@@ -1,0 +1,59 @@
+"""How the work of a launch is cut: the constants of each kernel by the size of the batch. No choice changes a result."""
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Tuning:
+    group: int = 1024
+    """Tokens whose race is bounded together; a program of four warps takes four groups at a time."""
+    programs: int = 2112
+    """Rows are split until a launch has about so many programs: sixteen for each multiprocessor of an H200."""
+    wave: int | None = None
+    """Rows of a request that are read before its drafts are looked at; all rows by default."""
+    registers: int | None = 128
+    """Most registers of a thread (float32 alone), so that 16 warps fit on a multiprocessor."""
+
+    def limit(self, use_fp64: bool) -> dict[str, int]:
+        return {} if self.registers is None or use_fp64 else {"maxnreg": self.registers}
+
+
+_ANY = 1 << 31
+# (largest number of rows for Gumbel sampling, of requests for the others; constants)
+GUMBEL = ((16, Tuning(group=512)), (_ANY, Tuning()))
+REJECTION = ((16, Tuning(group=512)), (31, Tuning()), (_ANY, Tuning(wave=2)))
+REJECTION_DENSE = ((31, Tuning()), (_ANY, Tuning(wave=2)))
+BLOCK_MASSES = ((_ANY, Tuning()),)
+BLOCK_TESTS = ((_ANY, Tuning(group=512)),)
+
+TILE = 4
+SMALL_GROUP, LARGE_VOCABULARY = 128, 16384
+
+
+def choose(table: tuple[tuple[int, Tuning], ...], size: int) -> Tuning:
+    return next(tuning for largest, tuning in table if size <= largest)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How rows of `columns` logits are cut into groups, tiles and splits."""
+
+    columns: int
+    group: int
+    line: int
+    num_groups: int
+    num_splits: int
+
+    @classmethod
+    def of(cls, columns: int, bytes_each: int, rows: int, tuning: Tuning) -> "Shape":
+        line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes a thread
+        group = tuning.group if columns >= LARGE_VOCABULARY else max(SMALL_GROUP, line)
+        tiles = triton.cdiv(columns, group * TILE)
+        splits = max(1, min(triton.cdiv(tuning.programs, max(rows, 1)), tiles, 64))
+        return cls(columns, group, line, triton.cdiv(columns, group), triton.cdiv(tiles, triton.cdiv(tiles, splits)))
+
+    def turns(self) -> int:
+        """Tiles of a program."""
+        return triton.cdiv(triton.cdiv(self.columns, self.group * TILE), self.num_splits)
