@@ -1,11 +1,15 @@
 """Kernels on a GPU: microseconds beside a peer's kernels, the bytes that must move, and the ratio to that floor.
 
-    python benchmarks/kernels.py [--json FILE] [--peer DIR] [--batches 1,8,32,128,256] [--only NAME]
+    python -m benchmarks.kernels [--json FILE] [--peer DIR] [--batches 1,8,32,128,256] [--only NAME]
 
 DIR holds vLLM's `gumbel.py` and `rejection_sampler_utils.py` (Model Runner V2, from its wheel); they run alone, on the
 same tensors, in the same process. Every call is captured in a CUDA graph together with calls on enough copies of the
 input to pass through the L2 cache several times; a replay is timed with CUDA events, the median of several is divided
-by the number of calls. V = 128256, k = 5, temperature 1; drafts are accepted about 3 of 5 on average.
+by the number of calls. V = 128256, k = 5, temperature 1; drafts are accepted about 3 of 5 on average. The floor is
+every row read once (filters: and written once) at the copy bandwidth measured in the same run.
+
+The rows "filters" are `process_logits` with top-k 50, top-p 0.9 and min-p 0.001 on all k + 1 rows, called eagerly, the
+host's work included; their peer is the reference, which sorts with torch.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import platform
 import statistics
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,11 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.timing import copy_bandwidth, replay_time
 from draftwire_kernels import (
     DraftLogits,
+    LogitsSampling,
     StreamKeys,
     derive_stream_keys,
     gumbel_sample,
+    process_logits,
     rejection_sample,
 )
 
@@ -129,43 +137,6 @@ class Inputs:
         return size if self.draft is None else size + sum(t.nbytes for t in self.draft if t is not None)
 
 
-def replay_time(call: Callable[[int], object], copies: int) -> float:
-    """Microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(copies):
-            call(i)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(copies):
-            call(i)
-    times = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
-    return statistics.median(times[2:])
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written."""
-    source = torch.randn(2**30, device=DEVICE)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * source.nbytes / statistics.median(times)
-
-
 def ours(x: Inputs, **options: Any) -> object:
     return rejection_sample(
         x.target, x.drafts, x.cu_rows, x.temperature, x.keys, x.position, draft_logits=x.draft, backend="triton",
@@ -203,10 +174,13 @@ class Row:
         peer = f"{self.peer_us:8.1f} {self.peer_us / self.us:6.2f}" if self.peer_us else f"{'':8} {'':6}"
         accepted = f"{self.accepted:5.2f}" if self.accepted is not None else ""
         ratio = self.us / self.floor_us
-        return f"{self.name:32} {self.batch:4} {self.us:8.1f} {peer} {self.floor_us:8.1f} {ratio:6.2f} {accepted}"
+        return (
+            f"{self.name:28} {self.batch:4} {self.us:8.1f} {peer} {self.megabytes:8.1f} {self.floor_us:8.1f} "
+            f"{ratio:6.2f} {accepted}"
+        )
 
 
-HEADER = f"{'':32} {'B':>4} {'ours us':>8} {'peer us':>8} {'faster':>6} {'floor us':>8} {'ratio':>6} accepted"
+HEADER = f"{'':28} {'B':>4} {'ours us':>8} {'peer us':>8} {'faster':>6} {'MB':>8} {'floor us':>8} {'ratio':>6} accepted"
 
 
 def rejection_rows(batch: int, peer: Peer | None, bandwidth: float, only: str) -> list[Row]:
@@ -217,6 +191,8 @@ def rejection_rows(batch: int, peer: Peer | None, bandwidth: float, only: str) -
         if form == "dense":
             cases.append(("block dense", {"method": "block"}, {"use_block_verification": True}))
             cases.append(("block dense float64", {"method": "block", "use_fp64": True}, None))
+            cases.append(("rejection dense bfloat16", {}, {}))
+            cases.append(("block dense bfloat16", {"method": "block"}, {"use_block_verification": True}))
         if form == "one-hot":
             cases.append(("rejection one-hot bfloat16", {}, {}))
             cases.append(("coupled", {"method": "coupled"}, None))
@@ -277,6 +253,38 @@ def gumbel_rows(batch: int, peer: Peer | None, bandwidth: float, only: str) -> l
     return rows
 
 
+def eager_time(call: Callable[[], object]) -> float:
+    """Median microseconds of a call with all that the host does for it."""
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[2:])
+
+
+def filter_rows(batch: int, bandwidth: float, only: str) -> list[Row]:
+    if only not in "filters":
+        return []
+    g = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(batch * (K + 1), V, device=DEVICE, generator=g) * 2
+    sampling = LogitsSampling(
+        cu_rows=torch.arange(batch + 1, dtype=torch.int32) * (K + 1),
+        temperature=torch.ones(batch),
+        top_k=torch.full((batch,), 50, dtype=torch.int32),
+        top_p=torch.full((batch,), 0.9),
+        min_p=torch.full((batch,), 0.001),
+    )
+    us = eager_time(lambda: process_logits(logits, sampling, backend="triton"))
+    peer_us = eager_time(lambda: process_logits(logits, sampling, backend="reference"))
+    size = 2 * logits.nbytes
+    row = Row("filters", batch, us, peer_us, size / bandwidth * 1e6, size / 1e6, None)
+    print(row.text(), flush=True)
+    return [row]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -293,6 +301,7 @@ def main() -> None:
     for batch in map(int, arguments.batches.split(",")):
         rows += gumbel_rows(batch, peer, bandwidth, arguments.only)
         rows += rejection_rows(batch, peer, bandwidth, arguments.only)
+        rows += filter_rows(batch, bandwidth, arguments.only)
     if arguments.json is not None:
         result = {
             "device": name,

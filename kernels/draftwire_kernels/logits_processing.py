@@ -10,7 +10,7 @@ from draftwire_kernels.reference.layout import Layout
 
 
 @torch.no_grad()
-def process_logits(logits: Tensor, sampling: LogitsSampling) -> Tensor:
+def process_logits(logits: Tensor, sampling: LogitsSampling, *, backend: str = "auto") -> Tensor:
     """Turn the target's logits into those of the distribution that is sampled; filtered tokens are -inf.
 
     In this order: bias, suppression, penalties, min-p, top-k, top-p, each on what the one before it left.
@@ -30,6 +30,8 @@ def process_logits(logits: Tensor, sampling: LogitsSampling) -> Tensor:
     logits : Tensor
         [R, V] float32, bfloat16 or float16. Never modified.
     sampling : LogitsSampling
+    backend : {"auto", "reference", "triton"}
+        Of the filters, as in `gumbel_sample`; bias, suppression and penalties are torch's on every device.
 
     Returns
     -------
@@ -69,6 +71,10 @@ def process_logits(logits: Tensor, sampling: LogitsSampling) -> Tensor:
         out = penalties.suppress(out, sampling.suppression)
     if sampling.penalties is not None:
         out = penalties.penalise(out, sampling.penalties, sampling.draft_tokens, layout)
+    if validation.choose_backend(backend, logits.device) == "triton":
+        from draftwire_kernels.gpu import filters as gpu_filters
+
+        return gpu_filters.apply_filters(out, sampling, layout)
     return filters.apply_filters(out, sampling, layout)
 
 

@@ -84,7 +84,8 @@ def rejection_sample(
     Raises
     ------
     ValueError
-        If an argument has the wrong shape, dtype or device, or does not go with `method`.
+        If an argument has the wrong shape, dtype or device, or does not go with `method`; with "triton" also if
+        "block" is given more than 24 drafts of a request.
 
     Examples
     --------

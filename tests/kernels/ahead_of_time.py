@@ -23,8 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from draftwire_kernels import DraftLogits, RaggedBatch, derive_stream_keys
+from draftwire_kernels import DraftLogits, LogitsSampling, RaggedBatch, derive_stream_keys
+from draftwire_kernels.gpu import filters as gpu_filters
 from draftwire_kernels.gpu import launch, paged_attention_launch
+from draftwire_kernels.reference.layout import Layout
 
 TARGET = GPUTarget("cuda", 90, 32)
 V, K = 128256, 5
@@ -75,6 +77,13 @@ def rejection(
     )  # fmt: skip
 
 
+def filters(rows: int, dtype: torch.dtype = torch.float32) -> None:
+    cu_rows = torch.arange(rows + 1, dtype=torch.int32)
+    sampling = LogitsSampling(cu_rows, torch.ones(rows), top_k=torch.full((rows,), 50, dtype=torch.int32))
+    layout = Layout.from_cu_rows(cu_rows, rows, cu_rows.device)
+    gpu_filters.apply_filters(torch.empty(rows, V, dtype=dtype), sampling, layout)
+
+
 def attention(
     batch: int,
     rows: int,
@@ -116,6 +125,12 @@ def calls() -> dict[str, Callable[[], None]]:
     table["standard one-hot bfloat16"] = lambda: rejection(32, "one-hot", dtype=torch.bfloat16)
     table["standard one-hot ragged batch of 256"] = lambda: rejection(256, "one-hot", ragged=True)
     table["standard dense batch of 1"] = lambda: rejection(1, "dense")
+    table["standard one-hot batch of 1"] = lambda: rejection(1, "one-hot")
+    table["standard dense batch of 128"] = lambda: rejection(128, "dense")
+    table["block dense bfloat16"] = lambda: rejection(8, "dense", "block", dtype=torch.bfloat16)
+    table["gumbel batch of 1"] = lambda: gumbel(1)
+    table["filters"] = lambda: filters(32)
+    table["filters bfloat16"] = lambda: filters(32, torch.bfloat16)
     for batch, rows in ((1, 1), (1, 5), (8, 5), (32, 5), (64, 5), (64, 1), (8, 17), (1, 512), (8, 512)):
         table[f"attention {batch} x {rows} rows"] = lambda b=batch, r=rows: attention(b, r)  # type: ignore[misc]
     for size, dtype in product((64, 96, 128, 256), (torch.bfloat16, torch.float32)):

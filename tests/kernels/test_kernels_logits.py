@@ -1,6 +1,7 @@
 """process_logits: bias, suppression, penalties and filters of ragged rows."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,6 +31,17 @@ def kept(logits: Tensor) -> list[list[int]]:
 ROW = torch.tensor([[1.0, 4.0, 3.0, 2.0, -1.0]])
 
 
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`process_logits` with each backend, Triton's through its interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("compiled kernels are in test_kernels_cuda")
+    monkeypatch.setitem(globals(), "process_logits", partial(process_logits, backend=request.param))
+
+
+@pytest.mark.usefixtures("backend")
 class TestFilters:
     def test_top_k_keeps_the_k_largest(self) -> None:
         assert kept(process_logits(ROW, one_row_each(1, top_k=int32(2)))) == [[1, 2]]
@@ -114,6 +126,24 @@ class TestFilters:
             assert np.array_equal(out[i].isfinite().numpy(), np.isfinite(expected))
 
 
+def test_both_backends_keep_the_same_tokens() -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(5)
+    logits = torch.randn(10, 2501, generator=g) * torch.tensor([0.0, 0.01, 1.0, 2.0, 9.0])[:, None].repeat(2, 1)
+    logits[7:] = (logits[7:] * 4).round() / 4  # many ties
+    sampling = one_row_each(
+        10,
+        temperature=torch.tensor([1.0, 0.5, 1.5, 1.0, 0.0] * 2),
+        top_k=int32(50, 0, 1000, 2499, 5, 0, 1, 40, 40, 0),
+        top_p=torch.tensor([0.9, 0.5, 1.0, 0.99, 0.5, 0.8, 1.0, 0.7, 1.0, 0.3]),
+        min_p=torch.tensor([0.0, 0.1, 0.0, 1e-4, 0.5] * 2),
+    )
+    expected = process_logits(logits, sampling, backend="reference")
+    out = process_logits(logits.to(device), sampling, backend="triton").cpu()
+    assert torch.equal(out, expected)
+
+
 class TestBiasAndSuppression:
     def test_bias_reaches_every_row_of_its_request_and_entries_add_up(self) -> None:
         bias = LogitBias(torch.tensor([1, 1, 0]), torch.tensor([2, 2, 0]), torch.tensor([1.5, 1.0, -INF]))
@@ -188,6 +218,7 @@ class TestPenalties:
         assert process_logits(logits, replace(self.SAMPLING, penalties=off)) is logits
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_random_options_agree_with_the_oracle(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(4)

@@ -11,7 +11,9 @@ from draftwire_kernels import DraftLogits, RejectionResult, StreamKeys, derive_s
 from draftwire_kernels import rejection_sample as public_rejection_sample
 
 pytest.importorskip("triton")
-from draftwire_kernels.gpu import launch
+from triton.runtime import interpreter
+
+from draftwire_kernels.gpu import counters, launch
 from draftwire_kernels.gpu.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
@@ -72,9 +74,59 @@ def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use
 
 @pytest.mark.parametrize("form", ["one-hot", "dense", "top-n"])
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_a_row_is_read_by_several_programs_and_rows_by_several_launches(method: str, form: str) -> None:
+def test_a_row_is_read_by_several_programs_in_waves(method: str, form: str) -> None:
     batch = Batch(8, requests=4, vocab=1100, spread=0.5, max_k=3)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs in a chosen order")
+@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [("standard", f) for f in ("one-hot", "dense", "top-n")]
+    + [("block", f) for f in ("dense", "top-n")]
+    + [("coupled", "one-hot")],
+)
+def test_the_order_of_the_programs_does_not_matter(
+    method: str, form: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = interpreter.interpreter_builder
+    in_order = builder.set_grid_idx
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        count = builder.grid_dim[0]
+        shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(7))
+        in_order(count - 1 - x if order == "reversed" else int(shuffled[x]), y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+    batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
+    if method == "coupled":
+        batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))
+
+
+@pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "top-n"), ("block", "dense")])
+def test_a_launch_leaves_its_counters_at_zero(method: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def zeros(count: int, device: torch.device) -> Tensor:
+        used.append(torch.zeros(count, dtype=torch.int32, device=device))
+        return used[-1]
+
+    monkeypatch.setattr(counters, "zeros", zeros)
+    batch = Batch(9, requests=4, vocab=300, spread=0.7, max_k=3)
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=30, wave=1))
+    assert len(used) == 1
+    assert not used[0].any()
+
+
+def test_block_accepts_one_draft_more_where_nothing_is_left_to_draw() -> None:
+    """p = q in the first row, whose draft p(x) < q(x) in the second refuses: the residual before it is empty."""
+    batch = Batch(12, requests=16, vocab=8, spread=0.0, max_k=3)
+    batch.temperature[:] = 1.0
+    batch.draft[batch.offset > 0] += torch.randn(8, generator=torch.Generator().manual_seed(0))
+    _both(batch, DraftLogits(batch.draft), "block", False)
+    _both(batch, DraftLogits(batch.draft), "standard", False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

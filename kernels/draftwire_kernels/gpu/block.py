@@ -4,10 +4,10 @@ With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i <
 the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable draft. The longest passing prefix
 is accepted.
 
-The first launch (`verify_kernel`) sums the masses of p and q, without noise, and knows the weights then. Since h_i <= w_i,
-with equality where w_i = 1, prefixes with u_i >= w_i are out, and those shorter than one that passes for sure. The second
-launch reads the rows that are left, 1.8 of 6 on average in the benchmark: the longest prefix is a wave of its own, so a
-shorter one that starts later is left out when it is accepted. It sums s_i and bounds the race of the residual at once.
+The first launch (`verify_kernel`) sums the masses of p and q, without noise; then the weights are known. Since
+h_i <= w_i, with equality where w_i = 1, prefixes with u_i >= w_i are out, and those shorter than one that passes for
+sure. The second launch reads the rows that are left, 1.8 of 6 on average in the benchmark, the longest prefix first:
+each is a wave, left out when a longer one has been accepted. It sums s_i and bounds the race of the residual at once.
 """
 
 import triton
@@ -123,7 +123,7 @@ def test_prefix(
     splits = tl.arange(0, SPLITS)
     parts = block.part_mass + row * block.num_splits + splits
     left = tl.sum(tl.load(parts, mask=splits < block.num_splits, other=0.0, cache_modifier=".cg"), 0)
-    if LISTS > 0:
+    if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
                 batch, draft, row, draft_row, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64, LIST,
@@ -193,11 +193,11 @@ def block_kernel(
         prefixes -= 1 << highest_bit(prefixes)
     prefix = highest_bit(prefixes)
     is_sure = wave == num_waves - 1
-    first_row, first_draft, num_drafts = request_rows(batch, request)
+    first_row, first_draft, _ = request_rows(batch, request)
     temperature = tl.load(batch.temperature + request)
 
-    # Once as a rule; but where nothing is left to draw after the accepted drafts, which counts as acceptance of one more,
-    # the closing program reads the next row alone.
+    # Once as a rule; but where nothing is left to draw after the accepted drafts, which counts as acceptance of one
+    # more, the closing program reads the next row alone.
     step = split * 0 + num_splits
     accepted = prefix
     token = tl.full([], -1, tl.int32)

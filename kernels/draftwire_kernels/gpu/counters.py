@@ -6,6 +6,8 @@ for each stream, where they run one after another, and every captured launch has
 graph may be replayed on any stream.
 """
 
+from threading import Lock
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class _Arena:
 
 
 _arenas: dict[torch.device, _Arena] = {}
+_lock = Lock()
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
@@ -45,11 +48,12 @@ def zeros(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     is_captured = torch.cuda.is_current_stream_capturing()
-    if device not in _arenas and not is_captured:
-        _arenas[device] = _Arena(device)
-    arena = _arenas.get(device)
     piece = None
-    if arena is not None:
-        piece = arena.of_capture(count) if is_captured else arena.of_stream(stream, count)
+    with _lock:
+        if device not in _arenas and not is_captured:
+            _arenas[device] = _Arena(device)
+        arena = _arenas.get(device)
+        if arena is not None:
+            piece = arena.of_capture(count) if is_captured else arena.of_stream(stream, count)
     # A first call under capture, or an arena used up: the launch's own, set to zero every time.
     return torch.zeros(count, dtype=torch.int32, device=device) if piece is None else piece

@@ -145,7 +145,7 @@ def _verify(
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
     shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
     # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = 32 if has_dense and not is_block else 1
+    lanes = 16 if has_dense and not is_block else 1
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -187,6 +187,7 @@ def _verify(
     list_size = min(max(_power(draft.width), 16), 128)
     lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
     draft_shape = _draft_shape(draft, shape) if has_dense else shape
+    is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
         "TILE": TILE,
@@ -217,7 +218,7 @@ def _verify(
             SPLITS=_power(shape.num_splits),
             WAVES=waves,
             **constants,
-            **first.limit(use_fp64),
+            **first.limit(is_wide),
         )
         if tested is not None:
             block_kernel[(tests * num_requests * tested.num_splits,)](
@@ -231,7 +232,7 @@ def _verify(
                 SPLITS=_power(tested.num_splits),
                 WAVES=tests,
                 **constants,
-                **second.limit(use_fp64),
+                **second.limit(is_wide),
             )
 
 

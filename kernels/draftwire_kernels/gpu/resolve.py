@@ -88,7 +88,8 @@ def load_rows(
         else:
             draft_top = tl.load(scratch.draft_top + draft_row, mask=drafted, other=0.0, cache_modifier=".cg")
             draft_mass = tl.load(scratch.draft_mass + draft_row, mask=drafted, other=1.0, cache_modifier=".cg")
-            q = tl.load(scratch.draft_token_mass + draft_row, mask=drafted, other=0.0, cache_modifier=".cg") / draft_mass
+            token_mass = tl.load(scratch.draft_token_mass + draft_row, mask=drafted, other=0.0, cache_modifier=".cg")
+            q = token_mass / draft_mass
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass

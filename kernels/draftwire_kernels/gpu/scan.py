@@ -9,8 +9,8 @@ holds for float32 and float64 noise alike.
 Masses are sums of float32 exponentials, added up in float64 when float64 is asked for.
 
 A program takes TILE groups at a time; program `split` of num_splits takes TURNS tiles, num_splits apart. A tile is
-[TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in 16
-bits), so that each group lies in one warp: first each thread reduces what it holds, then the warp, without a barrier.
+[TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
+16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, without a barrier.
 """
 
 import triton

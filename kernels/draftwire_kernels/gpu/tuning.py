@@ -1,4 +1,4 @@
-"""How the work of a launch is cut: the constants of each kernel by the size of the batch. No choice changes a result."""
+"""How the work of a launch is cut: constants of each kernel by the size of the batch. No choice changes a result."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ class Tuning:
     wave: int | None = None
     """Rows of a request that are read before its drafts are looked at; all rows by default."""
     registers: int | None = 128
-    """Most registers of a thread (float32 alone), so that 16 warps fit on a multiprocessor."""
+    """Most registers of a thread, so that 16 warps fit on a multiprocessor."""
 
-    def limit(self, use_fp64: bool) -> dict[str, int]:
-        return {} if self.registers is None or use_fp64 else {"maxnreg": self.registers}
+    def limit(self, is_wide: bool) -> dict[str, int]:
+        """Options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
+        return {} if self.registers is None or is_wide else {"maxnreg": self.registers}
 
 
 _ANY = 1 << 31
@@ -26,7 +27,7 @@ GUMBEL = ((16, Tuning(group=512)), (_ANY, Tuning()))
 REJECTION = ((16, Tuning(group=512)), (31, Tuning()), (_ANY, Tuning(wave=2)))
 REJECTION_DENSE = ((31, Tuning()), (_ANY, Tuning(wave=2)))
 BLOCK_MASSES = ((_ANY, Tuning()),)
-BLOCK_TESTS = ((_ANY, Tuning(group=512)),)
+BLOCK_TESTS = ((_ANY, Tuning(group=512, registers=168)),)
 
 TILE = 4
 SMALL_GROUP, LARGE_VOCABULARY = 128, 16384

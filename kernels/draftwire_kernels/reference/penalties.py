@@ -5,6 +5,7 @@ from torch import Tensor
 
 from draftwire_kernels.logits_sampling import LogitBias, Penalties, Suppression
 from draftwire_kernels.reference.layout import Layout
+from draftwire_kernels.transfer import upload
 
 
 def add_bias(logits: Tensor, bias: LogitBias, layout: Layout) -> Tensor:
@@ -15,16 +16,16 @@ def add_bias(logits: Tensor, bias: LogitBias, layout: Layout) -> Tensor:
     entry = torch.repeat_interleave(torch.arange(request.shape[0], device=request.device), sizes)
     entry_start = (sizes.cumsum(0) - sizes)[entry]
     row = layout.first_row[request][entry] + torch.arange(entry.shape[0], device=entry.device) - entry_start
-    row, entry = row.to(logits.device), entry.to(logits.device)
-    index = (row, bias.token.to(logits.device)[entry])
-    return logits.index_put(index, bias.value.to(logits)[entry], accumulate=True)
+    token, value = (x.to(row.device)[entry] for x in (bias.token, bias.value))
+    index = (upload(row, logits.device), upload(token, logits.device))
+    return logits.index_put(index, upload(value, logits.device).to(logits.dtype), accumulate=True)
 
 
 def suppress(logits: Tensor, suppression: Suppression) -> Tensor:
     if suppression.row.shape[0] == 0:
         return logits
-    index = (suppression.row.to(logits.device), suppression.token.to(logits.device))
-    return logits.index_put(index, logits.new_tensor(-torch.inf))
+    index = (upload(suppression.row, logits.device), upload(suppression.token, logits.device))
+    return logits.index_put(index, torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device))
 
 
 def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, layout: Layout) -> Tensor:
@@ -32,16 +33,16 @@ def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, 
     if rows.shape[0] == 0:
         return logits
     request = layout.row_request[rows]
-    slot = penalties.slot.to(request.device)[request].to(logits.device)
+    slot = upload(penalties.slot.to(request.device)[request], logits.device)
     counts = penalties.output_counts[slot]
     if draft_tokens is not None and layout.max_drafts:
         _count_prefixes(counts, rows, request, draft_tokens.to(rows.device), layout)
     used = penalties.prompt_mask[slot] | (counts > 0)
 
     def of_rows(values: Tensor) -> Tensor:
-        return values.to(request.device)[request].to(logits.device)[:, None]
+        return upload(values.to(request.device)[request], logits.device)[:, None]
 
-    rows = rows.to(logits.device)
+    rows = upload(rows, logits.device)
     x = logits[rows].float()
     repetition = of_rows(penalties.repetition)
     x = torch.where(used, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -51,8 +52,8 @@ def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, 
 
 def _count_prefixes(counts: Tensor, rows: Tensor, request: Tensor, draft_tokens: Tensor, layout: Layout) -> None:
     """Add the drafts before each row to its counts, in place."""
-    drafts = layout.pad(draft_tokens, -1)[request].to(counts.device)
+    drafts = upload(layout.pad(draft_tokens, -1)[request], counts.device)
     place = torch.arange(layout.max_drafts, device=rows.device)
-    before = (place < (rows - layout.first_row[request])[:, None]).to(counts.device)
+    before = upload(place < (rows - layout.first_row[request])[:, None], counts.device)
     inside = before & (drafts >= 0) & (drafts < counts.shape[1])
     counts.scatter_add_(1, drafts.clamp(0, counts.shape[1] - 1), inside.to(counts.dtype))

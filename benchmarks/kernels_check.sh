@@ -1,0 +1,21 @@
+#!/bin/sh
+# Everything that the sampling kernels must prove on one GPU, correctness first; under 8 minutes on an H200.
+#
+#   benchmarks/kernels_check.sh RESULTS.json [further arguments of benchmarks/kernels.py, as --peer DIR]
+#
+# Stops with a nonzero status at the first failure. PYTHON names the interpreter; compute-sanitizer must be on the PATH.
+set -eu
+
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+RESULTS=$1
+shift
+export PYTHONPATH="$PWD:$PWD/kernels:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}"
+
+# The first run compiles; the sanitizer then finds the kernels in Triton's cache.
+"$PYTHON" tests/kernels/small_launches.py
+for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/kernels/small_launches.py
+done
+"$PYTHON" -m pytest -q -x -p no:cacheprovider --ignore=tests/kernels/test_kernels_compile.py tests/kernels -k 'not attention'
+"$PYTHON" -m benchmarks.kernels --json "$RESULTS" "$@"

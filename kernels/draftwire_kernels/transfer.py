@@ -1,0 +1,11 @@
+"""Small tensors on their way to the device."""
+
+import torch
+from torch import Tensor
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`. Pinned first: a copy from pageable memory would wait for all that the device still has to do."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
+    return x.to(device)
