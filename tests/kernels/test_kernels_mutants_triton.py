@@ -1,0 +1,117 @@
+"""Triton kernels that are wrong in a known way: their tokens differ, and on CUDA they fail the chi-square by far."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from markov import Case, chi_square_ratio, simulate
+from test_kernels_mutants import BLOWN, _previous_row, _share_proposal
+from test_kernels_rejection import Batch
+
+from draftwire_kernels import rejection_sample
+
+pytest.importorskip("triton")
+import broken_kernels
+from triton import JITFunction
+
+from draftwire_kernels.gpu import block, gumbel, launch, resolve, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
+
+CUDA = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA")
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def _p_for_residual(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(resolve, "race_of_residual", broken_kernels.race_of_p)
+    patch.setattr(block, "race_of_residual", broken_kernels.race_of_p)
+    patch.setattr(resolve, "race_of_target", broken_kernels.race_with_the_draft)
+
+
+def _no_offset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(resolve, "accept_uniform", broken_kernels.uniform_without_offset)
+    patch.setattr(block, "accept_uniform", broken_kernels.uniform_without_offset)
+    patch.setattr(gumbel, "row_state", broken_kernels.state_without_offset)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Break], None]]:
+    """Replaces parts of the kernels, which are compiled again then and afterwards."""
+
+    def compile_again() -> None:
+        for module in (verify, block, resolve, gumbel):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.hash = None
+                    function.device_caches.clear()
+
+    def apply(break_: Break) -> None:
+        break_(monkeypatch)
+        compile_again()
+
+    yield apply
+    monkeypatch.undo()
+    compile_again()
+
+
+@pytest.mark.skipif(CUDA, reason="shows through the interpreter that the mutants below are reached")
+@pytest.mark.parametrize(
+    ("break_", "method", "form"),
+    [
+        (_p_for_residual, "standard", "one-hot"),
+        (_p_for_residual, "standard", "dense"),
+        (_p_for_residual, "block", "dense"),
+        (_no_offset, "block", "dense"),
+    ],
+)
+def test_a_broken_kernel_gives_other_tokens(
+    break_: Break, method: str, form: str, broken: Callable[[Break], None]
+) -> None:
+    batch = Batch(6, requests=16, vocab=8, spread=2.0, max_k=3)
+    batch.temperature[:] = 1.0
+    logits = batch.draft_logits(form)
+    expected = rejection_sample(*batch.args(), draft_logits=logits, method=method, backend="reference")
+    broken(break_)
+    result = launch.rejection_sample(*batch.args(), logits, method, None, False)
+    assert not torch.equal(result.tokens, expected.tokens)
+
+
+def _ratio(case: Case) -> float:
+    case = replace(case, sequences=200_000, backend="triton", device="cuda")
+    return chi_square_ratio(simulate(case)[0], case.options)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("break_", "case"),
+    [
+        (_p_for_residual, Case("one-hot")),
+        (_p_for_residual, Case("greedy")),
+        (_p_for_residual, Case("dense")),
+        (_p_for_residual, Case("dense", "block")),
+        (_no_offset, Case("dense", "block")),
+    ],
+)
+def test_a_broken_kernel_fails(break_: Break, case: Case, broken: Callable[[Break], None]) -> None:
+    broken(break_)
+    assert _ratio(case) > BLOWN
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("one-hot", edit_keys=_share_proposal),
+        Case("dense", edit_keys=_share_proposal),
+        Case("top-n", edit_keys=_share_proposal),
+        Case("dense", "block", edit_keys=_share_proposal),
+        Case("dense", edit_draft_logits=_previous_row),
+        Case("reduced", "block", edit_draft_logits=_previous_row),
+    ],
+)
+def test_shared_noise_and_stale_logits_fail(case: Case) -> None:
+    assert _ratio(case) > BLOWN
