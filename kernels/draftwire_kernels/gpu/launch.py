@@ -23,6 +23,11 @@ def _power(count: int) -> int:
     return triton.next_power_of_2(max(count, 1))
 
 
+def _aligned(count: int) -> int:
+    """Numbers of 4 bytes up to a multiple of 16 bytes: kernels are compiled again for pointers that are not."""
+    return -(-count // 4) * 4
+
+
 def gumbel_sample(
     logits: Tensor,
     temperature: Tensor,
@@ -41,8 +46,9 @@ def gumbel_sample(
     logits = _unit_stride(logits)
     shape = Shape.of(vocab, logits.element_size(), rows, chosen)
     groups, parts = rows * shape.num_groups, rows * shape.num_splits
-    floats = torch.empty(2 * groups + 2 * parts, dtype=torch.float32, device=logits.device)
-    lane_floor, group_top, part_top, part_index = floats.split([groups, groups, parts, parts])
+    sizes = [_aligned(size) for size in (groups, groups, parts, parts)]
+    floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device)
+    lane_floor, group_top, part_top, part_index = floats.split(sizes)
     same = isinstance(draft_offset, int)
     with _on(logits):
         gumbel_kernel[(parts,)](
@@ -152,7 +158,8 @@ def _verify(
         return torch.empty(size, dtype=dtype, device=device)
 
     most = max(waves, tests)
-    integers = counters.zeros((most + 2) * num_requests, device)
+    begin = _aligned(2 * num_requests)
+    integers = counters.zeros(begin + most * num_requests, device)
     block, tested = None, None
     if is_block:
         tested = Shape.of(batch.vocab, bytes_each, 2 * num_requests, second)
@@ -178,7 +185,7 @@ def _verify(
         draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
         num_splits=shape.num_splits,
         waves=Waves(
-            arrived=integers[2 * num_requests :],
+            arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
             decision=buffer(num_requests, most, 2, dtype=torch.int32),
         ),

@@ -10,7 +10,7 @@ class Tuning:
     group: int = 1024
     """Tokens whose race is bounded together; a program of four warps takes four groups at a time."""
     programs: int = 2112
-    """Rows are split until a launch has about so many programs: sixteen for each multiprocessor of an H200."""
+    """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
     wave: int | None = None
     """Rows of a request that are read before its drafts are looked at; all rows by default."""
     registers: int | None = 128
@@ -52,7 +52,8 @@ class Shape:
         line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes a thread
         group = tuning.group if columns >= LARGE_VOCABULARY else max(SMALL_GROUP, line)
         tiles = triton.cdiv(columns, group * TILE)
-        splits = max(1, min(triton.cdiv(tuning.programs, max(rows, 1)), tiles, 64))
+        # A power of two: programs take about as many tiles each, and few kernels are compiled for all sizes of a batch.
+        splits = min(triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1))), tiles, 64)
         return cls(columns, group, line, triton.cdiv(columns, group), triton.cdiv(tiles, triton.cdiv(tiles, splits)))
 
     def turns(self) -> int:
