@@ -120,15 +120,6 @@ def test_a_launch_leaves_its_counters_at_zero(method: str, form: str, monkeypatc
     assert not used[0].any()
 
 
-def test_block_accepts_one_draft_more_where_nothing_is_left_to_draw() -> None:
-    """p = q in the first row, whose draft p(x) < q(x) in the second refuses: the residual before it is empty."""
-    batch = Batch(12, requests=16, vocab=8, spread=0.0, max_k=3)
-    batch.temperature[:] = 1.0
-    batch.draft[batch.offset > 0] += torch.randn(8, generator=torch.Generator().manual_seed(0))
-    _both(batch, DraftLogits(batch.draft), "block", False)
-    _both(batch, DraftLogits(batch.draft), "standard", False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("vocab", [5, 600, *([128256] if CUDA else [])])
