@@ -13,7 +13,7 @@ from stage import Stage
 
 from draftwire.v1 import generate_pb2
 
-pytestmark = pytest.mark.xdist_group("faults_quick")
+pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}

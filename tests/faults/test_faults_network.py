@@ -11,7 +11,7 @@ from lossy_link import LossyLink
 from stage import Stage
 from tcp_proxy import TcpProxy
 
-pytestmark = pytest.mark.xdist_group("faults_quick")
+pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
 BYTES = ("--carriers", "bytes")

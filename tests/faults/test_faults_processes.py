@@ -17,7 +17,7 @@ from stage import Stage
 from tcp_proxy import TcpProxy
 
 Matrix = Callable[[FaultRecord], None]
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 LONG_PROMPT = [1, 2, 3, 4, 5, 6, 7] * 7
 
 
