@@ -101,9 +101,7 @@ class DraftStream:
         writer = asyncio.create_task(self._write_answers())
         reader = asyncio.create_task(self._read_steps())
         try:
-            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await asyncio.gather(reader, writer)
         except BaseException as error:
             self._error = error
             raise
@@ -111,6 +109,9 @@ class DraftStream:
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
+            # They keep the error, whose traceback keeps this frame: such a cycle would hold the stream's shared memory
+            # until Python looks for cycles, which may take minutes.
+            del reader, writer
 
     def close(self) -> None:
         """Takes nothing more; from any thread."""
