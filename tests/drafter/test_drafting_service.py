@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -421,3 +423,24 @@ class TestEnds:
     def test_a_hello_that_never_comes(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("drafter_service.service.HELLO_TIMEOUT_S", 0.05)
         assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, "no hello within 0.05 s")
+
+
+def test_what_a_lost_stream_held_is_freed_without_the_cycle_collector(drafter: ServedDrafter) -> None:
+    """It holds shared memory, and Python looks for cycles seldom."""
+    made: weakref.WeakSet[stream_module.DraftStream] = weakref.WeakSet()
+
+    def remember(self: stream_module.DraftStream, session: Any, run: Any = stream_module.DraftStream.run) -> Any:
+        made.add(self)
+        return run(self, session)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream_module.DraftStream, "run", remember)
+            stream = drafter.connect()
+            wait_until(lambda: len(made) == 1)
+        stream.call.cancel()
+        wait_until(lambda: not made)
+    finally:
+        gc.enable()
