@@ -1,4 +1,4 @@
-"""Peers that hang on the verifier's other side: clients that do not read."""
+"""Peers that go or hang on the verifier's other side: clients that do not read, and a verifier that is killed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from services import DEMO, wait_for
+from addresses import free_address
+from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
-from draftwire.processes import start_verifier
-from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
+from draftwire.processes import start_drafter, start_verifier
+from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2, generate_pb2_grpc
 
 pytestmark = pytest.mark.long
 
@@ -50,3 +51,33 @@ def test_clients_that_do_not_read_delay_no_other_and_get_everything_when_they_do
         for begin, call in zip(first, stalled, strict=True):
             tokens = [*begin.token_ids, *(token for message in call for token in message.token_ids)]
             assert tuple(tokens) == alone.token_ids
+
+
+def test_a_verifier_that_is_killed_leaves_nothing_at_its_drafter_and_drafts_again_when_it_is_back(tmp_path):
+    address = free_address()
+    with (
+        start_drafter(DEMO / "head", DEMO / "target", *CPU, log_path=tmp_path / "drafter.log") as drafter,
+        grpc.insecure_channel(drafter.address) as channel,
+    ):
+        stub = draft_pb2_grpc.DraftingStub(channel)
+
+        def load() -> draft_pb2.DrafterLoad:
+            return stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest()).load
+
+        for _ in range(2):
+            options = (*CPU, "--listen", address, "--draft-deadline-ms", "off")
+            verifier = start_verifier(
+                DEMO / "target", [drafter.address], *options, log_path=tmp_path / "verifier.log"
+            )
+            try:
+                with Client(address) as client:
+                    wait_for_drafter(client, drafter.address)
+                    streams = [client.generate([5, 6, 7], max_tokens=1000, ignore_eos=True) for _ in range(4)]
+                    for stream in streams:
+                        next(stream)
+                    wait_for(lambda: load().sequences == 4, "all sequences are open")
+                    assert load().sessions == 1
+                    verifier.kill()
+            finally:
+                verifier.kill()
+            wait_for(lambda: load() == draft_pb2.DrafterLoad(), "sessions, sequences and cache are free")
