@@ -131,7 +131,8 @@ def filter_kernel(
                 threshold = _largest(logits, vocab, threshold, needed, top, inverse, True, TURNS, LANES)
     for start in range(0, vocab, TURNS * LANES):
         x, column = _load(logits, start, vocab, TURNS, LANES)
-        tl.store(filtered + column, tl.where(x.to(tl.float32) < threshold, -INFINITY, x), mask=column < vocab)
+        kept = tl.where(x.to(tl.float32) < threshold, -INFINITY, x.to(tl.float32))
+        tl.store(filtered + column, kept.to(x.dtype), mask=column < vocab)
 
 
 def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> Tensor:
