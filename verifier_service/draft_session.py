@@ -9,7 +9,7 @@ import torch
 
 from draftwire.v1 import draft_pb2
 from verifier_service.breaker import Breaker, Circuit
-from verifier_service.drafter_link import Stream
+from verifier_service.draft_stream import Stream
 from verifier_service.pacing import NUM_SCOUTS, Message, Pace
 from verifier_service.request import Request
 

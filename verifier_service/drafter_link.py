@@ -6,22 +6,16 @@ import asyncio
 import contextlib
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import grpc
 import torch
-from google.protobuf.message import DecodeError
 
 from draftwire import config as cfg
 from draftwire.carriers import (
     ALL_CARRIERS,
-    Lane,
-    Outgoing,
     Rendezvous,
     Segment,
     SharedSegments,
@@ -34,12 +28,10 @@ from draftwire.carriers import (
 from draftwire.errors import InvalidArgumentError, MismatchError
 from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
-from draftwire.tensors import DTYPES, WIRE_DTYPES, decode_tensor
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
-from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import MAX_MESSAGE_BYTES, receiving_at_most
-from draftwire_kernels import NOISE_VERSION
-from verifier_service.features import FeatureKind
+from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.handshake import Handshake
 from verifier_service.target import Target
 
 logger = logging.getLogger(__name__)
@@ -49,9 +41,6 @@ BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 5.0
 # After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
 EXPELLED_RETRY_S = (60.0, 600.0)
-# Feature rows of more states than this are no head's.
-MAX_FEATURE_LAYERS = 16
-FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FUSION_TIMEOUT_S = 60.0
 # A drafter that answers nothing, for nothing is asked, is asked for its load so often.
 LOAD_EVERY_S = 1.0
@@ -61,201 +50,7 @@ LEAST_ANSWER_BYTES = 8 << 20
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class HeadInfo:
-    """What the verifier needs to know of a connected drafter's head."""
-
-    fingerprint: str
-    layers: tuple[int, ...]
-    dtype: torch.dtype  # of the features on the wire
-    draft_vocab_size: int
-    draft_token_ids: torch.Tensor | None  # int64 [draft_vocab_size], None when the vocabularies are equal
-    row_bytes: int  # of a feature row on the wire
-    max_drafts: int
-    max_sequences: int
-    max_model_len: int
-    fusion: FeatureFusion | None = None  # applied before features are sent; None sends them as they are
-    fusion_digest: str = ""
-
-    @property
-    def kind(self) -> FeatureKind:
-        """What is sent, and must be given to no other head when it is fused."""
-        return FeatureKind(self.layers, f"{self.fingerprint} {self.fusion_digest}" if self.fusion else "")
-
-    @property
-    def width(self) -> int:
-        """Elements of a feature row on the wire."""
-        return self.row_bytes // self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class Connected:
-    """Event: a stream is open. Each stream is a new `Stream` object."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Disconnected:
-    """Event: a stream has ended."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Answered:
-    """Event: a drafter has answered a step."""
-
-    stream: Stream
-    drafts: draft_pb2.Drafts
-    received: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True, eq=False)
-class Draining:
-    """Event: a drafter is about to end, and answers what it was sent."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """Event: a drafter has told its load, as it also does with every answer."""
-
-    stream: Stream
-    load: draft_pb2.DrafterLoad
-
-
 _Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
-LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
-
-
-class Stream:
-    """One open stream, as the engine's thread sees it, which calls all methods but `count_sent`.
-
-    Messages go over the lane, where there is one and they fit, without another thread; see `Rendezvous` in draft.proto.
-
-    Attributes
-    ----------
-    sender
-        Gives room for the features of a step.
-    receiver
-        Takes the draft logits of an answer.
-    on_trial
-        Whether the drafter was expelled on the stream before.
-    """
-
-    def __init__(
-        self,
-        status: generate_pb2.DrafterStatus,
-        head: HeadInfo,
-        cancel: Callable[[], object],
-        sender: TensorSender,
-        receiver: TensorReceiver,
-        report: Callable[[Stream, generate_pb2.DrafterState], None],
-        lane: Lane | None = None,
-        *,
-        on_trial: bool = False,
-    ) -> None:
-        """`status` is the drafter's, in which bytes are counted."""
-        self.address = status.address
-        self.head = head
-        self.sender = sender
-        self.receiver = receiver
-        self.lane = lane
-        # None: nothing more is sent.
-        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
-        self.on_trial = on_trial
-        self.failure: str | None = None
-        self.is_expelled = False
-        self._num_unanswered = 0  # steps that were sent
-        self._status = status
-        self._cancel = cancel
-        self._report = report
-        self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # of the counts
-        self._last_queued = 0  # step
-        self._last_answered = 0
-
-    def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
-        """Sends a step and the features that go with it; never waits for the drafter."""
-        if self._is_direct_next() and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
-            if features is not None:
-                features.finish(step.features)
-                features = None
-            message = self.request(step).SerializeToString()
-            if self.lane is not None and self.lane.send(message):
-                self.count_sent(len(message))
-                return
-        self._last_queued = step.step_id
-        self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
-
-    def report(self, state: generate_pb2.DrafterState) -> None:
-        """Has the drafter shown in that state for as long as the stream is open; from any thread."""
-        self._loop.call_soon_threadsafe(self._report, self, state)
-
-    def end(self) -> None:
-        """Sends nothing more, upon which the drafter ends the stream."""
-        self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
-
-    def _is_direct_next(self) -> bool:
-        """Steps must not overtake those that were sent over the stream."""
-        return self.lane is not None and self._last_answered >= self._last_queued
-
-    def request(self, step: draft_pb2.DraftStep) -> draft_pb2.DraftRequest:
-        """The message of a step."""
-        step.logits_read = self.receiver.generation_read
-        return draft_pb2.DraftRequest(step=step)
-
-    def count_sent(self, num_bytes: int) -> None:
-        """Counts the message of a step; from any thread."""
-        with self._lock:
-            self._status.sent_message_bytes += num_bytes
-            self._num_unanswered += 1
-
-    def count_answer(self, num_bytes: int) -> bool:
-        """Counts an answer's message; whether there was a step to answer. From any thread."""
-        with self._lock:
-            self._status.received_message_bytes += num_bytes
-            self._num_unanswered -= 1
-            return self._num_unanswered >= 0
-
-    def take(self, drafts: draft_pb2.Drafts) -> None:
-        """Takes note of an answer.
-
-        Raises
-        ------
-        InvalidArgumentError
-            When it has read features that were not sent.
-        """
-        self._last_answered = drafts.step_id
-        self.sender.release(drafts.features_read, "drafts.features_read")
-
-    def read_lane(self) -> list[LinkEvent] | None:
-        """The answers that have come over the lane; None when no more will."""
-        if self.failure is not None or self.lane is None:
-            return None
-        events: list[LinkEvent] = []
-        try:
-            for message in self.lane.receive():
-                events.append(Answered(self, draft_pb2.DraftResponse.FromString(message).drafts))
-                if not self.count_answer(len(message)):
-                    self.fail("answered more steps than it was sent", expel=True)
-                    return None
-        except ConnectionError:
-            return None
-        except DecodeError:
-            self.fail("wrong answer: not a DraftResponse", expel=True)
-            return None
-        return events
-
-    def fail(self, reason: str, *, expel: bool = False) -> None:
-        """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""
-        if self.failure is None:
-            self.failure, self.is_expelled = reason, expel
-            self._loop.call_soon_threadsafe(self._cancel)
-
-
 _DETAILS = {
     generate_pb2.DRAFTER_STATE_SLOW: "is late too often: left alone for a while",
     generate_pb2.DRAFTER_STATE_PROBING: "is on trial with one sequence",
@@ -293,6 +88,7 @@ class DrafterLink:
         self._on_trial = False
         self._stream: Stream | None = None
         self._carriers = offered_carriers(carriers, target.device)
+        self._handshake = Handshake(target, config, max_sequences, self._carriers)
 
     async def run(self) -> None:
         """Connects, serves and reconnects until cancelled."""
@@ -341,7 +137,7 @@ class DrafterLink:
             info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
             if info is None:  # what grpc gives for bytes that are no message
                 raise MismatchError("the drafter's description of itself cannot be decoded")
-            self._check(info)
+            self._handshake.check(info)
             fusion = await self._fusion(stub, info)
             call = stub.Draft()
             stream = await self._open(call, info, fusion)
@@ -396,7 +192,7 @@ class DrafterLink:
         self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
     ) -> Stream:
         """The stream after both hellos, with the memory that both sides share."""
-        hello = self._hello(info, fusion)
+        hello = self._handshake.hello(info, fusion)
         sharing: asyncio.Future[SharedSegments] | None = None
         with contextlib.ExitStack() as stack:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
@@ -407,7 +203,7 @@ class DrafterLink:
             answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
         if answer is None:
             raise await _ending(call)
-        head = self._accept(answer, info, fusion)
+        head = self._handshake.accept(answer, info, fusion)
         # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
         shared = SharedSegments() if sharing is None else await sharing
         # What the other side could not make use of is given up again.
@@ -492,105 +288,6 @@ class DrafterLink:
             await call.write(request)
         await call.done_writing()
 
-    def _accept(
-        self,
-        answer: draft_pb2.DraftResponse,
-        info: draft_pb2.GetDrafterInfoResponse,
-        fusion: FeatureFusion | None,
-    ) -> HeadInfo:
-        """The head of a drafter's hello, checked again: it may have changed since the info call."""
-        hello = answer.hello
-        if answer.WhichOneof("message") != "hello" or hello.carrier not in self._carriers:
-            offered = ", ".join(carrier_name(carrier) for carrier in self._carriers)
-            raise MismatchError(f"the drafter's first message must be a hello with one of the carriers {offered}")
-        self._check(hello.info)
-        if fusion is not None and (hello.info.head_fingerprint, hello.info.fusion) != (
-            info.head_fingerprint,
-            info.fusion,
-        ):
-            raise MismatchError(f"the head has changed: {info.head_fingerprint} to {hello.info.head_fingerprint}")
-        return _head_info(hello, self._target.vocab_size, fusion)
-
-    def _check(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
-        """Refuses a drafter that cannot serve this target, with both sides' values."""
-        config = self._config
-        pairs = [
-            ("protocol_version", PROTOCOL_VERSION, info.protocol_version),
-            ("vocab_size", self._target.vocab_size, info.target_vocab_size),
-            ("hidden_size", self._target.hidden_size, info.target_hidden_size),
-        ]
-        if config.draft_sample_method == cfg.GUMBEL:
-            pairs.append(("noise_version", NOISE_VERSION, info.noise_version))
-        if info.target_num_layers:
-            pairs.append(("num_layers", self._target.num_layers, info.target_num_layers))
-        for name, ours, theirs in pairs:
-            if ours != theirs:
-                raise MismatchError(f"{name} does not match: verifier {ours}, drafter {theirs}")
-        if config.HasField("method") and config.method != info.method:
-            raise MismatchError(f"method does not match: verifier {config.method!r}, drafter {info.method!r}")
-        self._check_features(info.features)
-        if config.num_speculative_tokens > info.max_num_speculative_tokens:
-            raise MismatchError(
-                f"num_speculative_tokens does not fit: verifier {config.num_speculative_tokens}, "
-                f"drafter at most {info.max_num_speculative_tokens}"
-            )
-        logits = config.draft_logits
-        if info.draft_vocab_size > self._target.vocab_size:
-            raise MismatchError(
-                f"draft_vocab_size does not fit: verifier at most {self._target.vocab_size}, "
-                f"drafter {info.draft_vocab_size}"
-            )
-        if logits.form not in info.draft_logits_forms or logits.n > info.draft_vocab_size:
-            raise MismatchError(
-                f"draft_logits do not fit: verifier {cfg.draft_logits_text(logits)}, "
-                f"drafter forms {list(info.draft_logits_forms)} of {info.draft_vocab_size} logits"
-            )
-
-    def _check_features(self, features: draft_pb2.FeatureSpec) -> None:
-        layers = list(features.layers)
-        is_known = len(layers) <= MAX_FEATURE_LAYERS and layers == sorted(set(layers))
-        if not layers or not is_known or layers[-1] > self._target.num_layers:
-            raise MismatchError(
-                f"features do not fit: drafter layers {layers[:MAX_FEATURE_LAYERS]}, "
-                f"verifier different ones of 0 to {self._target.num_layers}, ascending"
-            )
-        width = len(layers) * self._target.hidden_size
-        if features.width != width or DTYPES.get(features.dtype) not in FEATURE_DTYPES:
-            raise MismatchError(
-                f"features do not fit: drafter width {features.width} of dtype {features.dtype}, "
-                f"verifier width {width} of dtypes {[WIRE_DTYPES[dtype] for dtype in FEATURE_DTYPES]}"
-            )
-
-    def _hello(
-        self, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
-    ) -> draft_pb2.VerifierHello:
-        target = self._target
-        features = draft_pb2.FeatureSpec(
-            layers=info.features.layers,
-            width=len(info.features.layers) * target.hidden_size,
-            dtype=info.features.dtype,
-        )
-        if fusion is not None:
-            features.width, features.fused_for = info.fusion.width, info.head_fingerprint
-        return draft_pb2.VerifierHello(
-            protocol_version=PROTOCOL_VERSION,
-            noise_version=NOISE_VERSION,
-            verifier=Path(target.name).name.encode()[:128].decode(errors="ignore"),
-            target=draft_pb2.TargetSpec(
-                name=target.name,
-                fingerprint=target.fingerprint,
-                vocab_size=target.vocab_size,
-                hidden_size=target.hidden_size,
-                num_layers=target.num_layers,
-                max_model_len=target.max_model_len,
-            ),
-            features=features,
-            speculative_config=self._config,
-            max_sequences=min(self._max_sequences, info.max_sequences),
-            carriers=self._carriers,
-        )
-
-
 class _ExpelledError(Exception):
     """A drafter answered what it must not."""
 
@@ -615,36 +312,6 @@ async def _ending(call: _Call) -> Exception:
     status = await call.code()
     details = await call.details() or "no details"
     return TimeoutError(f"{status.name}: {details}")
-
-
-def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFusion | None) -> HeadInfo:
-    info = hello.info
-    width = info.features.width if fusion is None else info.fusion.width
-    token_ids = None
-    if hello.HasField("draft_token_ids"):
-        shape = (info.draft_vocab_size,)
-        token_ids = decode_tensor(hello.draft_token_ids, "draft_token_ids", torch.int32, shape).to(torch.int64)
-        is_known = len(token_ids) and int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
-        # Two columns of one token would make its q another than the one that drafts are drawn from.
-        if not is_known or len(token_ids.unique()) < len(token_ids):
-            raise MismatchError(f"draft_token_ids must be in [0, {vocab_size}), at least one and all different")
-    elif info.draft_vocab_size != vocab_size:
-        raise MismatchError(
-            f"draft_token_ids are missing: drafter vocabulary {info.draft_vocab_size}, {vocab_size} here"
-        )
-    return HeadInfo(
-        fingerprint=info.head_fingerprint,
-        layers=tuple(info.features.layers),
-        dtype=DTYPES[info.features.dtype],
-        draft_vocab_size=info.draft_vocab_size,
-        draft_token_ids=token_ids,
-        row_bytes=width * DTYPES[info.features.dtype].itemsize,
-        max_drafts=info.max_num_speculative_tokens,
-        max_sequences=info.max_sequences,
-        max_model_len=info.max_model_len,
-        fusion=fusion,
-        fusion_digest=info.fusion.digest,
-    )
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -20,7 +20,7 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
-from verifier_service.drafter_link import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.pacing import NUM_SCOUTS, Load, Pace

@@ -21,7 +21,7 @@ from draftwire.kv_cache import KVCache, SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service.drafter_link import Connected, Disconnected, LinkEvent, Stream
+from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import Piece

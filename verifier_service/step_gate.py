@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from verifier_service.draft_session import Binding, DraftSession
-from verifier_service.drafter_link import Stream
+from verifier_service.draft_stream import Stream
 from verifier_service.pacing import Expected, Group, TargetCost, hold_until
 from verifier_service.request import Request
 

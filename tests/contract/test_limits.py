@@ -14,7 +14,7 @@ from draftwire import wire
 from draftwire.carriers import segment
 from draftwire.server import CONNECTION_LIMITS
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service import drafter_link
+from verifier_service import drafter_link, handshake
 from verifier_service.options import VerifierOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ WORDS = {
     ],
     "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
     "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
-    "`request_id`, name of a verifier": [f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"],
+    "`request_id` or metadata `x-request-id`; name of a verifier": [f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"],
     "requests computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
     "sessions of a drafter": [f"{ENGINE.max_sessions};"],
     "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
@@ -58,7 +58,7 @@ WORDS = {
     ],
     "a stream without a hello": [f"{drafter.HELLO_TIMEOUT_S:g} s"],
     "a shared segment": [f"{segment.MAX_SEGMENT_BYTES >> 30} GiB", mib(segment.segment_bytes(1 << 40))],
-    "layers whose states a head takes": [str(drafter_link.MAX_FEATURE_LAYERS)],
+    "layers whose states a head takes": [str(handshake.MAX_FEATURE_LAYERS)],
 }
 
 

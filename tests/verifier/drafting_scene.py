@@ -15,7 +15,7 @@ from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import drafting, step_gate
-from verifier_service.drafter_link import Answered, Connected, Disconnected, HeadInfo, Stream
+from verifier_service.draft_stream import Answered, Connected, Disconnected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import OutputBuilder

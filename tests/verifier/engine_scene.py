@@ -16,7 +16,7 @@ from draftwire.errors import DraftwireError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import attention_hook
-from verifier_service.drafter_link import Answered, Connected
+from verifier_service.draft_stream import Answered, Connected
 from verifier_service.engine import Engine, EngineLimits, Item
 from verifier_service.request import Request
 from verifier_service.target import Target

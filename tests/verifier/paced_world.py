@@ -9,7 +9,7 @@ from typing import Any
 from drafting_scene import Clock, K, Scene, answer_to
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.drafter_link import Answered
+from verifier_service.draft_stream import Answered
 from verifier_service.pacing import Forecast, Plan
 from verifier_service.request import Request
 

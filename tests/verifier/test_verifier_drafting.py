@@ -27,7 +27,7 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
 from verifier_service import draft_session, drafting
-from verifier_service.drafter_link import Loaded
+from verifier_service.draft_stream import Loaded
 from verifier_service.features import FeatureKind
 from verifier_service.request import Request
 

@@ -16,7 +16,7 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import drafting, engine
-from verifier_service.drafter_link import Answered, Disconnected
+from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan, governor
 from verifier_service.pacing import pace as pace_module

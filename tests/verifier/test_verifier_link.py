@@ -26,16 +26,8 @@ from draftwire.version import PROTOCOL_VERSION
 from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 from verifier_service import drafter_link
-from verifier_service.drafter_link import (
-    Answered,
-    Connected,
-    Disconnected,
-    DrafterLink,
-    Draining,
-    LinkEvent,
-    Loaded,
-    Stream,
-)
+from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.drafter_link import DrafterLink
 from verifier_service.features import FeatureKind
 
 READY = generate_pb2.DRAFTER_STATE_READY

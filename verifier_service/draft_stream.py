@@ -1,0 +1,212 @@
+"""One open stream to a drafter, and what happens on it, as the engine's thread sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from google.protobuf.message import DecodeError
+
+from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender
+from draftwire.fusion import FeatureFusion
+from draftwire.v1 import draft_pb2, generate_pb2
+from verifier_service.features import FeatureKind
+
+
+@dataclass(frozen=True)
+class HeadInfo:
+    """What the verifier needs to know of a connected drafter's head."""
+
+    fingerprint: str
+    layers: tuple[int, ...]
+    dtype: torch.dtype  # of the features on the wire
+    draft_vocab_size: int
+    draft_token_ids: torch.Tensor | None  # int64 [draft_vocab_size], None when the vocabularies are equal
+    row_bytes: int  # of a feature row on the wire
+    max_drafts: int
+    max_sequences: int
+    max_model_len: int
+    fusion: FeatureFusion | None = None  # applied before features are sent; None sends them as they are
+    fusion_digest: str = ""
+
+    @property
+    def kind(self) -> FeatureKind:
+        """What is sent, and must be given to no other head when it is fused."""
+        return FeatureKind(self.layers, f"{self.fingerprint} {self.fusion_digest}" if self.fusion else "")
+
+    @property
+    def width(self) -> int:
+        """Elements of a feature row on the wire."""
+        return self.row_bytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Connected:
+    """Event: a stream is open. Each stream is a new `Stream` object."""
+
+    stream: Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Disconnected:
+    """Event: a stream has ended."""
+
+    stream: Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """Event: a drafter has answered a step."""
+
+    stream: Stream
+    drafts: draft_pb2.Drafts
+    received: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, eq=False)
+class Draining:
+    """Event: a drafter is about to end, and answers what it was sent."""
+
+    stream: Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """Event: a drafter has told its load, as it also does with every answer."""
+
+    stream: Stream
+    load: draft_pb2.DrafterLoad
+
+
+LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
+
+
+class Stream:
+    """One open stream, as the engine's thread sees it, which calls all methods that do not say otherwise.
+
+    Messages go over the lane, where there is one and they fit, without another thread; see `Rendezvous` in draft.proto.
+
+    Attributes
+    ----------
+    sender
+        Gives room for the features of a step.
+    receiver
+        Takes the draft logits of an answer.
+    on_trial
+        Whether the drafter was expelled on the stream before.
+    """
+
+    def __init__(
+        self,
+        status: generate_pb2.DrafterStatus,
+        head: HeadInfo,
+        cancel: Callable[[], object],
+        sender: TensorSender,
+        receiver: TensorReceiver,
+        report: Callable[[Stream, generate_pb2.DrafterState], None],
+        lane: Lane | None = None,
+        *,
+        on_trial: bool = False,
+    ) -> None:
+        """`status` is the drafter's, in which bytes are counted."""
+        self.address = status.address
+        self.head = head
+        self.sender = sender
+        self.receiver = receiver
+        self.lane = lane
+        # None: nothing more is sent.
+        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
+        self.on_trial = on_trial
+        self.failure: str | None = None
+        self.is_expelled = False
+        self._num_unanswered = 0  # steps that were sent
+        self._status = status
+        self._cancel = cancel
+        self._report = report
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # of the counts
+        self._last_queued = 0  # step
+        self._last_answered = 0
+
+    def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
+        """Sends a step and the features that go with it; never waits for the drafter."""
+        with self._lock:
+            self._num_unanswered += 1
+        if self._is_direct_next() and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
+            if features is not None:
+                features.finish(step.features)
+                features = None
+            message = self.request(step).SerializeToString()
+            if self.lane is not None and self.lane.send(message):
+                self.count_sent(len(message))
+                return
+        self._last_queued = step.step_id
+        self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
+
+    def report(self, state: generate_pb2.DrafterState) -> None:
+        """Has the drafter shown in that state for as long as the stream is open; from any thread."""
+        self._loop.call_soon_threadsafe(self._report, self, state)
+
+    def end(self) -> None:
+        """Sends nothing more, upon which the drafter ends the stream."""
+        self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
+
+    def _is_direct_next(self) -> bool:
+        """Steps must not overtake those that were sent over the stream."""
+        return self.lane is not None and self._last_answered >= self._last_queued
+
+    def request(self, step: draft_pb2.DraftStep) -> draft_pb2.DraftRequest:
+        """The message of a step."""
+        step.logits_read = self.receiver.generation_read
+        return draft_pb2.DraftRequest(step=step)
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Counts the message of a step; from any thread."""
+        with self._lock:
+            self._status.sent_message_bytes += num_bytes
+
+    def count_answer(self, num_bytes: int) -> bool:
+        """Counts an answer's message; whether there was a step to answer. From any thread."""
+        with self._lock:
+            self._status.received_message_bytes += num_bytes
+            self._num_unanswered -= 1
+            return self._num_unanswered >= 0
+
+    def take(self, drafts: draft_pb2.Drafts) -> None:
+        """Takes note of an answer.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When it has read features that were not sent.
+        """
+        self._last_answered = drafts.step_id
+        self.sender.release(drafts.features_read, "drafts.features_read")
+
+    def read_lane(self) -> list[LinkEvent] | None:
+        """The answers that have come over the lane; None when no more will."""
+        if self.failure is not None or self.lane is None:
+            return None
+        events: list[LinkEvent] = []
+        try:
+            for message in self.lane.receive():
+                events.append(Answered(self, draft_pb2.DraftResponse.FromString(message).drafts))
+                if not self.count_answer(len(message)):
+                    self.fail("answered more steps than it was sent", expel=True)
+                    return None
+        except ConnectionError:
+            return None
+        except DecodeError:
+            self.fail("wrong answer: not a DraftResponse", expel=True)
+            return None
+        return events
+
+    def fail(self, reason: str, *, expel: bool = False) -> None:
+        """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""
+        if self.failure is None:
+            self.failure, self.is_expelled = reason, expel
+            self._loop.call_soon_threadsafe(self._cancel)
