@@ -19,7 +19,7 @@ from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
 from fuzz_steps import seeds as step_seeds
 from fuzz_world import PATIENCE_S, FindingError, World
 
-from draftwire.carriers import Rendezvous, TensorSender
+from draftwire.carriers import Lane, Rendezvous, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 
@@ -170,9 +170,7 @@ async def _say(call: Any, one: pb.DraftRequest, own: set[int]) -> pb.DraftRespon
         await call.write(one)
         answer = await call.read()
         if isinstance(answer, pb.DraftResponse):
-            foreign = set(answer.drafts.sequence_ids) - own
-            if foreign:
-                raise FindingError(f"an answer for the sequences {foreign} of another stream")
+            _check_own(answer, own)
             return answer
     return None
 
@@ -242,12 +240,42 @@ async def sharing(world: World, rng: Random) -> Outcomes:
                 lie_about_span(rng, step.features)
             if rng.random() < 0.3:
                 scribble(rng, sender, shared)
-        if await _say(call, pb.DraftRequest(step=step), set(writer.rows)) is None:
+        data = pb.DraftRequest(step=step).SerializeToString()
+        if shared.lane is None:
+            answer = await _say(call, pb.DraftRequest(step=step), set(writer.rows))
+        else:
+            hostile = hostile_message(rng, [data]) if rng.random() < 0.2 else data
+            answer = await _say_directly(call, shared.lane, hostile or b"\0", set(writer.rows))
+        if answer is None:
             outcomes[judged(await call.code(), await call.details())] += 1
-            return outcomes
+            break
         outcomes["accepted"] += 1
+    if shared.lane is not None:
+        shared.lane.close()
     call.cancel()
     return outcomes
+
+
+async def _say_directly(call: Any, lane: Lane, one: bytes, own: set[int]) -> pb.DraftResponse | None:
+    """As `_say`, from engine to engine; what ends the stream is told by the call."""
+    if not lane.send(one):
+        return None
+    while not call.done():
+        try:
+            answers = [pb.DraftResponse.FromString(answer) for answer in lane.receive()]
+        except ConnectionError:
+            return None
+        for answer in answers:
+            _check_own(answer, own)
+            return answer
+        await asyncio.sleep(0.005)
+    return None
+
+
+def _check_own(answer: pb.DraftResponse, own: set[int]) -> None:
+    foreign = set(answer.drafts.sequence_ids) - own
+    if foreign:
+        raise FindingError(f"an answer for the sequences {foreign} of another stream")
 
 
 async def answers(world: World, rng: Random) -> Outcomes:
