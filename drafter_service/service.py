@@ -153,9 +153,12 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         peer = context.peer()  # asked now: a call that has ended cannot tell any more, and may bring the process down
         try:
             await self._serve(context, peer)
+            return
         except tuple(STATUS_CODES) as error:
-            logger.warning("stream of %s ended: %s", peer, error)
-            await context.abort(STATUS_CODES[type(error)], str(error))
+            refusal = STATUS_CODES[type(error)], str(error)
+        logger.warning("stream of %s ended: %s", peer, refusal[1])
+        # Not above: gRPC keeps what `abort` raises, which would keep the error, its frames and the memory shared there.
+        await context.abort(*refusal)
 
     async def _serve(self, context: Context, peer: str) -> None:
         try:

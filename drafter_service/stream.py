@@ -216,7 +216,10 @@ class DraftStream:
     async def _write_answers(self) -> None:
         while (answer := await self._answers.get()) is not None:
             if isinstance(answer, Exception):
-                raise answer
+                try:
+                    raise answer
+                finally:
+                    del answer  # it will keep this frame: a cycle too
             if isinstance(answer, pb.Draining):
                 await self._context.write(pb.DraftResponse(draining=answer))
                 continue

@@ -425,7 +425,8 @@ class TestEnds:
         assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, "no hello within 0.05 s")
 
 
-def test_what_a_lost_stream_held_is_freed_without_the_cycle_collector(drafter: ServedDrafter) -> None:
+@pytest.mark.parametrize("is_refused", [False, True], ids=["lost", "refused"])
+def test_what_a_stream_held_is_freed_without_the_cycle_collector(drafter: ServedDrafter, is_refused: bool) -> None:
     """It holds shared memory, and Python looks for cycles seldom."""
     made: weakref.WeakSet[stream_module.DraftStream] = weakref.WeakSet()
 
@@ -440,7 +441,11 @@ def test_what_a_lost_stream_held_is_freed_without_the_cycle_collector(drafter: S
             patch.setattr(stream_module.DraftStream, "run", remember)
             stream = drafter.connect()
             wait_until(lambda: len(made) == 1)
-        stream.call.cancel()
+        if is_refused:
+            stream.send(step_message(2))
+            assert stream.error()[0] == INVALID_ARGUMENT
+        else:
+            stream.call.cancel()
         wait_until(lambda: not made)
     finally:
         gc.enable()

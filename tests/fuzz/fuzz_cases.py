@@ -18,6 +18,7 @@ from fuzz_requests import seeds as request_seeds
 from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
 from fuzz_steps import seeds as step_seeds
 from fuzz_world import PATIENCE_S, FindingError, World
+from google.protobuf.message import DecodeError
 
 from draftwire.carriers import Lane, Rendezvous, TensorSender
 from draftwire.v1 import draft_pb2 as pb
@@ -244,8 +245,8 @@ async def sharing(world: World, rng: Random) -> Outcomes:
         if shared.lane is None:
             answer = await _say(call, pb.DraftRequest(step=step), set(writer.rows))
         else:
-            hostile = hostile_message(rng, [data]) if rng.random() < 0.2 else data
-            answer = await _say_directly(call, shared.lane, hostile or b"\0", set(writer.rows))
+            one = (hostile_message(rng, [data]) or b"\0") if rng.random() < 0.2 else data
+            answer = await _say_directly(call, shared.lane, one, set(writer.rows) | _named(one))
         if answer is None:
             outcomes[judged(await call.code(), await call.details())] += 1
             break
@@ -270,6 +271,14 @@ async def _say_directly(call: Any, lane: Lane, one: bytes, own: set[int]) -> pb.
             return answer
         await asyncio.sleep(0.005)
     return None
+
+
+def _named(data: bytes) -> set[int]:
+    """Ids of sequences that a message names, whatever it was made from."""
+    with contextlib.suppress(DecodeError):
+        step = pb.DraftRequest.FromString(data).step
+        return {*step.sequence_ids, *step.opened.ids}
+    return set()
 
 
 def _check_own(answer: pb.DraftResponse, own: set[int]) -> None:
