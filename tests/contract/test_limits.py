@@ -48,7 +48,9 @@ WORDS = {
     ],
     "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
     "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
-    "`request_id` or metadata `x-request-id`; name of a verifier": [f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"],
+    "`request_id` or metadata `x-request-id`; name of a verifier": [
+        f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"
+    ],
     "requests computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
     "sessions of a drafter": [f"{ENGINE.max_sessions};"],
     "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
