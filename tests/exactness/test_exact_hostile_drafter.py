@@ -85,8 +85,8 @@ async def twice(answers: list[draft_pb2.Drafts]) -> AsyncIterator[draft_pb2.Draf
 
 
 async def an_old_one_again(answers: list[draft_pb2.Drafts]) -> AsyncIterator[draft_pb2.Drafts]:
-    """The drafts of the step before, under the number of this one."""
-    if len(answers) > 1:
+    """The drafts of the step before, under the number of this one, which must have been for as many sequences."""
+    if len(answers) > 1 and len(answers[-2].sequence_ids) <= len(answers[-1].sequence_ids):
         drafts = draft_pb2.Drafts()
         drafts.CopyFrom(answers[-2])
         drafts.step_id = answers[-1].step_id

@@ -16,6 +16,7 @@ from draftwire.v1 import generate_pb2
 pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
+BYTES = ("--carriers", "bytes")  # everything over the stream, where the relay sees it
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 
 
@@ -23,7 +24,7 @@ def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> 
     """Without logits there is nothing that a draft could belie: wrong ones are refused, one by one."""
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
-        load = stage.load([relay.address])
+        load = stage.load([relay.address], *BYTES)
         with load.fault("half of the answers with wrong tokens, no logits", during_below=0.9) as record:
             relay.alter = corrupt_tokens(VOCAB)
             load.wait_for_rounds(3)
@@ -40,7 +41,7 @@ def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
 ) -> None:
     wrong, right = stage.drafter(), stage.drafter()
     with DraftRelay(wrong.address) as relay:
-        load = stage.load([relay.address, right.address], "--carriers", "bytes", **DENSE)
+        load = stage.load([relay.address, right.address], *BYTES, **DENSE)
         with load.fault(f"half of one drafter's answers with wrong {what}, expelled") as record:
             relay.alter = alter
             load.wait_for(lambda: _is_expelled(load.drafters(), relay), "it is expelled")
@@ -59,7 +60,7 @@ def _is_expelled(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) 
 def test_all_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
-        load = stage.load([relay.address])
+        load = stage.load([relay.address], *BYTES)
         with load.fault("answers 1 s late, for 5 s", during_below=0.5) as record:
             relay.alter = hold_up
             time.sleep(5)
