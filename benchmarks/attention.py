@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import DEVICE, copy_bandwidth, product_rate, replay_time
+from draftwire.bench.gpu_time import DEVICE, copy_bandwidth, product_rate, replay_time
 from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128

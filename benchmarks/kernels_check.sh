@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that the sampling kernels must prove on one GPU, correctness first; under 8 minutes on an H200.
 #
-#   benchmarks/kernels_check.sh RESULTS.json [further arguments of benchmarks/kernels.py, as --peer DIR]
+#   benchmarks/kernels_check.sh RESULTS.json [further arguments of `draftwire bench kernels`, as --peer DIR]
 #
 # Stops with a nonzero status at the first failure. PYTHON names the interpreter; compute-sanitizer must be on the PATH.
 set -eu
@@ -18,4 +18,4 @@ for tool in memcheck racecheck; do
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/kernels/small_launches.py
 done
 "$PYTHON" -m pytest -q -x -p no:cacheprovider --ignore=tests/kernels/test_kernels_compile.py tests/kernels -k 'not attention'
-"$PYTHON" -m benchmarks.kernels --json "$RESULTS" "$@"
+"$PYTHON" -m draftwire bench kernels --json "$RESULTS" "$@"

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "acceptance": Source(
         "draftwire.cli.bench_acceptance", "acceptance", "Acceptance with every method, beside its closed forms."
     ),
+    "kernels": Source("draftwire.cli.bench_kernels", "kernels", "The sampling kernels, beside what their bytes need."),
 }
 
 

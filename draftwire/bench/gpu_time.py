@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,18 @@ def replay_time(call: Callable[[int], object], copies: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / copies)
+    return statistics.median(times[2:])
+
+
+def eager_time(call: Callable[[], object]) -> float:
+    """Median microseconds of a call with all that the host does for it."""
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times[2:])
 
 
