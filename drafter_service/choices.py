@@ -14,7 +14,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import read_config
 from draftwire.devices import GpuMemory, upload
 from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows, token_bytes
 from draftwire_kernels import gumbel_sample
 
 CPU_KV_CACHE_TOKENS = 65536
@@ -53,8 +53,7 @@ def choose_limits(
         left = memory.left_for_cache(
             options.gpu_memory_utilization, lambda: run_largest_step(head, options, max_model_len, dtype, device)
         )
-        token_bytes = sum(heads * (key + value) for heads, key, value in head.spec.layer_shapes) * dtype.itemsize
-        tokens = min(useful, left // token_bytes - BLOCK_SIZE)  # one block is padding
+        tokens = min(useful, left // token_bytes(head.spec.layer_shapes, dtype) - BLOCK_SIZE)  # one block is padding
         if tokens < max_model_len:
             raise InvalidArgumentError(
                 "gpu_memory_utilization",

@@ -25,6 +25,8 @@ from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.devices import upload
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.memory import measure_memory
+from draftwire.v1 import draft_pb2 as pb
 
 
 class DraftEngine:
@@ -52,6 +54,11 @@ class DraftEngine:
     def load(self) -> Load:
         """How busy the engine is; may be read from any thread."""
         return Load(len(self._sessions), self._table.num_open, self._pool.usage)
+
+    @property
+    def memory(self) -> pb.MemoryUse:
+        """What the process takes of memory; may be read from any thread."""
+        return measure_memory(self._cache, self.device, draft_logits=self.logits_bytes)
 
     @property
     def logits_bytes(self) -> int:

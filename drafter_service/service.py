@@ -52,7 +52,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -> pb.GetDrafterInfoResponse:
-    """What a drafter tells of its head and limits, but for its load."""
+    """What a drafter tells of its head and limits, but for its load and memory."""
     head, limits = engine.engine.head, engine.engine.limits
     spec = head.spec
     return pb.GetDrafterInfoResponse(
@@ -263,4 +263,5 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         info = pb.GetDrafterInfoResponse()
         info.CopyFrom(self._info)
         info.load.CopyFrom(self._engine.load.encode())
+        info.memory.CopyFrom(self._engine.engine.memory)
         return info

@@ -13,20 +13,36 @@ import torch
 
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 
-__all__ = ["BLOCK_SIZE", "BatchBuffers", "KVCache", "RaggedBatch", "SequenceRows"]
+__all__ = ["BLOCK_SIZE", "BatchBuffers", "KVCache", "RaggedBatch", "SequenceRows", "token_bytes"]
+
+LayerShapes = Sequence[tuple[int, int, int]]  # (kv_heads, key head size, value head size) of each layer
+
+
+def token_bytes(layer_shapes: LayerShapes, dtype: torch.dtype) -> int:
+    """Keys and values of one position in all layers, bytes."""
+    return sum(heads * (key + value) for heads, key, value in layer_shapes) * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of every layer: per layer one tensor [num_blocks * BLOCK_SIZE, kv_heads, head_size] each."""
+    """Keys and values of every layer: per layer one tensor [num_blocks * BLOCK_SIZE, kv_heads, head_size] each.
+
+    Attributes
+    ----------
+    token_bytes
+        Of one position in all layers.
+    num_tokens
+        Positions that sequences can have.
+    """
 
     def __init__(
         self,
-        layer_shapes: Sequence[tuple[int, int, int]],
+        layer_shapes: LayerShapes,
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`layer_shapes` has (kv_heads, key head size, value head size) of each layer."""
         slots = num_blocks * BLOCK_SIZE
+        self.token_bytes = token_bytes(layer_shapes, dtype)
+        self.num_tokens = slots - BLOCK_SIZE  # without the padding's
         self.keys = [torch.zeros(slots, heads, k, dtype=dtype, device=device) for heads, k, _ in layer_shapes]
         self.values = [torch.zeros(slots, heads, v, dtype=dtype, device=device) for heads, _, v in layer_shapes]

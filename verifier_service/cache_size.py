@@ -9,7 +9,7 @@ from draftwire import config as cfg
 from draftwire.block_pool import blocks_for
 from draftwire.devices import GpuMemory
 from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows, token_bytes
 from draftwire.v1 import config_pb2
 from verifier_service.options import VerifierOptions
 from verifier_service.output import OutputBuilder
@@ -72,9 +72,8 @@ def choose_num_blocks(
 
 
 def _block_bytes(target: Target, feature_states: int) -> int:
-    row = sum(heads * (key + value) for heads, key, value in target.layer_shapes)
-    row += feature_states * target.hidden_size
-    return row * target.dtype.itemsize * BLOCK_SIZE
+    features = feature_states * target.hidden_size * target.dtype.itemsize
+    return (token_bytes(target.layer_shapes, target.dtype) + features) * BLOCK_SIZE
 
 
 def _fusion_bytes(target: Target) -> int:

@@ -42,8 +42,8 @@ REFUSED_RETRY_S = 5.0
 # After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
 EXPELLED_RETRY_S = (60.0, 600.0)
 FUSION_TIMEOUT_S = 60.0
-# A drafter that answers nothing, for nothing is asked, is asked for its load so often.
-LOAD_EVERY_S = 1.0
+# A drafter is asked for its memory so often, and for its load while no answers tell it.
+INFO_EVERY_S = 1.0
 # A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
 LEAST_ANSWER_BYTES = 8 << 20
 # By description, with the digest of weights that were really received: heads that are alike share them.
@@ -146,7 +146,7 @@ class DrafterLink:
             # Shown once the engine has been told, so that a request that comes after it finds the drafter.
             self._note(generate_pb2.DRAFTER_STATE_READY, "")
             self._stream = stream
-            tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_load(stub, stream))]
+            tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_info(stub, stream))]
             try:
                 while (answer := await _read(call)) is not None:
                     self._take(stream, answer)
@@ -220,6 +220,7 @@ class DrafterLink:
         self.status.features_carrier = sender.carrier
         self.status.logits_carrier = receiver.carrier
         self.status.is_direct = lane is not None
+        self._note_memory(answer.hello.info)
         logger.info(
             "drafter %s: connected, head %s; %s features by %s, draft logits by %s, messages %s",
             self._address,
@@ -266,16 +267,22 @@ class DrafterLink:
             raise _ExpelledError("answered more steps than it was sent")
         self._post(Answered(stream, answer.drafts))
 
-    async def _ask_load(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
-        """Posts the load, which other verifiers make too, while no answers tell it."""
+    async def _ask_info(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
+        """Notes the memory, and posts the load, which other verifiers make too, while no answers tell it."""
         while True:
             received = self.status.received_message_bytes
-            await asyncio.sleep(LOAD_EVERY_S)
-            if self.status.received_message_bytes == received:
-                with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
-                    info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-                    if info is not None:  # what grpc gives for bytes that are no message
-                        self._post(Loaded(stream, info.load))
+            await asyncio.sleep(INFO_EVERY_S)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
+                info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+                if info is None:  # what grpc gives for bytes that are no message
+                    continue
+                self._note_memory(info)
+                if self.status.received_message_bytes == received:
+                    self._post(Loaded(stream, info.load))
+
+    def _note_memory(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
+        self.status.memory.CopyFrom(info.memory)
+        self.status.memory.DiscardUnknownFields()  # every client is shown the rest
 
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Sends what the engine queues for the stream."""

@@ -20,7 +20,8 @@ from draftwire.errors import DraftwireError, QueueFullError, ServerError, Unavai
 from draftwire.kv_cache import KVCache, SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
-from draftwire.v1 import config_pb2, generate_pb2
+from draftwire.memory import measure_memory
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
@@ -93,9 +94,10 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
+        self._cache = KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device)
         self._runner = TargetRunner(
             target,
-            KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device),
+            self._cache,
             limits.max_num_seqs,
             config.num_speculative_tokens + 1,
             blocks_for(target.max_model_len),
@@ -377,6 +379,12 @@ class Engine:
         counters.fallbacks.extend(self.metrics.fallbacks())
         counters.accepted_drafts = self.metrics.num_accepted
         return counters
+
+    @property
+    def memory(self) -> draft_pb2.MemoryUse:
+        """What the process takes of memory; from any thread."""
+        features = sum(store.num_bytes for store in list(self._stores.values()))
+        return measure_memory(self._cache, self._target.device, features=features)
 
     @property
     def kv_cache_usage(self) -> float:

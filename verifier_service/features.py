@@ -42,6 +42,11 @@ class FeatureStore:
             width, dtype = len(fusion.weight), fusion.weight.dtype
         self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=dtype, device=target.device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated, bytes."""
+        return self._rows.nbytes
+
     def first_row(self, request: Request) -> int:
         """First row of the request from which on all have features."""
         missing = np.flatnonzero(~self._is_written[_slots(request.blocks, 0, request.num_feature_rows)])

@@ -283,4 +283,5 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             dtype=str(target.dtype).removeprefix("torch."),
             has_tokenizer=self._codec is not None,
             counters=self._engine.counters(),
+            memory=self._engine.memory,
         )

@@ -81,7 +81,7 @@ def measure(
     announce: Callable[[str], object] = lambda _: None,
     security: ClientSecurity = LOOPBACK,
 ) -> tuple[pb.GetVerifierInfoResponse, list[LevelResult]]:
-    """Runs all levels against the verifier at `address`; what it serves and the results.
+    """Runs all levels against the verifier at `address`; what it serves, as it tells at the end, and the results.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def measure(
                 for drafting in options.drafting:
                     announce(f"{level} requests, drafting {'on' if drafting else 'off'}")
                     results.append(runner.run(level, drafting))
-    return info, results
+        return client.info(), results
 
 
 def _num_clients(options: ServeOptions) -> int:

@@ -15,6 +15,7 @@ from draftwire.bench.metrics import PHASES, Percentiles, step_seconds
 from draftwire.bench.serve import LevelResult, ServeOptions
 from draftwire.config import speculative_config_to_mapping
 from draftwire.errors import BenchmarkError
+from draftwire.memory_table import memory_mapping, memory_table
 from draftwire.v1 import generate_pb2 as pb
 
 
@@ -23,6 +24,7 @@ def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Seq
     return {
         "benchmark": "serve",
         "server": describe_server(info),
+        "memory_bytes": memory_mapping(info),
         "workload": {
             "output_tokens": options.shape.output_tokens,
             "temperature": options.shape.temperature,
@@ -108,7 +110,8 @@ def speed_ups(results: Sequence[LevelResult]) -> list[tuple[LevelResult, float]]
 
 def print_report(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult], console: Console) -> None:
     """The tables and what is to be said of them."""
-    for table in (_speed_table(info, results), _latency_table(results), _step_table(results)):
+    measured = (_speed_table(info, results), _latency_table(results), _step_table(results))
+    for table in (*measured, memory_table(info, SIMPLE)):
         console.print(table)
     if info.speculative_config.synthetic_acceptance_length or info.speculative_config.synthetic_acceptance_rates:
         console.print("acceptance is synthetic: the output does not follow the target; no work was skipped or repeated")

@@ -13,6 +13,7 @@ from rich.table import Table
 from draftwire.cli.options import client_security, client_security_options
 from draftwire.cli.output import visible
 from draftwire.client import Client
+from draftwire.memory_table import memory_table
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 
@@ -49,7 +50,10 @@ def status(server: str, interval: float, count: int | None, **given: Any) -> Non
 
 def _tables(server: str, before: Info, now: Info, seconds: float) -> Group:
     return Group(
-        _verifier(server, before, now, seconds), _drafters(before, now, seconds), _fallbacks(before, now, seconds)
+        _verifier(server, before, now, seconds),
+        _drafters(before, now, seconds),
+        _fallbacks(before, now, seconds),
+        memory_table(now),
     )
 
 

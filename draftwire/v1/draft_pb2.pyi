@@ -285,12 +285,30 @@ class DrafterLoad(_message.Message):
     kv_cache_usage: float
     def __init__(self, sessions: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
 
+class MemoryUse(_message.Message):
+    __slots__ = ("kv_cache_token_bytes", "kv_cache_tokens", "draft_logits_bytes", "features_bytes", "peak_gpu_allocated_bytes", "peak_gpu_reserved_bytes", "peak_host_bytes")
+    KV_CACHE_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LOGITS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_GPU_ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_GPU_RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kv_cache_token_bytes: int
+    kv_cache_tokens: int
+    draft_logits_bytes: int
+    features_bytes: int
+    peak_gpu_allocated_bytes: int
+    peak_gpu_reserved_bytes: int
+    peak_host_bytes: int
+    def __init__(self, kv_cache_token_bytes: _Optional[int] = ..., kv_cache_tokens: _Optional[int] = ..., draft_logits_bytes: _Optional[int] = ..., features_bytes: _Optional[int] = ..., peak_gpu_allocated_bytes: _Optional[int] = ..., peak_gpu_reserved_bytes: _Optional[int] = ..., peak_host_bytes: _Optional[int] = ...) -> None: ...
+
 class GetDrafterInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetDrafterInfoResponse(_message.Message):
-    __slots__ = ("version", "method", "head", "head_fingerprint", "target_vocab_size", "target_hidden_size", "target_num_layers", "features", "draft_vocab_size", "max_num_speculative_tokens", "max_sequences", "max_model_len", "draft_logits_forms", "device", "dtype", "load", "protocol_version", "noise_version", "fusion")
+    __slots__ = ("version", "method", "head", "head_fingerprint", "target_vocab_size", "target_hidden_size", "target_num_layers", "features", "draft_vocab_size", "max_num_speculative_tokens", "max_sequences", "max_model_len", "draft_logits_forms", "device", "dtype", "load", "protocol_version", "noise_version", "fusion", "memory")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +328,7 @@ class GetDrafterInfoResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     FUSION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     version: str
     method: str
     head: str
@@ -329,4 +348,5 @@ class GetDrafterInfoResponse(_message.Message):
     protocol_version: int
     noise_version: int
     fusion: FeatureFusion
-    def __init__(self, version: _Optional[str] = ..., method: _Optional[str] = ..., head: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., target_vocab_size: _Optional[int] = ..., target_hidden_size: _Optional[int] = ..., target_num_layers: _Optional[int] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., draft_vocab_size: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_model_len: _Optional[int] = ..., draft_logits_forms: _Optional[_Iterable[_Union[_config_pb2.DraftLogitsForm, str]]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., fusion: _Optional[_Union[FeatureFusion, _Mapping]] = ...) -> None: ...
+    memory: MemoryUse
+    def __init__(self, version: _Optional[str] = ..., method: _Optional[str] = ..., head: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., target_vocab_size: _Optional[int] = ..., target_hidden_size: _Optional[int] = ..., target_num_layers: _Optional[int] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., draft_vocab_size: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_model_len: _Optional[int] = ..., draft_logits_forms: _Optional[_Iterable[_Union[_config_pb2.DraftLogitsForm, str]]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., fusion: _Optional[_Union[FeatureFusion, _Mapping]] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ...) -> None: ...

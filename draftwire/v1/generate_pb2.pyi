@@ -173,7 +173,7 @@ class GetVerifierInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVerifierInfoResponse(_message.Message):
-    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters")
+    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters", "memory")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class GetVerifierInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     version: str
     target: str
     target_fingerprint: str
@@ -204,7 +205,8 @@ class GetVerifierInfoResponse(_message.Message):
     dtype: str
     has_tokenizer: bool
     counters: EngineCounters
-    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ...) -> None: ...
+    memory: _draft_pb2.MemoryUse
+    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
     __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks", "accepted_drafts")
@@ -269,7 +271,7 @@ class CarrierTraffic(_message.Message):
     def __init__(self, carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., steps: _Optional[int] = ..., feature_rows: _Optional[int] = ..., feature_bytes: _Optional[int] = ..., logits_bytes: _Optional[int] = ...) -> None: ...
 
 class DrafterStatus(_message.Message):
-    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct", "drafted", "accepted", "other_sequences", "kv_cache_usage")
+    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct", "drafted", "accepted", "other_sequences", "kv_cache_usage", "memory")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +288,7 @@ class DrafterStatus(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     OTHER_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: DrafterState
     detail: str
@@ -302,4 +305,5 @@ class DrafterStatus(_message.Message):
     accepted: int
     other_sequences: int
     kv_cache_usage: float
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
+    memory: _draft_pb2.MemoryUse
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ...) -> None: ...

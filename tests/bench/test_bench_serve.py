@@ -208,5 +208,15 @@ def test_the_demo_pair_from_start_to_plot(tmp_path):
         assert min(times["verify"], times["sample"], times["host"]) > 0
     on = document["levels"][1]
     assert on["acceptance"]["rates"] == [1.0, 1.0, 0.0, 0.0]
+    # Keys and values of 8 layers with 2 heads of 64, float32; the head has one such layer.
+    (verifier, of_verifier), (drafter, of_drafter) = document["memory_bytes"].items()
+    assert (verifier, drafter.partition(":")[0]) == ("verifier", "drafter 127.0.0.1")
+    for use, layers in ((of_verifier, 8), (of_drafter, 1)):
+        assert use["kv_cache_token_bytes"] == layers * 2 * (64 + 64) * 4
+        assert use["kv_cache_tokens"] > 0
+        assert use["draft_logits_bytes"] == use["peak_gpu_allocated_bytes"] == use["peak_gpu_reserved_bytes"] == 0
+        assert use["peak_host_bytes"] > 100 << 20
+    assert of_verifier["features_bytes"] > of_drafter["features_bytes"] == 0
+    assert "memory, MiB" in result.output
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "no work was skipped" in result.output

@@ -44,6 +44,10 @@ class Busy(GenerationServicer):
                     address="10.0.0.1:50052", state=pb.DRAFTER_STATE_READY, head_fingerprint="f00d", sequences=3,
                     other_sequences=5, kv_cache_usage=0.25, drafted=40 * look, accepted=30 * look,
                     features_carrier=draft_pb2.CARRIER_SHM, features_are_fused=True,
+                    memory=draft_pb2.MemoryUse(
+                        kv_cache_token_bytes=1024, kv_cache_tokens=2048, draft_logits_bytes=32_768_000,
+                        peak_gpu_allocated_bytes=5 << 20, peak_gpu_reserved_bytes=6 << 20, peak_host_bytes=7 << 20,
+                    ),
                 ),
                 pb.DrafterStatus(
                     address="10.0.0.2:50052", state=pb.DRAFTER_STATE_REFUSED, detail="vocab_size does not match"
@@ -80,6 +84,14 @@ def test_one_look_shows_the_verifier_and_its_drafters(address):
     assert "vocab_size does not match" in result.output
     fallback = next(line for line in result.output.splitlines() if "no_drafter" in line)
     assert fallback.split("│")[3].strip() == "1234"
+
+
+def test_one_look_shows_the_memory_of_each_process_that_has_told(address):
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
+    shown = result.output.partition("memory, MiB")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]
+    assert [row[0] for row in rows] == ["verifier", "drafter 10.0.0.1:50052"]
+    assert rows[1][1:] == ["1024", "2048", "2.0", "0.0", "31.2", "5.0", "6.0", "7.0"]
 
 
 def test_a_name_cannot_steer_the_terminal(address):

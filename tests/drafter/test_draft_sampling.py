@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from harness import SAME_LOGITS, Reply, Rows, Text, connect, draft_alone, make_e
 from tiny_head import TinyHead
 
 from drafter_service import sampling
+from drafter_service.logits_buffers import LogitsBuffers
 from drafter_service.sampling_mode import SamplingMode
+from drafter_service.session import SessionTerms
 from draftwire.config import speculative_config_from_mapping
 from draftwire_kernels import gumbel_sample
 
@@ -204,3 +207,12 @@ def test_buffers_of_logits_live_as_long_as_a_session_that_asks_for_them(head: Ti
     for stream in (plain, top, *streams):
         engine.close_session(stream.session)
     assert engine.logits_bytes == 0
+
+
+def test_the_size_of_the_buffers_in_the_docs_is_what_is_allocated() -> None:
+    buffers = LogitsBuffers(max_num_seqs=64, draft_vocab_size=32000, device=torch.device("meta"))
+    buffers.keep([SessionTerms("verifier", SamplingMode(gumbel=True, dense=True), 4, 64)])
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"64 x 4 x 32000 x 4 = {buffers.num_bytes} bytes" in page
+    buffers.keep([SessionTerms("verifier", SamplingMode(gumbel=True), 4, 64)])
+    assert buffers.num_bytes == 0

@@ -17,7 +17,7 @@ from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 
 from drafter_service import stream as stream_module
-from draftwire.config import DENSE, GUMBEL, TOP_N
+from draftwire.config import COUPLED, DENSE, GUMBEL, TOP_N
 from draftwire.fusion import load_fusion
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2
@@ -50,6 +50,30 @@ def test_info_tells_head_and_limits(drafter: ServedDrafter, head: TinyHead) -> N
     assert (info.protocol_version, info.noise_version) == (PROTOCOL_VERSION, NOISE_VERSION)
     assert (info.device, info.dtype) == ("cpu", "float32")
     assert (info.load.sessions, info.load.sequences) == (0, 0)
+
+
+def test_info_tells_memory_and_draft_logits_have_some_while_a_verifier_asks_for_them_alone(
+    drafter: ServedDrafter, head: TinyHead
+) -> None:
+    def memory() -> pb.MemoryUse:
+        return drafter.stub.GetDrafterInfo(pb.GetDrafterInfoRequest()).memory
+
+    use = memory()
+    assert use.kv_cache_token_bytes == 4 * sum(heads * (key + value) for heads, key, value in head.spec.layer_shapes)
+    assert use.kv_cache_tokens == 2048
+    assert use.peak_host_bytes > 50 << 20  # torch alone
+    assert (use.peak_gpu_allocated_bytes, use.peak_gpu_reserved_bytes, use.features_bytes) == (0, 0, 0)
+    dense = config_pb2.DraftLogits(form=DENSE)
+    configs: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"draft_sample_method": GUMBEL}, 0),
+        ({"draft_sample_method": GUMBEL, "rejection_sample_method": COUPLED}, 0),
+        ({"draft_sample_method": GUMBEL, "draft_logits": dense}, LIMITS.max_num_seqs * 4 * DRAFT_VOCAB * 4),
+    ]
+    for config, num_bytes in configs:
+        stream = drafter.connect(config)
+        assert memory().draft_logits_bytes == num_bytes
+        stream.end()
 
 
 class TestFusion:

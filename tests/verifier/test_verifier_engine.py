@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import RecordedStream, answer_to, make_head, make_request, rows_of, tokens_of
-from engine_scene import HIDDEN, VOCAB, WAIT_S, K, Served, make_target
+from engine_scene import HIDDEN, NUM_LAYERS, VOCAB, WAIT_S, K, Served, make_target
 
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
@@ -255,6 +255,17 @@ def test_features_are_kept_from_the_moment_their_drafter_comes(served, greedy):
     assert served.tokens(one)[:12] == greedy
     rows = sum(sum(step.num_rows) for step in first.steps)
     assert list(late[0].steps[0].opened.first_rows) == [rows]
+
+
+def test_memory_is_that_of_the_cache_and_of_the_features_beside_it(served):
+    assert served.engine.memory.features_bytes == 0
+    served.connect()
+    served.tokens(served.submit())
+    use = served.engine.memory
+    assert use.kv_cache_token_bytes == NUM_LAYERS * (8 + 8) * 4  # one head of 8
+    assert use.kv_cache_tokens == 32 * BLOCK_SIZE
+    assert use.features_bytes == 33 * BLOCK_SIZE * 2 * HIDDEN * 4  # of two layers, the padding block's too
+    assert use.draft_logits_bytes == 0
 
 
 def connect_briefly(served: Served) -> RecordedStream:

@@ -522,7 +522,7 @@ async def test_a_drafter_that_does_not_speak_the_protocol_is_expelled(name):
 
 @on_loop
 async def test_the_load_is_asked_for_while_no_answer_tells_it(monkeypatch):
-    monkeypatch.setattr(drafter_link, "LOAD_EVERY_S", 0.02)
+    monkeypatch.setattr(drafter_link, "INFO_EVERY_S", 0.02)
     drafter = Drafter(make_info(load=pb.DrafterLoad(sequences=3)))
     async with linked(drafter) as own:
         await own.connected()
@@ -532,6 +532,24 @@ async def test_the_load_is_asked_for_while_no_answer_tells_it(monkeypatch):
         while own.loads[-1].sequences != 9:
             assert time.monotonic() < end
             await asyncio.sleep(0.01)
+
+
+@on_loop
+async def test_the_memory_is_noted_and_noted_anew_while_answers_come(monkeypatch):
+    monkeypatch.setattr(drafter_link, "INFO_EVERY_S", 0.02)
+    drafter = Drafter(make_info(memory=pb.MemoryUse(peak_host_bytes=3)))
+    async with linked(drafter) as own:
+        stream = await own.connected()
+        assert own.link.status.memory.peak_host_bytes == 3
+        unknown = b"\x98\x06\x01"  # field 99
+        drafter.info.memory.MergeFromString(pb.MemoryUse(peak_host_bytes=9).SerializeToString() + unknown)
+        end, step_id = time.monotonic() + WAIT_S, 0
+        while own.link.status.memory.peak_host_bytes != 9:
+            assert time.monotonic() < end
+            stream.send(pb.DraftStep(step_id=(step_id := step_id + 1)))
+            await asyncio.sleep(0.005)
+        # What no one has defined is not passed on to clients.
+        assert own.link.status.memory == pb.MemoryUse(peak_host_bytes=9)
 
 
 @on_loop

@@ -1,0 +1,37 @@
+"""What a service's process takes of memory, as its info call tells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from draftwire.kv_cache import KVCache
+from draftwire.v1 import draft_pb2 as pb
+
+_PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+def peak_host_bytes() -> int:
+    """Largest resident set of this process so far.
+
+    Not getrusage's ru_maxrss: a process that was started by a large one begins with that one's.
+    """
+    found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(found[1]) * 1024 if found else 0
+
+
+def measure_memory(cache: KVCache, device: torch.device, *, draft_logits: int = 0, features: int = 0) -> pb.MemoryUse:
+    """What the process of a service with that cache takes; `draft_logits` and `features` in bytes."""
+    use = pb.MemoryUse(
+        kv_cache_token_bytes=cache.token_bytes,
+        kv_cache_tokens=cache.num_tokens,
+        draft_logits_bytes=draft_logits,
+        features_bytes=features,
+        peak_host_bytes=peak_host_bytes(),
+    )
+    if device.type == "cuda":
+        use.peak_gpu_allocated_bytes = torch.cuda.max_memory_allocated(device)
+        use.peak_gpu_reserved_bytes = torch.cuda.max_memory_reserved(device)
+    return use
