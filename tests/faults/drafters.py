@@ -15,14 +15,23 @@ class Drafter:
     """Runs from `start` to `kill`, again and again."""
 
     def __init__(
-        self, head: Path, target: Path, log: Path, *, host: str = "127.0.0.1", program: Sequence[str] = DRAFTWIRE
+        self,
+        head: Path,
+        target: Path,
+        log: Path,
+        *options: str,
+        host: str = "127.0.0.1",
+        program: Sequence[str] = DRAFTWIRE,
     ) -> None:
-        """`program` runs `draftwire` where it can listen on `host`; another than loopback's speaks plain text too."""
+        """`options` are those of `draftwire drafter`; `program` runs `draftwire` where it can listen on `host`. Another
+        host than loopback speaks plain text too.
+        """
         self.address = f"{host}:{free_address().rpartition(':')[2]}"
         self._head = head
         self._target = target
         self._log = log
         self._program = program
+        self._options = options
         self._is_local = host == "127.0.0.1"
         self.start()
 
@@ -38,6 +47,7 @@ class Drafter:
             self._head,
             self._target,
             *("--listen", self.address, "--device", "cpu", *([] if self._is_local else ["--insecure"])),
+            *self._options,
             log_path=self._log,
             security=LOOPBACK if self._is_local else ClientSecurity(insecure=True),
             program=self._program,

@@ -2,9 +2,9 @@
 
     python tests/faults/soak.py --minutes 20 --seed 1
 
-One verifier and two drafters of the demo pair on the CPU. The verifier and the second drafter, whose network is at
-fault, live through the whole run and are judged; the first drafter is killed and started again. Exit code 1 when a
-request failed, a greedy output changed or something grew.
+One verifier and three drafters of the demo pair on the CPU. The first drafter is killed and started again; the second
+shares memory with the verifier; the network of the third is at fault. All but the first live through the whole run and
+are judged. Exit code 1 when a request failed, a greedy output changed or something grew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,8 +112,8 @@ class Traffic:
 class Faults:
     """One fault after another, drawn from a seed."""
 
-    def __init__(self, killed: Drafter, living: Drafter, proxy: TcpProxy, draw: random.Random) -> None:
-        """`killed` is killed now and then; `living` is behind the `proxy`."""
+    def __init__(self, killed: Drafter, living: Sequence[Drafter], proxy: TcpProxy, draw: random.Random) -> None:
+        """`killed` is killed now and then; one of the `living` is behind the `proxy`."""
         self._killed = killed
         self._living = living
         self._proxy = proxy
@@ -141,8 +141,8 @@ class Faults:
         _stop(self._killed.process, seconds)
 
     def stop_other(self, seconds: float) -> None:
-        """SIGSTOP and SIGCONT of the one that lives through the run."""
-        _stop(self._living.process, seconds)
+        """SIGSTOP and SIGCONT of one that lives through the run."""
+        _stop(self._draw.choice(self._living).process, seconds)
 
     def cut(self, seconds: float) -> None:
         """The connection is cut in mid-message, either way."""
@@ -240,11 +240,16 @@ def main(minutes: float, seed: int) -> None:
     with contextlib.ExitStack() as close:
         logs = Path(close.enter_context(tempfile.TemporaryDirectory(prefix="draftwire-soak-")))
         models = DEMO / "head", DEMO / "target"
-        drafters = [Drafter(*models, logs / f"drafter{number}.log") for number in (1, 2)]
+        # Of the third one the messages take the network, where the faults are, instead of shared memory.
+        drafters = [
+            Drafter(*models, logs / f"drafter{number}.log", "--carriers", carriers)
+            for number, carriers in enumerate(("auto", "auto", "bytes"), 1)
+        ]
         for drafter in drafters:
             close.callback(lambda drafter=drafter: drafter.kill())
-        proxy = close.enter_context(TcpProxy(drafters[1].address))
-        pool = [drafters[0].address, proxy.address]
+        killed, living, distant = drafters
+        proxy = close.enter_context(TcpProxy(distant.address))
+        pool = [killed.address, living.address, proxy.address]
         # Drafts are asked for whether they pay or not: it is the traffic with drafters that is to be watched.
         options = ("--device", "cpu", "--no-adaptive-k", "--kv-cache-tokens", "16384")
         verifier = start_verifier(DEMO / "target", pool, *options, log_path=logs / "verifier.log")
@@ -252,7 +257,7 @@ def main(minutes: float, seed: int) -> None:
         with Client(verifier.address) as client:
             wait_for_drafters(client)
             traffic = Traffic(verifier.address, _expected(client), random.Random(seed))
-        faults = Faults(drafters[0], drafters[1], proxy, random.Random(seed + 1))
+        faults = Faults(killed, [living, distant], proxy, random.Random(seed + 1))
 
         def pids() -> dict[str, int]:
             numbered = {f"drafter {number}": one.process.pid for number, one in enumerate(drafters, 1)}
@@ -275,7 +280,7 @@ def _print_result(console: Console, traffic: Traffic, faults: Faults, watch: Wat
     console.print(f"accepted drafts per verify step, faults included: {traffic.accepted / traffic.verify_steps:.2f}")
     table = Table("process", "what", "after warm-up", "at the end", "flat")
     is_flat = True
-    for name in ("verifier", "drafter 2"):
+    for name in ("verifier", "drafter 2", "drafter 3"):
         for verdict in judge(watch.censuses[name]):
             is_flat = is_flat and verdict.is_flat
             table.add_row(

@@ -55,7 +55,7 @@ class Pair:
         self.verifier = start_verifier(
             target,
             [self.drafter_address],
-            *("--device", "cpu", "--draft-deadline-ms", deadline_ms),
+            *("--device", "cpu", "--draft-deadline-ms", deadline_ms, "--no-adaptive-k"),
             *("--speculative-config", '{"num_speculative_tokens": 7}'),
             log_path=logs / "verifier.log",
         )

@@ -29,12 +29,15 @@ pytestmark = pytest.mark.xdist_group("faults")
 
 # Stated in the project's plan: drafting is back within this many seconds of the drafter's being healthy again.
 RECOVERY_S = 10.0
+# So long are drafts waited for: a machine that is busy with other tests too has them in time.
+DEADLINE_MS = "1000"
 
 
 @pytest.fixture(scope="module")
 def own_pair(shelf, tmp_path_factory):
-    """A pair that waits at most the default time for drafts."""
-    pair = Pair(shelf.target("llama"), {"good": shelf.head("llama", "good")}, tmp_path_factory.mktemp("faults"), "500")
+    pair = Pair(
+        shelf.target("llama"), {"good": shelf.head("llama", "good")}, tmp_path_factory.mktemp("faults"), DEADLINE_MS
+    )
     yield pair
     pair.stop()
 
@@ -100,8 +103,8 @@ def say(client: Client, continuations) -> list[Completion]:
 
 
 def is_high(share: float) -> bool:
-    """Whether drafts are accepted throughout, but for steps that a busy machine does not have drafts for in time."""
-    return share > 0.3
+    """Whether drafts are accepted throughout."""
+    return share > 0.5
 
 
 def is_zero(share: float) -> bool:
@@ -153,7 +156,8 @@ def test_two_verifiers_share_a_drafter_and_one_verifier_uses_two(pair, shelf, co
         head, target, "--device", "cpu", "--listen", second_address, log_path=tmp_path / "drafter.log"
     )
     both = [pair.drafter_address, second_address]
-    verifier = start_verifier(target, both, "--device", "cpu", log_path=tmp_path / "verifier.log")
+    options = ("--device", "cpu", "--draft-deadline-ms", DEADLINE_MS, "--no-adaptive-k")
+    verifier = start_verifier(target, both, *options, log_path=tmp_path / "verifier.log")
     try:
         with Client(verifier.address) as client, grpc.insecure_channel(pair.drafter_address) as channel:
             for address in both:

@@ -36,7 +36,8 @@ def test_drafts_and_requests_over_mutual_tls_and_secrets_in_no_log(tmp_path):
             *flags("tls-", cert=drafter_files[0], key=drafter_files[1], **own_ca), security=user,
         ) as drafter,
         start_verifier(
-            DEMO / "target", [drafter.address], "--device", "cpu", "--token-file", str(tmp_path / "tokens"),
+            DEMO / "target", [drafter.address], "--device", "cpu", "--draft-deadline-ms", "off",
+            "--token-file", str(tmp_path / "tokens"),
             *flags("tls-", cert=verifier_files[0], key=verifier_files[1], **own_ca),
             *flags("drafter-tls-", ca=ours.file, cert=verifier_files[0], key=verifier_files[1]), security=user,
         ) as verifier,
