@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from random import Random
 from typing import Any
 
 import grpc
 import numpy as np
+from fuzz_carriers import CARRIERS, CPU
 from fuzz_noise import EDGES, hostile_message
 from fuzz_steps import LAYERS, WIDTH, hostile_features, set_hostile, tensor
 
+from draftwire.carriers import Lane, Segment, SharedSegments, meet, segment_bytes
+from draftwire.carriers.lane import MAX_MESSAGE_BYTES
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.version import PROTOCOL_VERSION, VERSION
@@ -134,14 +139,16 @@ class FakeDrafter:
     answers are `steps`, which all drafters share; those for a connection that begins are `hellos`.
     """
 
-    def __init__(self, top_n: int, steps: deque[Plan]) -> None:
+    def __init__(self, top_n: int, steps: deque[Plan], *, is_direct: bool) -> None:
+        """With `is_direct` it shares memory with the verifier and answers directly, as on one host."""
         self._top_n = top_n
+        self._is_direct = is_direct
         self._rng = Random(0)
         self._steps = steps
         self.hellos: deque[Plan] = deque()
         self._old: deque[pb.Drafts] = deque(maxlen=8)
         self._hello: Plan | None = None  # of the connection that is being made
-        self._end = asyncio.Event()
+        self._inbox: asyncio.Queue[pb.DraftStep | None] = asyncio.Queue()  # of the stream; None ends it
         self.address = ""
 
     async def start(self) -> grpc.aio.Server:
@@ -159,7 +166,7 @@ class FakeDrafter:
 
     def hang_up(self) -> None:
         """Ends the stream, so that the verifier connects anew."""
-        self._end.set()
+        self._inbox.put_nowait(None)
 
     async def _info(self, _request: bytes, context: Any) -> Any:
         if self._hello is not None and not self._hello[1].done():
@@ -202,16 +209,18 @@ class FakeDrafter:
             yield pb.FeatureFusionChunk(data=b"\0" * rng.randrange(size))
 
     async def _draft(self, requests: AsyncIterator[pb.DraftRequest], context: Any) -> AsyncIterator[Any]:
-        if not self.hellos:  # otherwise the connection is to be made anew at once
-            self._end.clear()
+        inbox = self._inbox = asyncio.Queue()
+        if self.hellos:  # the connection is to be made anew at once
+            inbox.put_nowait(None)
         self._old.clear()
-        await anext(requests)
+        shared = await self._meet((await anext(requests)).hello)
         hello = pb.DrafterHello(
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
             info=describe(),
-            carrier=pb.CARRIER_BYTES,
-            logits_carrier=pb.CARRIER_BYTES,
+            carrier=_carrier(shared.incoming),
+            logits_carrier=_carrier(shared.outgoing),
+            direct=shared.lane is not None,
         )
         if self._hello is not None and not self._hello[1].done():
             rng, done = self._hello
@@ -229,33 +238,71 @@ class FakeDrafter:
                 yield pb.DraftResponse(hello=hello)
         else:
             yield pb.DraftResponse(hello=hello)
-        ended = asyncio.ensure_future(self._end.wait())
-        try:
-            while (request := await _next(requests, ended)) is not None:
-                good = answer(self._rng, request.step, self._top_n)
+        with _filled(inbox, requests, shared.lane):
+            features_read = 0
+            while (step := await inbox.get()) is not None:
+                good = answer(self._rng, step, self._top_n)
+                features_read = good.features_read = max(features_read, step.features.span.generation)
+                wrong: list[pb.Drafts | bytes] | None = None
                 if self._steps and good.sequence_ids:
                     rng, done = self._steps.popleft()
-                    done.set_result("answer")  # before it is sent: the verifier may end the stream in its midst
-                    for one in hostile_answers(rng, good, self._old):
-                        yield one if isinstance(one, bytes) else pb.DraftResponse(drafts=one)
-                else:
-                    yield pb.DraftResponse(drafts=good)
+                    done.set_result("direct answer" if shared.lane else "answer")  # before the verifier can end it all
+                    wrong = hostile_answers(rng, good, self._old)
+                    if shared.lane is not None and rng.random() < 0.1:
+                        _send_too_much(shared.lane)
+                for one in [good] if wrong is None else wrong:
+                    message = one if isinstance(one, bytes) else pb.DraftResponse(drafts=one).SerializeToString()
+                    if shared.lane is None or not shared.lane.send(message):
+                        yield message
                 self._old.append(good)
-        finally:
-            ended.cancel()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone for a while")
 
+    async def _meet(self, hello: pb.VerifierHello) -> SharedSegments:
+        if not self._is_direct:
+            return SharedSegments()
+        size = segment_bytes(4 * WIDTH * 64)
+        return await asyncio.to_thread(meet, hello.rendezvous, CARRIERS, size, CPU)
 
-async def _next(requests: AsyncIterator[pb.DraftRequest], ended: asyncio.Future[Any]) -> pb.DraftRequest | None:
-    """The next message; None when there is none, or the drafter is to hang up."""
-    reading = asyncio.ensure_future(anext(requests, None))
-    done, _ = await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
-    if reading in done:
-        return reading.result()
-    reading.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await reading
-    return None
+
+@contextlib.contextmanager
+def _filled(
+    inbox: asyncio.Queue[pb.DraftStep | None], requests: AsyncIterator[pb.DraftRequest], lane: Lane | None
+) -> Iterator[None]:
+    """Fills the inbox with what comes over the stream and over the lane, which is closed in the end."""
+    loop = asyncio.get_running_loop()
+
+    async def read() -> None:
+        async for request in requests:
+            inbox.put_nowait(request.step)
+        inbox.put_nowait(None)
+
+    def read_lane() -> None:
+        try:
+            for message in lane.receive():
+                inbox.put_nowait(pb.DraftRequest.FromString(message).step)
+        except ConnectionError:
+            loop.remove_reader(lane)
+
+    reading = asyncio.ensure_future(read())
+    if lane is not None:
+        loop.add_reader(lane, read_lane)
+    try:
+        yield
+    finally:
+        reading.cancel()
+        if lane is not None:
+            loop.remove_reader(lane)
+            lane.close()
+
+
+def _send_too_much(lane: Lane) -> None:
+    """A message that is larger than the lane's messages may be."""
+    with socket.socket(fileno=os.dup(lane.fileno())) as raw, contextlib.suppress(OSError):
+        raw.send(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def _carrier(segment: Segment | None) -> pb.Carrier:
+    return pb.CARRIER_BYTES if segment is None else segment.carrier
 
 
 def _encode(message: Any) -> bytes:

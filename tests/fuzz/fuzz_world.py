@@ -195,7 +195,7 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
     """Both services; the verifier takes draft logits, `top_n` of each draft or all (0)."""
     target, head = shelf.target("llama"), shelf.head("llama", "good")
     wrong_answers: deque[Plan] = deque()
-    fakes = [FakeDrafter(top_n, wrong_answers) for _ in range(NUM_FAKES)]
+    fakes = [FakeDrafter(top_n, wrong_answers, is_direct=number % 2 == 1) for number in range(NUM_FAKES)]
     servers = [await fake.start() for fake in fakes]
     drafter = await asyncio.to_thread(
         start_drafter, head, target, "--device", "cpu", log_path=logs / "drafter.log", timeout_s=START_S
