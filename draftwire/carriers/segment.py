@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draftwire.carriers.names import carrier_name
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def create_segment(carrier: pb.Carrier, size: int, device: torch.device) -> tupl
         When there is no such memory, or not so much.
     """
     if carrier != pb.CARRIER_SHM:
-        raise SegmentError(f"carrier {carrier} has no segments")
+        raise SegmentError(f"this version makes no segments of {carrier_name(carrier)}")
     fd = -1
     try:
         fd = os.memfd_create("draftwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -169,7 +170,7 @@ def attach_segment(carrier: pb.Carrier, fd: int, size: int, device: torch.device
     if not 2 * ALIGNMENT <= size <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"size = {size}: allowed range [{2 * ALIGNMENT}, {MAX_SEGMENT_BYTES}]")
     if carrier != pb.CARRIER_SHM:
-        raise SegmentError(f"carrier {carrier} has no segments")
+        raise SegmentError(f"this version makes no segments of {carrier_name(carrier)}")
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise SegmentError("the shared memory is not sealed")

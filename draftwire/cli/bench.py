@@ -11,10 +11,13 @@ BENCHMARKS = {
     "acceptance": Source(
         "draftwire.cli.bench_acceptance", "acceptance", "Acceptance with every method, beside its closed forms."
     ),
+    "transport": Source(
+        "draftwire.cli.bench_transport", "transport", "Every carrier of tensors between two processes of this host."
+    ),
     "kernels": Source("draftwire.cli.bench_kernels", "kernels", "The sampling kernels, beside what their bytes need."),
 }
 
 
 @click.group(cls=LazyGroup, sources=BENCHMARKS)
 def bench() -> None:
-    """Measure speed and acceptance."""
+    """Measure speed, acceptance, carriers and kernels."""
