@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from load import FaultRecord
-from lossy_link import LossyLink
 from stage import Stage
 from tcp_proxy import TcpProxy
+
+from draftwire.bench.link import Link, LinkQuality
 
 pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
 
@@ -64,9 +65,9 @@ def test_the_link_becomes_narrow(stage: Stage, matrix: Matrix, proxy: TcpProxy) 
 
 
 @pytest.fixture
-def link() -> Iterator[LossyLink]:
+def link() -> Iterator[Link]:
     try:
-        link = LossyLink()
+        link = Link()
     except OSError as error:
         pytest.skip(f"a link that loses packets needs Linux, root and iproute2: {error}")
     with link:
@@ -74,12 +75,12 @@ def link() -> Iterator[LossyLink]:
 
 
 @pytest.mark.long
-def test_packets_are_lost(link: LossyLink, stage: Stage, matrix: Matrix) -> None:
+def test_packets_are_lost(link: Link, stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter(host=link.address, program=link.program)
     load = stage.load([drafter.address], *BYTES, "--insecure")
     with load.fault("5 % of the packets lost each way, for 20 s") as record:
-        link.loss = 0.05
+        link.set(LinkQuality(loss=0.05))
         time.sleep(20)
-        link.loss = 0.0
-    assert link.num_lost > 20
+        num_lost = link.set(LinkQuality())
+    assert num_lost > 20
     matrix(record)

@@ -1,0 +1,137 @@
+"""A drafter that is far away: throughput with drafts over links of any delay and rate, beside throughput without.
+
+    python benchmarks/far_drafter.py --json benchmarks/results/far-drafter.json
+
+The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
+verifier outside of it with its defaults, so that the number of drafts adapts. For each link, rounds without and with
+drafts follow each other, after one that is not counted and in which the verifier gets to know the link. The ratio is
+that of the medians; exit code 1 when one is under 0.97.
+
+By default it takes the demo pair on the CPU. On a GPU, with the shapes of a large model:
+
+    python benchmarks/far_drafter.py --target benchmarks/shapes/llama-3.1-8b \\
+        --head benchmarks/shapes/llama-3.1-8b-eagle3 --device cuda:0 \\
+        --dtype bfloat16 --load-format dummy --concurrency 1,32 \\
+        --speculative-config '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from draftwire.bench.environment import describe
+from draftwire.bench.link import Link, LinkQuality
+from draftwire.bench.serve import LevelResult, ServeOptions, measure
+from draftwire.bench.services import START_TIMEOUT_S
+from draftwire.bench.workload import Level, Shape, endless
+from draftwire.cli.bench_options import Numbers
+from draftwire.client.request import Prompt
+from draftwire.demo import PROMPTS
+from draftwire.processes import start_drafter, start_verifier
+from draftwire.security import ClientSecurity
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+# Serving with drafts must never be slower than so many times serving without.
+LEAST_RATIO = 0.97
+# Jumbo frames: links of 10 Gbit/s and more have them.
+MTU = 9000
+
+
+@click.command()
+@click.option("--target", default=str(DEMO / "target"), help="Default: the demo pair's.")
+@click.option("--head", default=str(DEMO / "head"), help="Default: the demo pair's.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--load-format", default="auto", show_default=True)
+@click.option("--speculative-config", default="{}", show_default=True)
+@click.option("--delay-ms", type=Numbers(float), default="0.2,1,5", show_default=True, help="One way.")
+@click.option("--gbit-per-s", type=Numbers(float), default="1,10,25", show_default=True)
+@click.option("--concurrency", type=Numbers(int), default="1,8", show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--output-tokens", default=400, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+def main(json_path: Path | None, **given: Any) -> None:
+    """Measures and prints."""
+    console = Console()
+    shared = ["--device", given["device"], "--dtype", given["dtype"], "--load-format", given["load_format"]]
+    room = ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
+    rows = []
+    with (
+        Link(MTU) as link,
+        start_drafter(
+            given["head"], given["target"], *shared, *room, "--listen", f"{link.address}:50052", "--insecure",
+            security=ClientSecurity(insecure=True), program=link.program, timeout_s=START_TIMEOUT_S,
+        ) as drafter,
+        start_verifier(
+            given["target"], [drafter.address], *shared, *room, "--insecure",
+            "--speculative-config", given["speculative_config"], timeout_s=START_TIMEOUT_S,
+        ) as verifier,
+    ):  # fmt: skip
+        for delay_ms, gbit_per_s in product(given["delay_ms"], given["gbit_per_s"]):
+            link.set(LinkQuality(delay_s=delay_ms / 1e3, bytes_per_s=gbit_per_s * 1e9 / 8))
+            for concurrency in given["concurrency"]:
+                place = {"delay_ms": delay_ms, "gbit_per_s": gbit_per_s, "concurrency": concurrency}
+                rows.append(place | _measured(verifier.address, concurrency, given))
+                console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
+    _print(rows, console)
+    if json_path is not None:
+        document = describe() | {"options": given, "rows": rows}
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sys.exit(min(row["ratio"] for row in rows) < LEAST_RATIO)
+
+
+def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str, Any]:
+    options = ServeOptions(
+        levels=[Level(concurrency=concurrency)],
+        shape=Shape(given["output_tokens"], given["temperature"], seed=0),
+        num_requests=concurrency,
+        allows_skipped=True,
+    )
+    prompts: Iterator[Prompt] = endless(PROMPTS)
+    results: list[LevelResult] = []
+    for number in range(given["rounds"] + 1):
+        _, both = measure(address, options, lambda _: prompts)
+        results += both if number else []
+    without = [one.throughput.whole_run for one in results if not one.drafting]
+    drafted = [one for one in results if one.drafting]
+    tokens = [one.throughput.whole_run for one in drafted]
+    steps = sum(one.acceptance.verify_steps for one in drafted)
+    return {
+        "without_tokens_per_s": statistics.median(without),
+        "with_tokens_per_s": statistics.median(tokens),
+        "ratio": statistics.median(tokens) / statistics.median(without),
+        "rounds": [with_ / without_ for with_, without_ in zip(tokens, without, strict=True)],
+        "drafts_per_step": sum(sum(one.acceptance.drafted) for one in drafted) / steps,
+        "accepted_per_step": sum(sum(one.acceptance.accepted) for one in drafted) / steps,
+    }
+
+
+def _print(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table("delay, ms", "Gbit/s", "requests", "without", "with, tokens/s", "ratio", "drafts/step", "accepted")
+    for row in rows:
+        table.add_row(
+            f"{row['delay_ms']:g}",
+            f"{row['gbit_per_s']:g}",
+            str(row["concurrency"]),
+            f"{row['without_tokens_per_s']:.0f}",
+            f"{row['with_tokens_per_s']:.0f}",
+            f"{row['ratio']:.3f}",
+            f"{row['drafts_per_step']:.2f}",
+            f"{row['accepted_per_step']:.2f}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
