@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,32 +109,38 @@ def _check_ids(ids: torch.Tensor, name: str, vocab_size: int) -> None:
         raise InvalidArgumentError(name, low if low < 0 else high, f"token ids must be in [0, {vocab_size})")
 
 
-def is_drawn_from_logits(
-    drafts: ReadyDrafts, request: Request, draft_token_ids: torch.Tensor | None, use_fp64: bool
-) -> bool:
-    """Whether the drafts are what the logits sent with them sample under the request's proposal noise.
+def find_belied(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
+    """Those of the drafts that are not what the logits sent with them sample under their request's proposal noise.
 
     Parameters
     ----------
-    draft_token_ids
-        Target ids of the draft vocabulary on the CPU, for dense logits over part of the vocabulary.
+    answers
+        Requests and their drafts of one message, which has logits.
+    use_fp64
+        Whether the noise is float64.
     """
-    assert drafts.logits is not None
-    values = drafts.logits.values[drafts.first_row : drafts.first_row + len(drafts.tokens)].cpu()
-    temperature = torch.full((1,), request.params.temperature)
-    key = torch.tensor([request.keys.proposal])
-    for j, token in enumerate(drafts.tokens):
-        sent_ids = drafts.logits.token_ids
-        ids = draft_token_ids if sent_ids is None else sent_ids[drafts.first_row + j].to(torch.int64)
-        column = gumbel_sample(
-            values[j : j + 1],
-            temperature,
-            key,
-            torch.tensor([drafts.committed_length + j]),
-            draft_offset=j,
-            token_ids=ids,
-            use_fp64=use_fp64,
-        )
-        if token != int(column if ids is None else ids[column]):
-            return False
-    return True
+    if not answers:
+        return []
+    logits = answers[0][1].logits
+    assert logits is not None
+    device = logits.values.device
+    drawn = [(request, drafts, j) for request, drafts in answers for j in range(len(drafts.tokens))]
+    rows = torch.tensor([drafts.first_row + j for _, drafts, j in drawn])
+    values, ids = logits.values[rows.to(device)], logits.draft_token_ids
+    if logits.token_ids is not None:  # of each row others: all of them together are the vocabulary
+        together, columns = logits.token_ids[rows].to(torch.int64).unique(return_inverse=True)
+        ids = together.to(device)
+        whole = torch.full((len(rows), len(ids)), -torch.inf, device=device)
+        values = whole.scatter_(1, columns.to(device), values)
+    column = gumbel_sample(
+        values,
+        torch.tensor([request.params.temperature for request, _, _ in drawn], device=device),
+        torch.tensor([request.keys.proposal for request, _, _ in drawn], device=device),
+        torch.tensor([drafts.committed_length + j for _, drafts, j in drawn], device=device),
+        draft_offset=torch.tensor([j for _, _, j in drawn], dtype=torch.int32, device=device),
+        token_ids=ids,
+        use_fp64=use_fp64,
+    )
+    tokens = column if ids is None else ids[column.clamp(min=0)].where(column >= 0, -1)
+    sampled = iter(tokens.tolist())
+    return [drafts for _, drafts in answers if drafts.tokens != [next(sampled) for _ in drafts.tokens]]

@@ -18,7 +18,7 @@ from draftwire.tensors import encode_tensor
 from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
-from verifier_service.draft_answer import decode_answer, is_drawn_from_logits
+from verifier_service.draft_answer import decode_answer, find_belied
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
@@ -41,8 +41,9 @@ MAX_PAUSED_ROWS = 256
 # A sequence that a drafter could not take is offered again after this long, twice as long each time.
 REOPEN_DELAY_S = (0.5, 30.0)
 # Share of answers with logits whose drafts are drawn again, and what expels a drafter: some mismatches that are a share
-# of what was drawn. A single one can be two scores within rounding on different devices.
-REDRAW_SHARE = 1 / 32
+# of what was drawn. A single one can be two scores within rounding on different devices; every answer is drawn again
+# until it is under that share.
+REDRAW_SHARE = 1 / 8
 REDRAW_MISMATCHES = 3
 REDRAW_MISMATCH_SHARE = 0.01
 
@@ -447,6 +448,7 @@ class Drafting:
 
     def _store_drafts(self, session: DraftSession, answer: draft_pb2.Drafts) -> None:
         head = session.stream.head
+        answered: list[tuple[Request, ReadyDrafts]] = []
         for entry in decode_answer(
             answer,
             self._config,
@@ -463,31 +465,45 @@ class Drafting:
                 continue
             if entry.drafts is None:
                 self._unbind(binding, time.monotonic())
-            elif entry.drafts.committed_length == binding.asked_length:
-                self._give(binding, entry.drafts)
+            elif entry.drafts.committed_length == binding.asked_length and self._takes(binding, entry.drafts):
+                answered.append((binding.request, entry.drafts))
+        belied = {id(drafts) for drafts in self._redraw(session, answered)}
+        for request, drafts in answered:
+            if id(drafts) not in belied:
+                request.drafts = drafts
 
-    def _give(self, binding: Binding, drafts: ReadyDrafts) -> None:
+    def _takes(self, binding: Binding, drafts: ReadyDrafts) -> bool:
+        """Whether the drafts are what the request waits for."""
         request = binding.request
         if len(drafts.tokens) > binding.asked_drafts:
             raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")
         binding.wait_until = None
-        if (drafts.committed_length, drafts.last_token) != (len(request.tokens), request.tokens[-1]):
-            return
-        is_sampled = drafts.logits is not None and request.params.temperature > 0
-        if is_sampled and (binding.session.breaker.is_on_trial or random.random() < REDRAW_SHARE):
-            self._check_redraw(binding, drafts)
-        request.drafts = drafts
+        return (drafts.committed_length, drafts.last_token) == (len(request.tokens), request.tokens[-1])
 
-    def _check_redraw(self, binding: Binding, drafts: ReadyDrafts) -> None:
-        session = binding.session
-        session.redrawn += 1
-        session.mismatches += not is_drawn_from_logits(
-            drafts, binding.request, session.stream.head.draft_token_ids, self._config.use_fp64_gumbel
-        )
-        is_trusted = not session.breaker.is_on_trial
-        if session.mismatches >= (max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn) if is_trusted else 1):
-            count = Described(f"{len(drafts.tokens)} drafts")
+    def _redraw(self, session: DraftSession, answered: Sequence[tuple[Request, ReadyDrafts]]) -> list[ReadyDrafts]:
+        """Draws some of the drafts again; those that are not what their logits sample are not used.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When there have been too many of those.
+        """
+        is_on_trial = session.breaker.is_on_trial
+        is_suspect = is_on_trial or session.mismatches > REDRAW_MISMATCH_SHARE * session.redrawn
+        chosen = [
+            (request, drafts)
+            for request, drafts in answered
+            if drafts.tokens and drafts.logits is not None and request.params.temperature > 0
+            if is_suspect or random.random() < REDRAW_SHARE
+        ]
+        belied = find_belied(chosen, self._config.use_fp64_gumbel)
+        session.redrawn += len(chosen)
+        session.mismatches += len(belied)
+        most = 1 if is_on_trial else max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn)
+        if belied and session.mismatches >= most:
+            count = Described(f"{len(belied[-1].tokens)} drafts")
             raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
+        return belied
 
     def _unbind(self, binding: Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
 from verifier_service import draft_session, drafting
+from verifier_service.draft_answer import find_belied
 from verifier_service.draft_stream import Loaded
 from verifier_service.features import FeatureKind
-from verifier_service.request import Request
+from verifier_service.request import AnswerLogits, ReadyDrafts, Request
 
 DEADLINE_S = 0.05
 GUMBEL = {"draft_sample_method": "gumbel"}
@@ -806,16 +808,44 @@ def test_drafts_that_are_drawn_from_their_logits_never_expel(config, ids, monkey
 
 
 @pytest.mark.parametrize(("config", "ids"), [HONEST[0], HONEST[1], HONEST[3]], ids=["dense", "dense reduced", "top_n"])
-def test_drafts_that_are_not_drawn_from_their_logits_expel_at_the_third(config, ids, monkeypatch):
+def test_drafts_that_are_not_drawn_from_their_logits_are_not_used_and_expel_at_the_third(config, ids, monkeypatch):
     scene, stream, one = start_sampled(monkeypatch, config, ids)
-    for mismatches in range(1, drafting.REDRAW_MISMATCHES + 1):
+    for _ in range(drafting.REDRAW_MISMATCHES):
         assert stream.failure is None
         scene.answer(stream, replace_last(honest_answer(stream.last, one.keys.proposal, config, ids)))
-        assert (one.drafts is None) == (mismatches == drafting.REDRAW_MISMATCHES)
+        assert one.drafts is None
         scene.verify(one, 3)
         scene.flush()
     assert stream.is_expelled
     assert "are not what its logits sample" in stream.failure
+
+
+@pytest.mark.parametrize("form", ["dense", "dense reduced", "top_n"])
+def test_drafts_that_belie_their_logits_are_found_among_those_of_other_sequences(form):
+    scene, draw = Scene(DENSE), torch.Generator().manual_seed(1)
+    counts, width = (3, 1, 4), 7 if form != "dense" else VOCAB
+    values = 2 * torch.randn(sum(counts), width, generator=draw)
+    sent = torch.stack([torch.randperm(VOCAB, generator=draw)[:width] for _ in values]) if form == "top_n" else None
+    reduced = REDUCED if form == "dense reduced" else None
+    logits = AnswerLogits(values, None if sent is None else sent.int(), reduced)
+    answers, first = [], 0
+    for number, count in enumerate(counts):
+        one = scene.decode(temperature=0.5 + number, max_tokens=1000)
+        tokens = []
+        for j in range(count):
+            ids = reduced if sent is None else sent[first + j]
+            arguments = [0.5 + number], [one.keys.proposal], [len(one.tokens) + j]
+            row = values[first + j : first + j + 1]
+            column = gumbel_sample(row, *map(torch.tensor, arguments), draft_offset=j, token_ids=ids)
+            tokens.append(int(column if ids is None else ids[column]))
+        answers.append((one, ReadyDrafts(len(one.tokens), one.tokens[-1], tokens, logits, first)))
+        first += count
+    assert find_belied(answers, use_fp64=False) == []
+    for request, drafts in answers:
+        wrong = replace(drafts, tokens=[*drafts.tokens[:-1], (drafts.tokens[-1] + 1) % VOCAB])
+        others = [(request, wrong) if one is request else (one, its) for one, its in answers]
+        (found,) = find_belied(others, use_fp64=False)
+        assert found is wrong
 
 
 def replace_last(answer: pb.Drafts) -> pb.Drafts:
@@ -835,6 +865,19 @@ def test_a_few_mismatches_among_many_answers_are_rounding_and_do_not_expel(monke
         scene.verify(one, 3)
         scene.flush()
     assert stream.failure is None
+
+
+def test_after_a_mismatch_every_answer_is_drawn_again_until_it_is_one_of_many(monkeypatch):
+    monkeypatch.setattr(drafting, "REDRAW_MISMATCH_SHARE", 0.1)
+    scene, stream, one = start_sampled(monkeypatch, DENSE)
+    (session,) = scene.drafting._sessions.values()
+    for number in range(20):
+        answer = honest_answer(stream.last, one.keys.proposal, DENSE, None)
+        scene.answer(stream, replace_last(answer) if number == 0 else answer)
+        monkeypatch.setattr(drafting, "REDRAW_SHARE", 0)
+        assert session.redrawn == min(number + 1, 10)
+        scene.verify(one, 3)
+        scene.flush()
 
 
 def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
