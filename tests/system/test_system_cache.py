@@ -1,0 +1,110 @@
+"""Greedy output is what transformers says where requests share a cache that is too small for them, and prefixes in it.
+
+On the CPU, and on a GPU where there is one; transformers computes in float32 on the CPU for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from services import DEMO, Reference, acceptance_rate, crowd, wait_for_drafter
+from transformers import AutoTokenizer
+
+from draftwire import Client
+from draftwire.client import Completion
+from draftwire.processes import start_drafter, start_verifier
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
+]
+# One request of full length, and a little.
+MAX_MODEL_LEN, KV_CACHE_TOKENS = 192, 208
+# Short ones that begin at once have room, and outgrow it together.
+SHORT = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "try:\n    value = int(text)\nexcept ValueError:\n",
+    "with open(path) as file:\n    for line in file:\n        ",
+    "class Stack:\n    def __init__(self):\n        self._items = []\n",
+    "while queue:\n    node = queue.pop()\n",
+    "async def fetch(url, timeout=10):\n    ",
+    "from collections import defaultdict\n\ncounts = defaultdict(int)\n",
+)
+PREFIX = '''"""Reads and writes tables of measurements."""
+
+import csv
+import json
+from pathlib import Path
+
+
+class Table:
+    """Rows with named columns."""
+
+    def __init__(self, columns, rows):
+        self.columns = columns
+        self.rows = rows
+
+'''
+ENDINGS = ("    def __len__(self):\n", "    def __repr__(self):\n        return ", "    def column(self, name):\n")
+
+
+def reference(texts: Sequence[str], length: int) -> Reference:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+    made = Reference(DEMO / "target", [tokenizer.encode(text) for text in texts], length)
+    assert len(made.continuations) >= 0.7 * len(texts), "too many prompts whose best scores are within rounding"
+    return made
+
+
+@pytest.fixture(scope="module")
+def short() -> Reference:
+    return reference(SHORT, 64)
+
+
+@pytest.fixture(scope="module")
+def alike() -> Reference:
+    return reference([PREFIX + ending for ending in ENDINGS], 12)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Of a verifier whose cache is tiny, with a drafter."""
+    logs = tmp_path_factory.mktemp("cache-logs")
+    place = ("--device", request.param, "--dtype", "float32")
+    sizes = ("--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--max-num-seqs", "8")
+    with (
+        start_drafter(DEMO / "head", DEMO / "target", *place, log_path=logs / "drafter.log") as drafter,
+        start_verifier(
+            *(DEMO / "target", [drafter.address], *place, *sizes, "--draft-deadline-ms", "off"),
+            log_path=logs / "verifier.log",
+        ) as verifier,
+        Client(verifier.address) as client,
+    ):
+        wait_for_drafter(client, drafter.address)
+        yield client
+
+
+def complete_all(client: Client, reference: Reference, at_once: int) -> Sequence[Completion]:
+    """The completions of all prompts, `at_once` in flight, which must be the reference's."""
+    options = {"temperature": 0, "max_tokens": reference.length}
+    completions = crowd(client, [(one.prompt, options) for one in reference.continuations], at_once)
+    for completion, continuation in zip(completions, reference.continuations, strict=True):
+        assert list(completion.token_ids) == continuation.tokens
+    assert acceptance_rate(completions) > 0.3
+    return completions
+
+
+def test_requests_that_take_each_others_blocks_say_what_transformers_says(client, short):
+    completions = complete_all(client, short, at_once=8)
+    preemptions = [completion.statistics.preemptions for completion in completions]
+    assert sum(preemptions) == client.info().counters.preemptions > 0
+
+
+def test_requests_that_begin_with_blocks_of_others_say_what_transformers_says(client, alike):
+    before = client.info().counters.prefix_hit_rows
+    completions = complete_all(client, alike, at_once=1)
+    hits = [completion.statistics.prefix_hit_tokens for completion in completions]
+    assert min(hits[1:]) > 48  # of the prefix's tokens
+    assert client.info().counters.prefix_hit_rows - before == sum(hits)
