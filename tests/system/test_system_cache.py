@@ -77,7 +77,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with (
         start_drafter(DEMO / "head", DEMO / "target", *place, log_path=logs / "drafter.log") as drafter,
         start_verifier(
-            *(DEMO / "target", [drafter.address], *place, *sizes, "--draft-deadline-ms", "off"),
+            *(DEMO / "target", [drafter.address], *place, *sizes, "--draft-deadline-ms", "off", "--no-adaptive-k"),
             log_path=logs / "verifier.log",
         ) as verifier,
         Client(verifier.address) as client,
