@@ -93,7 +93,7 @@ def main(
             wait_for_drafters(client)
         completions = asyncio.run(_complete(address, prompts, lengths))
     references = _references(target, verifier_device, getattr(torch, dtype), prompts, lengths)
-    found = [_part(i, c.token_ids, r) for i, (c, r) in enumerate(zip(completions, references, strict=True))]
+    found = [find_parting(i, c.token_ids, r) for i, (c, r) in enumerate(zip(completions, references, strict=True))]
     partings = [parting for parting in found if parting is not None]
     allowed = GAPS[dtype] if allowed is None else allowed
     result = {
@@ -101,7 +101,7 @@ def main(
         "identical": len(found) - len(partings),
         "tokens": sum(len(reference.tokens) for reference in references),
         "tokens_that_differ": sum(
-            _count_differences(c.token_ids, r.tokens) for c, r in zip(completions, references, strict=True)
+            count_differences(c.token_ids, r.tokens) for c, r in zip(completions, references, strict=True)
         ),
         "drafted": sum(sum(c.statistics.drafted) for c in completions),
         "accepted": sum(sum(c.statistics.accepted) for c in completions),
@@ -157,7 +157,7 @@ def _references(
     return references
 
 
-def _part(request: int, tokens: tuple[int, ...], reference: Reference) -> Parting | None:
+def find_parting(request: int, tokens: tuple[int, ...], reference: Reference) -> Parting | None:
     """Where an output parts from transformers', if it does."""
     for place, (token, expected) in enumerate(zip(tokens, reference.tokens, strict=False)):
         if token != expected:
@@ -172,7 +172,7 @@ def _part(request: int, tokens: tuple[int, ...], reference: Reference) -> Partin
     return None
 
 
-def _count_differences(tokens: tuple[int, ...], expected: list[int]) -> int:
+def count_differences(tokens: tuple[int, ...], expected: list[int]) -> int:
     pairs = zip(tokens, expected, strict=False)
     return sum(a != b for a, b in pairs) + abs(len(tokens) - len(expected))
 

@@ -1,0 +1,41 @@
+"""What a process says that it takes of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwire.kv_cache import BLOCK_SIZE, KVCache
+from draftwire.memory import measure_memory, peak_host_bytes
+
+SHAPES = [(2, 8, 4), (1, 16, 16)]
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_a_position_of_the_cache_has_the_keys_and_values_of_all_layers():
+    cache = KVCache(SHAPES, 5, torch.bfloat16, CPU)
+    use = measure_memory(cache, CPU, draft_logits=3, features=4)
+    assert use.kv_cache_token_bytes == 2 * (2 * (8 + 4) + (16 + 16))
+    assert use.kv_cache_tokens == 4 * BLOCK_SIZE  # without the padding's block
+    stored = sum(part.nbytes for part in (*cache.keys, *cache.values))
+    assert stored == use.kv_cache_token_bytes * (use.kv_cache_tokens + BLOCK_SIZE)
+    assert (use.draft_logits_bytes, use.features_bytes) == (3, 4)
+    assert (use.peak_gpu_allocated_bytes, use.peak_gpu_reserved_bytes) == (0, 0)
+
+
+def test_the_peak_stays_when_the_memory_is_given_back():
+    before = peak_host_bytes()
+    held = bytearray(before + 64 * MIB)
+    del held
+    assert peak_host_bytes() > before + 32 * MIB
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_the_peaks_are_torchs():
+    device = torch.device("cuda:0")
+    cache = KVCache(SHAPES, 5000, torch.float32, device)
+    use = measure_memory(cache, device)
+    assert use.peak_gpu_allocated_bytes == torch.cuda.max_memory_allocated(device)
+    assert use.peak_gpu_reserved_bytes == torch.cuda.max_memory_reserved(device)
+    assert use.peak_gpu_reserved_bytes >= use.peak_gpu_allocated_bytes > use.kv_cache_token_bytes * use.kv_cache_tokens
