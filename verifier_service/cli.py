@@ -35,7 +35,14 @@ from verifier_service.options import VerifierOptions
     default=0.9,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of the GPU's memory for this process: weights, activations, graphs, features and cache.",
+    help="Share of a GPU's memory for its process: weights, activations, graphs, features and cache.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="GPUs of this host that share the target, from --device on, each with a process of its own.",
 )
 @click.option(
     "--prefix-caching/--no-prefix-caching",

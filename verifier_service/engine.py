@@ -14,10 +14,9 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from draftwire.block_pool import blocks_for
 from draftwire.devices import make_current
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
-from draftwire.kv_cache import KVCache, SequenceRows
+from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
@@ -27,13 +26,14 @@ from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import Piece
 from verifier_service.prefix_cache import PrefixCache
+from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
 from verifier_service.step_times import Phase, StepTimes
 from verifier_service.target import Target
-from verifier_service.target_runner import StepRows, TargetRunner
+from verifier_service.target_runner import StepRows, start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -85,24 +85,19 @@ class Engine:
         limits: EngineLimits,
         deliver: Callable[[list[tuple[Request, Item]]], None],
         on_failure: Callable[[], None],
+        followers: Followers | None = None,
     ) -> None:
-        """Both are called in the engine's thread and must not block: `deliver` with a step's output, `on_failure` when
-        the engine has failed for good and its requests have their error.
+        """Two are called in the engine's thread and must not block: `deliver` with a step's output, `on_failure` when
+        the engine has failed for good and its requests have their error. `followers` have the rest of a split target.
         """
         self._target = target
         self._limits = limits
         self._deliver = deliver
         self._on_failure = on_failure
         self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
-        self._cache = KVCache(target.layer_shapes, limits.num_blocks, target.dtype, target.device)
-        self._runner = TargetRunner(
-            target,
-            self._cache,
-            limits.max_num_seqs,
-            config.num_speculative_tokens + 1,
-            blocks_for(target.max_model_len),
-        )
-        self._runner.capture()
+        runner = start_runner(target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens)
+        self._run_rows = runner.run if followers is None else followers.lead(runner.run)
+        self._cache = runner.cache
         self._stores: dict[FeatureKind, FeatureStore] = {}
         self._sampler = TokenSampler(
             config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device
@@ -312,7 +307,7 @@ class Engine:
         )
         self._count(works)
         self.times.enter(Phase.VERIFY)
-        output = self._runner.run(step)
+        output = self._run_rows(step)
         for store in self._stores.values():
             store.capture(output)
         return output.logits

@@ -5,30 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from draftwire.carriers import parse_carriers
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import parse_speculative_config, speculative_config_to_mapping
-from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
+from draftwire.devices import choose_device
 from draftwire.errors import InvalidArgumentError, ServerError
 from draftwire.metrics import serving_metrics
 from draftwire.security import ClientSecurity, ServerSecurity
 from draftwire.server import serve
 from draftwire.v1 import generate_pb2_grpc
 from draftwire.wire import MAX_REQUEST_BYTES, parse_address
-from verifier_service.cache_size import choose_num_blocks
 from verifier_service.engine import EngineLimits
 from verifier_service.options import VerifierOptions
+from verifier_service.ranks import Followers
 from verifier_service.service import SERVICE_NAME, GenerationServicer
-from verifier_service.target import Target, load_target
-from verifier_service.target_compile import use_compile_cache
+from verifier_service.target import check_split
+from verifier_service.target_start import start_target
+from verifier_service.tensor_parallel import ALONE, Rank
 from verifier_service.tokenizer import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -55,36 +56,40 @@ def run(options: VerifierOptions) -> None:
     deadline_s = _deadline(options.draft_deadline_ms)
     carriers = parse_carriers(options.carriers)
     device = choose_device(options.device)
-    make_current(device)
-    memory = GpuMemory(device) if device.type == "cuda" else None
-    target, codec = _load(options, device)
-    if device.type == "cuda":
-        use_compile_cache(options.compile_cache)
-        with Console(stderr=True).status("compiling the target"):
-            target.compile()
-    limits = EngineLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_queue=options.max_queue,
-        max_prefill_rows=options.max_prefill_rows,
-        num_blocks=choose_num_blocks(target, config, options, memory),
-        draft_deadline_s=deadline_s,
-        adaptive_k=options.adaptive_k,
-        prefix_caching=options.prefix_caching,
-    )
-    logger.info("%s on %s in %s; %s", options.target, target.device, target.dtype, limits)
-    logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(config)))
-    servicer = partial(
-        GenerationServicer,
-        target,
-        codec,
-        config,
-        limits,
-        drafters,
-        drafter_security,
-        carriers=carriers,
-        fuses_features=options.fuse_features,
-    )
-    asyncio.run(_serve(options, security, servicer))
+    with _start_followers(options, device) as followers:
+        target, num_blocks = start_target(options, config, device, ALONE if followers is None else followers.rank)
+        limits = EngineLimits(
+            max_num_seqs=options.max_num_seqs,
+            max_queue=options.max_queue,
+            max_prefill_rows=options.max_prefill_rows,
+            num_blocks=num_blocks,
+            draft_deadline_s=deadline_s,
+            adaptive_k=options.adaptive_k,
+            prefix_caching=options.prefix_caching,
+        )
+        logger.info("%s on %s in %s; %s", options.target, target.device, target.dtype, limits)
+        logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(config)))
+        servicer = partial(
+            GenerationServicer,
+            target,
+            _tokenizer(resolve_directory(options.target)),
+            config,
+            limits,
+            drafters,
+            drafter_security,
+            carriers=carriers,
+            fuses_features=options.fuse_features,
+            followers=followers,
+        )
+        asyncio.run(_serve(options, security, servicer, followers))
+
+
+def _start_followers(options: VerifierOptions, device: torch.device) -> AbstractContextManager[Followers | None]:
+    if options.tensor_parallel_size == 1:
+        return nullcontext()
+    check_split(resolve_directory(options.target), options.target, Rank(0, options.tensor_parallel_size))
+    with Console(stderr=True).status("starting the ranks of the target"):
+        return Followers(options, device)
 
 
 def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]:
@@ -108,6 +113,7 @@ async def _serve(
     options: VerifierOptions,
     security: ServerSecurity,
     make_servicer: Callable[[Callable[[], None]], GenerationServicer],
+    followers: Followers | None,
 ) -> None:
     has_failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -118,6 +124,8 @@ async def _serve(
 
     servicer = make_servicer(stop_process)
     servicer.start()
+    if followers is not None:
+        followers.on_loss = stop_process
     try:
         with serving_metrics(options.metrics_listen, [servicer.collector]):
             await serve(
@@ -134,25 +142,13 @@ async def _serve(
         await servicer.stop()
         raise
     if has_failed.is_set():
-        raise ServerError("the engine failed; the log says why")
+        raise ServerError("the engine or a rank of the target failed; the log says why")
 
 
-def _load(options: VerifierOptions, device: torch.device) -> tuple[Target, TextCodec | None]:
-    """The target and its tokenizer; a directory without one serves token ids alone."""
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers' own bar, where nobody watches
-    with Console(stderr=True).status(f"loading the target {options.target}"):
-        directory = resolve_directory(options.target)
-        target = load_target(
-            directory,
-            options.target,
-            choose_dtype(options.dtype, device, directory),
-            device,
-            max_model_len=options.max_model_len,
-            dummy=options.load_format == "dummy",
-        )
-        has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
-        return target, TextCodec(directory) if has_tokenizer else None
+def _tokenizer(directory: Path) -> TextCodec | None:
+    """The target's; a directory without one serves token ids alone."""
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return TextCodec(directory) if has_tokenizer else None
 
 
 def _deadline(text: str) -> float | None:

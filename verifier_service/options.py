@@ -22,6 +22,7 @@ class VerifierOptions:
     max_prefill_rows: int = 512
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
     prefix_caching: bool = True
     draft_deadline_ms: str = "500"
     adaptive_k: bool | None = None

@@ -30,6 +30,7 @@ from verifier_service.drafter_pool import DrafterPool
 from verifier_service.engine import Engine, EngineLimits, Item
 from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
+from verifier_service.ranks import Followers
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.request_watch import RequestWatch
 from verifier_service.target import Target
@@ -69,9 +70,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
         *,
         fuses_features: bool = True,
+        followers: Followers | None = None,
     ) -> None:
         """`on_failure` is called, in the engine's thread, when the engine has failed for good. `carriers` and
-        `fuses_features` are those of `DrafterLink`.
+        `fuses_features` are those of `DrafterLink`, `followers` those of `Engine`.
         """
         self._target = target
         self._codec = codec
@@ -81,7 +83,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._unread: dict[Request, Unread] = {}
         self._is_draining = False
         self._all_ended = asyncio.Event()
-        self._engine = Engine(target, config, limits, self._deliver, on_failure)
+        self._engine = Engine(target, config, limits, self._deliver, on_failure, followers)
         self._drafters = DrafterPool(
             drafters,
             lambda address, host: DrafterLink(

@@ -18,6 +18,7 @@ from draftwire.errors import CheckpointError
 from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
 from verifier_service import attention_hook
 from verifier_service.target_projections import find_projections, merge_projections
+from verifier_service.tensor_parallel import ALONE, Rank, split_target
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Target:
     vocab_size, hidden_size, num_layers, max_model_len
         Sizes of the model; max_model_len in positions.
     layer_shapes
-        (kv_heads, key head size, value head size) of each layer.
+        (kv_heads, key head size, value head size) of each layer; of a split target, this rank's own heads.
     eos_token_ids
         Tokens that end an output.
     """
@@ -58,7 +59,7 @@ class Target:
         config = model.config
         self.name = name
         self.fingerprint = fingerprint(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = model.get_output_embeddings().out_features
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         longest = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -184,8 +185,9 @@ def load_target(
     *,
     max_model_len: int | None = None,
     dummy: bool = False,
+    rank: Rank = ALONE,
 ) -> Target:
-    """Loads the target from a model directory.
+    """Loads the target from a model directory; one rank's part of it where it is split.
 
     Parameters
     ----------
@@ -196,19 +198,18 @@ def load_target(
     max_model_len
         Most positions served; None for the model's own.
     dummy
-        Random weights from config.json alone, to measure a size without its weights.
+        Random weights from config.json alone, to measure a size without its weights; made whole before they are split.
+    rank
+        This process among those that share the target; their process group has been made.
 
     Raises
     ------
     CheckpointError
         When the checkpoint is missing, damaged or of a kind that is not served.
+    InvalidArgumentError
+        When it cannot be split over so many ranks.
     """
-    read_config(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory}: transformers cannot read its config.json: {error}") from error
-    _refuse(config, name)
+    config = _read_served_config(directory, name)
     if dummy:
         model = _random_model(config, dtype, device)
     else:
@@ -227,12 +228,37 @@ def load_target(
         missing = sorted(set(report["missing_keys"]) | {str(key) for key in report["mismatched_keys"]})
         if missing:
             raise CheckpointError(f"{directory}: tensors are missing or of another shape: {', '.join(missing[:5])}")
-        model = model.to(device)
+    split_target(model, name, rank, device)
+    model = model.to(device)
     return Target(model.eval(), name, _eos_token_ids(directory, config), max_model_len)
 
 
+def check_split(directory: Path, name: str, rank: Rank) -> None:
+    """Sees by config.json that the target can be split over so many ranks, before any of them is started.
+
+    Raises
+    ------
+    CheckpointError, InvalidArgumentError
+        As `load_target`.
+    """
+    device = torch.device("meta")
+    config = _read_served_config(directory, name)
+    split_target(_random_model(config, torch.get_default_dtype(), device), name, rank, device)
+
+
+def _read_served_config(directory: Path, name: str) -> Any:
+    read_config(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory}: transformers cannot read its config.json: {error}") from error
+    _refuse(config, name)
+    return config
+
+
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with small random weights, made on the device."""
+    """The model with small random weights, made on the device, the same in every process."""
+    torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

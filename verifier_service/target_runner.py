@@ -64,6 +64,11 @@ class TargetRunner:
 
     A graph covers everything from token ids to the logits of all rows and the states that features are made of. Graphs
     share their memory: what one computes lies there until the next is replayed, whichever features are read meanwhile.
+
+    Attributes
+    ----------
+    cache
+        Keys and values; of a split target, those of this rank's heads.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class TargetRunner:
             Most blocks of the cache that a sequence has.
         """
         self._target = target
-        self._cache = cache
+        self.cache = cache
         self._buckets = Buckets(max_num_seqs, rows_per_sequence)
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks_per_sequence
@@ -100,7 +105,7 @@ class TargetRunner:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._target.device)
         console = Console(stderr=True)
         for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
-            self._graphs[bucket] = _Graph(self._target, self._cache, inputs, bucket, pool, stream)
+            self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
         torch.cuda.synchronize(self._target.device)
         torch.cuda.empty_cache()  # what the runs before the captures took
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
@@ -120,9 +125,17 @@ class TargetRunner:
         wanted = len(step.logit_rows)
         logit_rows = np.concatenate([step.logit_rows, np.zeros(max(_LEAST_LOGIT_ROWS - wanted, 0), np.int64)])
         token_ids, positions, rows = upload([step.token_ids, step.positions, logit_rows], device)
-        output = self._target.forward(token_ids, positions, self._cache, batch, rows)
+        output = self._target.forward(token_ids, positions, self.cache, batch, rows)
         slots_on_host = batch.host.slot_mapping.numpy()
         return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host)
+
+
+def start_runner(target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int) -> TargetRunner:
+    """A runner with a cache of `num_blocks` blocks for steps of up to `num_drafts` drafts, its graphs captured."""
+    cache = KVCache(target.layer_shapes, num_blocks, target.dtype, target.device)
+    runner = TargetRunner(target, cache, max_num_seqs, num_drafts + 1, blocks_for(target.max_model_len))
+    runner.capture()
+    return runner
 
 
 class _Loaded(NamedTuple):
