@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -124,7 +123,7 @@ class Followers:
                 _send(step)
                 return run(step)
             except Exception:
-                logger.critical("a step failed on rank 0, and the ranks with it are out of step; all end")
+                logger.critical("a step failed on rank 0; all ranks end, because they are out of step")
                 self._kill()
                 raise
 
@@ -134,6 +133,9 @@ class Followers:
         """Ends the followers; on GPUs this process has to end soon after."""
         self._is_closing = True
         self._kill()
+        self._watcher.join()
+        for process in self._processes:
+            process.join()
         if self._has_nccl:
             signal.alarm(EXIT_LIMIT_S)
         else:
@@ -152,20 +154,20 @@ class Followers:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-            process.join()
 
     def _watch(self) -> None:
-        wait([process.sentinel for process in self._processes])
+        ended = wait([process.sentinel for process in self._processes])
         if self._is_closing:
             return
+        last_resort = threading.Timer(LOSS_GRACE_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
         for index, (process, failures) in enumerate(zip(self._processes, self._failures, strict=True), 1):
-            if not process.is_alive():
-                why = f": {failures.recv()}" if failures.poll() else ""
-                message = "rank %d of %d (process %s) ended with status %s%s; the verifier ends with it"
-                logger.critical(message, index, self.rank.size, process.pid, process.exitcode, why)
+            if process.sentinel in ended:
+                process.join()
+                message = "rank %d of %d (process %s) ended with status %s, and the verifier with it. %s"
+                logger.critical(message, index, self.rank.size, process.pid, process.exitcode, _last_words(failures))
         self.on_loss()
-        time.sleep(LOSS_GRACE_S)
-        os._exit(1)
 
 
 def _join(store: dist.Store, rank: Rank, device: torch.device) -> None:
@@ -199,6 +201,14 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
     except Exception:
         failures.send(traceback.format_exc())
     os._exit(1)
+
+
+def _last_words(failures: Connection) -> str:
+    """What a follower that has ended said of it; nothing when it was killed."""
+    try:
+        return str(failures.recv())
+    except EOFError:
+        return ""
 
 
 def _end_with_parent() -> None:

@@ -197,7 +197,7 @@ def exchange(collective: Callable[..., object], *args: object) -> None:
     try:
         collective(*args)
     except RuntimeError as error:
-        raise ServerError(f"an exchange between the ranks of the target failed: {error}") from error
+        raise ServerError("an exchange between the ranks of the target failed; the log says why") from error
 
 
 def _summed_shape(states: Tensor, weight: Tensor) -> Tensor:

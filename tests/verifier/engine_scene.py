@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service import attention_hook
 from verifier_service.draft_stream import Answered, Connected
 from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.target import Target
 
@@ -50,11 +51,19 @@ def make_target() -> Target:
 class Served:
     """An engine and what it hands out."""
 
-    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        target: Target,
+        config: dict[str, Any] | None = None,
+        *,
+        followers: Followers | None = None,
+        **limits: Any,
+    ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
         usual = {"max_num_seqs": 8, "max_queue": 8, "max_prefill_rows": 64, "num_blocks": 33, "draft_deadline_s": None}
         self.has_failed = threading.Event()
-        self.engine = Engine(target, settings, EngineLimits(**{**usual, **limits}), self._deliver, self.has_failed.set)
+        sizes = EngineLimits(**{**usual, **limits})
+        self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, followers)
         self._items: dict[Request, queue.SimpleQueue[Item]] = {}
 
     def _deliver(self, items: list[tuple[Request, Item]]) -> None:
@@ -93,6 +102,10 @@ class Served:
 
     def connect(self, drafts: list[int] | None = None, **head: Any) -> RecordedStream:
         """A drafter that answers every step with the same drafts."""
+        return self.connect_with(lambda _: drafts or [5, 6, 7], **head)
+
+    def connect_with(self, drafts_for: Callable[[pb.DraftStep], list[int]], **head: Any) -> RecordedStream:
+        """A drafter that answers a step with the drafts that `drafts_for` gives it."""
         layers = head.get("layers", (1, 2))
         head.setdefault("row_bytes", 4 * HIDDEN * len(layers))
         made = make_head(**{"layers": layers, **head})
@@ -101,7 +114,7 @@ class Served:
             logits = None
             if made.draft_token_ids is not None:
                 logits = torch.zeros(K, len(made.draft_token_ids))
-            self.engine.post(Answered(stream, answer_to(step, drafts or [5, 6, 7], logits)))
+            self.engine.post(Answered(stream, answer_to(step, drafts_for(step), logits)))
 
         stream = RecordedStream(made, answer)
         self.engine.post(Connected(stream))

@@ -1,0 +1,300 @@
+"""A target split over ranks computes what the whole one does; what cannot be split is refused by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafting_scene import rows_of
+from engine_scene import HIDDEN, NUM_LAYERS, K, Served
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from draftwire.config import parse_speculative_config
+from draftwire.errors import CheckpointError, InvalidArgumentError
+from draftwire.kv_cache import SequenceRows
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service import main, tensor_parallel
+from verifier_service.options import VerifierOptions
+from verifier_service.ranks import Followers, rank_device
+from verifier_service.target import Target
+from verifier_service.target_projections import MergedProjection, find_projections, merge_projections
+from verifier_service.target_runner import StepOutput, StepRows, start_runner
+from verifier_service.target_start import start_target
+from verifier_service.tensor_parallel import Rank, split_target
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
+
+CPU = torch.device("cpu")
+SIZE = 2
+CONTEXT = 2048
+VOCAB = 21  # odd, so that the ranks' parts are not of one size
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PLAIN = LlamaConfig(**COMMON)
+CONFIGS = {
+    "llama": PLAIN,
+    "llama with biases": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "llama with one embedding": LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "mistral": MistralConfig(**COMMON),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON),
+    "gemma2": Gemma2Config(**COMMON),
+    "gemma3": Gemma3TextConfig(**COMMON),
+}
+
+
+def make_model(config: Any) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero as transformers makes them, which would hide that one is added twice
+            nn.init.normal_(parameter)
+    return model
+
+
+class Exchange:
+    """The collectives of ranks that are threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._barrier = threading.Barrier(SIZE, timeout=30)
+        self._sent: dict[int, Tensor] = {}
+        self.here = threading.local()
+        monkeypatch.setattr(tensor_parallel, "exchange", self)
+
+    def __call__(self, collective: Any, *args: Any) -> None:
+        self._sent[self.here.index] = args[-1].clone()
+        self._barrier.wait()
+        sent = [self._sent[index] for index in range(SIZE)]
+        self._barrier.wait()
+        if collective is torch.distributed.all_reduce:
+            args[0].copy_(sum(sent))
+        else:
+            for part, other in zip(args[0], sent, strict=True):
+                part.copy_(other)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_split_model_computes_what_the_whole_one_does(name, monkeypatch):
+    token_ids = torch.arange(1, 20)[None]
+    whole = make_model(CONFIGS[name])
+    with torch.no_grad():
+        expected = whole(token_ids, use_cache=False).logits
+    exchange = Exchange(monkeypatch)
+    models = [make_model(CONFIGS[name]) for _ in range(SIZE)]
+    logits: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def run(index: int) -> None:
+        exchange.here.index = index
+        model = models[index]
+        split_target(model, name, Rank(index, SIZE), CPU)
+        merge_projections(find_projections(model, lambda: model(token_ids, use_cache=False)))
+        logits[index] = model(token_ids, use_cache=False).logits
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(SIZE):
+        torch.testing.assert_close(logits[index], expected, rtol=1e-4, atol=1e-4)
+    layer = models[1].model.layers[0]
+    attention = whole.model.layers[0].self_attn
+    assert isinstance(layer.self_attn.q_proj, MergedProjection)
+    parts = [getattr(attention, f"{part}_proj").weight.chunk(SIZE)[1] for part in "qkv"]
+    assert torch.equal(layer.self_attn.q_proj.weight, torch.cat(parts))
+    assert isinstance(layer.mlp.gate_proj, MergedProjection)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> VerifierOptions:
+    """A Llama of random weights on disk."""
+    directory = tmp_path_factory.mktemp("target")
+    torch.manual_seed(1)
+    LlamaForCausalLM(PLAIN).save_pretrained(directory)
+    return VerifierOptions(
+        target=str(directory),
+        device="cpu",
+        max_num_seqs=8,
+        max_prefill_rows=64,
+        kv_cache_tokens=2 * CONTEXT,
+        speculative_config=f'{{"num_speculative_tokens": {K}}}',
+        tensor_parallel_size=SIZE,
+    )
+
+
+@pytest.fixture(scope="module")
+def followers(options) -> Iterator[Followers]:
+    with Followers(options, CPU) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def split(options, followers) -> Target:
+    """Rank 0's part; the other's is in its process."""
+    config = parse_speculative_config(options.speculative_config)
+    return start_target(options, config, CPU, followers.rank)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(options) -> Target:
+    config = parse_speculative_config(options.speculative_config)
+    return start_target(options, config, CPU)[0]
+
+
+def run_both(whole: Target, split: Target, followers: Followers, steps: list[StepRows]) -> list[list[StepOutput]]:
+    """What both compute in each step."""
+    runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K) for target in (whole, split)]
+    runs = runners[0].run, followers.lead(runners[1].run)
+    return [[run(step) for run in runs] for step in steps]
+
+
+def test_ranks_have_their_own_heads_and_the_whole_vocabulary(whole, split):
+    assert [heads for heads, _, _ in whole.layer_shapes] == [2] * NUM_LAYERS
+    assert [heads for heads, _, _ in split.layer_shapes] == [1] * NUM_LAYERS
+    assert split.vocab_size == whole.vocab_size == VOCAB
+    assert split.fingerprint == whole.fingerprint
+
+
+def test_features_and_logits_are_those_of_one_rank(whole, split, followers):
+    rng = np.random.default_rng(0)
+    steps = []
+    # Steps that read what the one before wrote; the first is longer than one message.
+    for start, counts in ((0, (1500, 3)), (0, (0, 0, 5)), (0, (0, 2))):
+        rows = [
+            SequenceRows(range(1 + 100 * index, 101 + 100 * index), start, count)
+            for index, count in enumerate(counts)
+            if count
+        ]
+        total = sum(counts)
+        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
+        steps.append(StepRows(rng.integers(0, VOCAB, total), positions, rows, np.arange(total)))
+    steps.append(
+        StepRows(
+            rng.integers(0, VOCAB, 5),
+            np.array([1500, 1501, 1502, 1503, 2]),
+            [SequenceRows(range(1, 101), 1500, 4), SequenceRows(range(101, 201), 2, 1)],
+            np.array([3, 4]),
+        )
+    )
+    for expected, found in run_both(whole, split, followers, steps):
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        layers = range(NUM_LAYERS + 1)
+        torch.testing.assert_close(found.features(layers), expected.features(layers), rtol=1e-4, atol=1e-4)
+
+
+PREFIX = [(3 * i + i * i) % VOCAB for i in range(40)]
+PROMPTS = [*([*PREFIX, i, 2 * i] for i in range(4)), *([i, 7] for i in range(4))]
+
+
+def outputs(target: Target, followers: Followers | None) -> tuple[list[list[int]], Served, list[Any]]:
+    """What eight requests say that have too little cache, one after the first, the others at once."""
+    own = Served(target, followers=followers, num_blocks=14, max_prefill_rows=20)
+    own.connect([5, 6, 7])
+    first = own.submit(PROMPTS[0], max_tokens=40)
+    own.engine.start()
+    said = [own.tokens(first)]
+    requests = [own.submit(prompt, keys=100 * i, max_tokens=40) for i, prompt in enumerate(PROMPTS[1:], 1)]
+    said += [own.tokens(request) for request in requests]
+    own.engine.stop()
+    return said, own, [first, *requests]
+
+
+def test_greedy_tokens_are_those_of_one_rank_with_drafts_prefix_reuse_and_preemption(whole, split, followers):
+    expected, _, _ = outputs(whole, None)
+    said, own, requests = outputs(split, followers)
+    assert said == expected
+    assert len(set(map(tuple, said))) == len(PROMPTS)
+    counters = own.engine.counters()
+    assert counters.preemptions > 0
+    assert counters.prefix_hit_rows > 0
+    assert all(sum(request.drafted) > 0 for request in requests)
+
+
+def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, followers):
+    alone = Served(whole)
+    alone.engine.start()
+    expected = alone.tokens(alone.submit(PREFIX, max_tokens=30))
+    alone.engine.stop()
+    own = Served(split, followers=followers)
+
+    def continuation(step: pb.DraftStep) -> list[int]:
+        """Right drafts, but for every third step."""
+        _, first, rows = rows_of(step)[0]
+        begin = first + rows + 1 - len(PREFIX)
+        drafts = expected[begin : begin + K] + [0] * K
+        return [drafts[0], 0, 0] if step.step_id % 3 == 0 else drafts[:K]
+
+    own.connect_with(continuation)
+    request = own.submit(PREFIX, max_tokens=30)
+    own.engine.start()
+    assert own.tokens(request) == expected
+    own.engine.stop()
+    assert own.engine.counters().accepted_drafts > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 4, "tensor_parallel_size = 4: must divide the target's num_key_value_heads = 2; allowed: 1, 2"),
+        ({"hidden_size": 48, "num_attention_heads": 6}, 4, "num_key_value_heads = 2, num_attention_heads = 6; allowed: 1, 2"),
+        ({"intermediate_size": 25}, 2, "intermediate_size = 25"),
+        ({}, 3, "allowed: 1, 2"),
+    ],
+)
+def test_a_size_that_divides_not_every_part_is_refused(changes, size, message, tmp_path):
+    LlamaConfig(**{**COMMON, **changes}, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=message):
+        main.run(VerifierOptions(target=str(tmp_path), device="cpu", tensor_parallel_size=size))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20), "no tensor-parallel plan for GPT2LMHeadModel"),
+        (Phi3Config(**{**COMMON, "pad_token_id": 0}), r"splits model\.layers\.\*\.self_attn\.o_proj \(Linear\) as 'rowwise_split_input'"),
+        (MixtralConfig(**COMMON), "is not served; use --tensor-parallel-size 1"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(config, message):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(CheckpointError, match=message):
+        split_target(model, "target", Rank(0, SIZE), torch.device("meta"))
+
+
+def test_every_rank_needs_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert rank_device(torch.device("cuda", 1), Rank(1, 2)) == torch.device("cuda", 2)
+    message = "tensor_parallel_size = 3: one GPU a rank from cuda:1 on, of which this machine has 2; allowed: 1 to 2"
+    with pytest.raises(InvalidArgumentError, match=message):
+        rank_device(torch.device("cuda", 1), Rank(0, 3))
