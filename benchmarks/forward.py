@@ -81,11 +81,12 @@ def main(
         result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
         result["command"] = shlex.join(["python", "benchmarks/forward.py", *_without_json(sys.argv[1:])])
         with torch.inference_mode():
-            result["batches"] = [_measure(config, runner, batch, context) for batch in _parse(batches)]
+            result["batches"] = [_measure(config, runner, batch, context) for batch in parse_batches(batches)]
             result["kernels"] = {
-                f"{count}x{rows}": _kernels(runner, _step(count, rows, context)) for count, rows in _parse(profiled)
+                f"{count}x{rows}": _kernels(runner, decode_step(count, rows, context))
+                for count, rows in parse_batches(profiled)
             }
-        result["prefill_ms"] = _time(lambda: runner.run(_step(1, PREFILL_ROWS, 0)))[0]
+        result["prefill_ms"] = _time(lambda: runner.run(decode_step(1, PREFILL_ROWS, 0)))[0]
         if not skip_warm_start:
             result["start"]["warm"] = _warm_start()
     _print(result, console)
@@ -93,7 +94,8 @@ def main(
         json_path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _parse(batches: str) -> list[tuple[int, int]]:
+def parse_batches(batches: str) -> list[tuple[int, int]]:
+    """Sequences and rows of each of "1x5,8x5"."""
     pairs = [batch.split("x") for batch in batches.split(",") if batch]
     return [(int(count), int(rows)) for count, rows in pairs]
 
@@ -147,7 +149,8 @@ def _without_json(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _step(count: int, rows: int, context: int) -> StepRows:
+def decode_step(count: int, rows: int, context: int) -> StepRows:
+    """`count` sequences with `rows` rows each, after `context` others, of random tokens, all of whose logits are wanted."""
     rng = np.random.default_rng(count * 100 + rows)
     each = blocks_for(context + rows)
     return StepRows(
@@ -159,7 +162,7 @@ def _step(count: int, rows: int, context: int) -> StepRows:
 
 
 def _measure(config: dict[str, Any], runner: TargetRunner, batch: tuple[int, int], context: int) -> dict[str, Any]:
-    step = _step(*batch, context)
+    step = decode_step(*batch, context)
     forward_ms, wall_ms = _time(lambda: runner.run(step))
     host_ms = _host_ms(lambda: runner.run(step))
     num_rows = batch[0] * batch[1]

@@ -92,7 +92,12 @@ class Followers:
         listener = socket.create_server((_LOOPBACK, 0))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            _LOOPBACK,
+            port,
+            is_master=True,
+            timeout=_NO_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         context = multiprocessing.get_context("spawn")
         for index in range(1, self.rank.size):
@@ -105,7 +110,11 @@ class Followers:
             self._failures.append(failures)
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
-        _join(store, self.rank, device)
+        try:
+            _join(store, self.rank, device)
+        except BaseException:
+            self._kill()  # or the interpreter's end would wait for them
+            raise
 
     @property
     def pids(self) -> list[int | None]:
@@ -190,7 +199,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         device = rank_device(first, rank)
-        _join(dist.TCPStore(_LOOPBACK, port, is_master=False), rank, device)
+        _join(dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_NO_TIMEOUT), rank, device)
         config = parse_speculative_config(options.speculative_config)
         target, num_blocks = start_target(options, config, device, rank)
         runner = start_runner(target, num_blocks, options.max_num_seqs, config.num_speculative_tokens)

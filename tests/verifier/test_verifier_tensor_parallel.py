@@ -266,7 +266,11 @@ def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, follow
     ("changes", "size", "message"),
     [
         ({}, 4, "tensor_parallel_size = 4: must divide the target's num_key_value_heads = 2; allowed: 1, 2"),
-        ({"hidden_size": 48, "num_attention_heads": 6}, 4, "num_key_value_heads = 2, num_attention_heads = 6; allowed: 1, 2"),
+        (
+            {"hidden_size": 48, "num_attention_heads": 6},
+            4,
+            "num_key_value_heads = 2, num_attention_heads = 6; allowed: 1, 2",
+        ),
         ({"intermediate_size": 25}, 2, "intermediate_size = 25"),
         ({}, 3, "allowed: 1, 2"),
     ],
@@ -281,7 +285,10 @@ def test_a_size_that_divides_not_every_part_is_refused(changes, size, message, t
     ("config", "message"),
     [
         (GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20), "no tensor-parallel plan for GPT2LMHeadModel"),
-        (Phi3Config(**{**COMMON, "pad_token_id": 0}), r"splits model\.layers\.\*\.self_attn\.o_proj \(Linear\) as 'rowwise_split_input'"),
+        (
+            Phi3Config(**{**COMMON, "pad_token_id": 0}),
+            r"splits model\.layers\.\*\.self_attn\.o_proj \(Linear\) as 'rowwise_split_input'",
+        ),
         (MixtralConfig(**COMMON), "is not served; use --tensor-parallel-size 1"),
     ],
 )
