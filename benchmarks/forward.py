@@ -150,7 +150,7 @@ def _without_json(arguments: list[str]) -> list[str]:
 
 
 def decode_step(count: int, rows: int, context: int) -> StepRows:
-    """`count` sequences with `rows` rows each, after `context` others, of random tokens, all of whose logits are wanted."""
+    """`count` sequences with `rows` rows each after `context` others: random tokens, all of whose logits are wanted."""
     rng = np.random.default_rng(count * 100 + rows)
     each = blocks_for(context + rows)
     return StepRows(

@@ -116,11 +116,6 @@ class Followers:
             self._kill()  # or the interpreter's end would wait for them
             raise
 
-    @property
-    def pids(self) -> list[int | None]:
-        """Process ids of ranks 1 to size - 1."""
-        return [process.pid for process in self._processes]
-
     def lead(self, run: RunStep) -> RunStep:
         """`run`, of rank 0's runner, together with the followers' runners.
 

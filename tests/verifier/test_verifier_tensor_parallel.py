@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -156,6 +157,7 @@ def options(tmp_path_factory) -> VerifierOptions:
 def followers(options) -> Iterator[Followers]:
     with Followers(options, CPU) as started:
         yield started
+    assert not multiprocessing.active_children()
 
 
 @pytest.fixture(scope="module")
