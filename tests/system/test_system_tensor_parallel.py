@@ -21,6 +21,8 @@ pytestmark = pytest.mark.xdist_group("tensor_parallel")
 PROMPT = [5, 6, 7]
 # Long enough to run when a process is ended, on any machine.
 LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
+# Six processes start at once.
+START_TIMEOUT_S = 240.0
 HOW = ("asked to end", "rank 0 killed", "rank 1 killed")
 
 
@@ -30,7 +32,7 @@ def verifiers(shelf) -> Iterator[dict[str, ServiceProcess]]:
 
     def start(_: str) -> ServiceProcess:
         options = ("--device", "cpu", "--tensor-parallel-size", "2", "--kv-cache-tokens", "1024")
-        return start_verifier(shelf.target("random_llama"), [], *options)
+        return start_verifier(shelf.target("random_llama"), [], *options, timeout_s=START_TIMEOUT_S)
 
     with ThreadPoolExecutor() as pool:
         started = dict(zip(HOW, pool.map(start, HOW), strict=True))
