@@ -18,7 +18,7 @@ def memory_table(info: pb.GetVerifierInfoResponse, box: Box = HEAVY_HEAD) -> Tab
     """A row for the verifier and one for each drafter that has told."""
     table = Table(title="memory, MiB", title_justify="left", box=box)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "process" else "right")
+        table.add_column(column, justify="left" if column == "process" else "right", overflow="fold")
     for name, use in _processes(info).items():
         table.add_row(
             name,

@@ -20,6 +20,11 @@ from draftwire.v1 import generate_pb2 as pb
 Info = pb.GetVerifierInfoResponse
 
 _PHASES = ("draft", "wire", "verify", "sample", "host", "idle")
+# A file or a pipe has room for whole rows.
+_LEAST_PIPE_WIDTH = 160
+# Columns that may take several lines where a terminal is narrow, so that the others stay whole.
+_FOLDED = ("address", "features", "head", "last error")
+_FINGERPRINT_DIGITS = 12
 
 
 @click.command()
@@ -33,8 +38,9 @@ def status(server: str, interval: float, count: int | None, **given: Any) -> Non
     Rates are those of the last interval.
     """
     console = Console()
-    if count is None and not console.is_terminal:
-        count = 1
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _LEAST_PIPE_WIDTH))
+        count = count or 1
     with Client(server, client_security(given)) as client:
         before = client.info()
         with Live(console=console, auto_refresh=False, transient=False) as live:
@@ -62,7 +68,7 @@ def _verifier(server: str, before: Info, now: Info, seconds: float) -> Table:
     table = Table(title=title, title_justify="left")
     rates = ("running", "waiting", "steps/s", "rows/s", "drafts/s", "length")
     for column in (*rates, *(f"{phase} %" for phase in _PHASES)):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     old, new = before.counters, now.counters
     rows = new.prompt_rows + new.verify_rows - old.prompt_rows - old.verify_rows
     verify_steps = new.verify_steps - old.verify_steps
@@ -82,7 +88,7 @@ def _drafters(before: Info, now: Info, seconds: float) -> Table:
     table = Table(title="drafters" if now.drafters else "no drafters", title_justify="left")
     columns = ("address", "state", "sequences", "cache %", "drafts/s", "accepted %", "features", "head", "last error")
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column != "last error")
+        table.add_column(column, overflow="fold", no_wrap=column not in _FOLDED)
     earlier = {drafter.address: drafter for drafter in before.drafters}
     for drafter in now.drafters:
         old = earlier.get(drafter.address, pb.DrafterStatus())
@@ -96,7 +102,7 @@ def _drafters(before: Info, now: Info, seconds: float) -> Table:
             f"{drafted / seconds:.0f}",
             _ratio(100 * (drafter.accepted - old.accepted), drafted, "{:.0f}"),
             _features(drafter),
-            drafter.head_fingerprint,
+            drafter.head_fingerprint[:_FINGERPRINT_DIGITS],
             visible(drafter.detail),
         )
     return table
