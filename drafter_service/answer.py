@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from drafter_service.traffic import Traffic
 from draftwire.carriers import Outgoing, TensorSender
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
@@ -65,9 +66,12 @@ class Answer:
         self.num_drafts += num_drafts.tolist()
         self.tokens.append(tokens)
 
-    def begin_sending(self, sender: TensorSender) -> None:
+    def begin_sending(self, sender: TensorSender, traffic: Traffic) -> None:
         """Copies the logits to where they are sent from, in the order of the engine's stream; does not wait for it."""
         self._outgoing = [_begin(self.logits, sender), _begin(self.logits_token_ids, sender)]
+        for outgoing in self._outgoing:
+            if outgoing is not None:
+                traffic.count(outgoing.carrier, "logits", outgoing.tensor.nbytes)
 
     def encode(self) -> pb.DraftResponse:
         """Wire form, once `begin_sending` was called; waits until the logits are there."""

@@ -56,6 +56,16 @@ class DraftEngine:
         return Load(len(self._sessions), self._table.num_open, self._pool.usage)
 
     @property
+    def waiting_rows(self) -> int:
+        """Rows of steps that are in no batch yet; may be read from any thread."""
+        return sum(session.waiting_rows for session in list(self._sessions))
+
+    @property
+    def num_evictions(self) -> int:
+        """Sequences that made room for another session's so far; may be read from any thread."""
+        return self._scheduler.num_evictions
+
+    @property
     def memory(self) -> pb.MemoryUse:
         """What the process takes of memory; may be read from any thread."""
         return measure_memory(self._cache, self.device, draft_logits=self.logits_bytes)

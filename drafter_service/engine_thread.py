@@ -14,6 +14,8 @@ import torch
 
 from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
+from drafter_service.engine_state import EngineState
+from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import ReceivedStep
 from draftwire.devices import make_current
@@ -34,6 +36,7 @@ class EngineThread:
         self.engine = engine
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
+        self._times = EngineTimes()
         self._commands: Mailbox[Callable[[], None] | None] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -50,6 +53,12 @@ class EngineThread:
     def load(self) -> Load:
         """How busy the engine is."""
         return self.engine.load
+
+    @property
+    def state(self) -> EngineState:
+        """What the metrics tell of it; from any thread."""
+        engine = self.engine
+        return EngineState(engine.load, engine.waiting_rows, engine.num_evictions, self._times.read())
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
         """Opens a session; `deliver` is called on the engine's thread."""
@@ -91,9 +100,15 @@ class EngineThread:
             opened.set_exception(self._failure)
             return
         try:
-            opened.set_result(self.engine.open_session(terms, deliver))
+            opened.set_result(self.engine.open_session(terms, partial(self._deliver, deliver)))
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
+
+    def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
+        phase = self._times.phase
+        self._times.enter(Phase.ANSWER)
+        deliver(answer)
+        self._times.enter(phase)
 
     def _run(self) -> None:
         make_current(self.engine.device)
@@ -105,22 +120,27 @@ class EngineThread:
             self._failure = EngineFailureError(f"the draft engine failed: {error}")
             self.engine.fail(self._failure)
             self._on_failure()
+            self._times.enter(Phase.IDLE)
             while (command := self._commands.get()) is not None:
                 command()
 
     def _run_commands(self) -> bool:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
         while True:
+            has_work = self.engine.has_work
+            self._times.enter(Phase.DECODE if has_work else Phase.IDLE)
             try:
-                command = self._commands.get(timeout=0 if self.engine.has_work else None)
+                command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            self._times.enter(Phase.DECODE)
             command()
             del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
 
     def _iterate(self) -> None:
+        self._times.enter(Phase.COMPUTE)
         with self._ending_sessions_without_memory():
             self.engine.iterate()
 

@@ -8,15 +8,22 @@ from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from drafter_service.answer import Answer, Load
+from drafter_service.answer import Answer
+from drafter_service.engine_state import EngineState
+from drafter_service.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 
 class DrafterCollector(Collector):
-    """Counts answers as the engine's thread delivers them, and reads its load at each scrape."""
+    """Counts answers as the engine's thread delivers them, and reads its state at each scrape."""
 
-    def __init__(self, load: Callable[[], Load]) -> None:
-        self._load = load
+    def __init__(
+        self, state: Callable[[], EngineState], unanswered: Callable[[], int], traffic: Traffic
+    ) -> None:
+        """`unanswered` is the number of steps that have come and have no answer yet."""
+        self._state = state
+        self._unanswered = unanswered
+        self._traffic = traffic
         self._step_time = Histogram(
             "draftwire_draft_step_seconds",
             "Time in which the head computed a step.",
@@ -39,12 +46,34 @@ class DrafterCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus; from any thread."""
-        load = self._load()
+        state = self._state()
+        load = state.load
         yield GaugeMetricFamily("draftwire_draft_sessions", "Verifiers connected.", value=load.sessions)
         yield GaugeMetricFamily("draftwire_draft_sequences", "Sequences open.", value=load.sequences)
         yield GaugeMetricFamily(
             "draftwire_kv_cache_usage_ratio", "Cache blocks in use.", value=load.kv_cache_usage
         )
+        yield GaugeMetricFamily(
+            "draftwire_draft_steps_unanswered", "Steps received and not answered.", value=self._unanswered()
+        )
+        yield GaugeMetricFamily(
+            "draftwire_draft_rows_waiting", "Rows of steps that are in no batch yet.", value=state.waiting_rows
+        )
+        yield CounterMetricFamily(
+            "draftwire_draft_evictions", "Sequences that made room for another verifier's.", value=state.evictions
+        )
+        seconds = CounterMetricFamily(
+            "draftwire_draft_engine_seconds", "Time of the engine's thread.", labels=["phase"]
+        )
+        for phase, value in state.seconds.items():
+            seconds.add_metric([phase.name.lower()], value)
+        yield seconds
+        wire = CounterMetricFamily(
+            "draftwire_wire_bytes", "Tensors exchanged with verifiers, bytes.", labels=["carrier", "tensor"]
+        )
+        for (carrier, tensor), num_bytes in self._traffic.read().items():
+            wire.add_metric([pb.Carrier.Name(carrier).removeprefix("CARRIER_").lower(), tensor], num_bytes)
+        yield wire
         yield from self._step_time.collect()
         yield CounterMetricFamily("draftwire_drafted_tokens", "Draft tokens answered.", value=self._draft_tokens)
         answers = CounterMetricFamily("draftwire_draft_answers", "Sequences answered.", labels=["status"])

@@ -36,6 +36,7 @@ class Scheduler:
 
     def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
         self.takes_sequences = True
+        self.num_evictions = 0
         self._limits = limits
         self._table = table
         self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
@@ -142,6 +143,7 @@ class Scheduler:
 
     def _evict(self, session: Session) -> bool:
         """Takes its newest sequence from a session; whether its room is free after the batch only."""
+        self.num_evictions += 1
         sequence_id, slot = next(reversed(session.slots.items()))
         logger.debug("%s: sequence %d makes room for another verifier's", session.terms.verifier, sequence_id)
         if session.works:

@@ -19,6 +19,7 @@ from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream
+from drafter_service.traffic import Traffic
 from draftwire.carriers import (
     ALL_CARRIERS,
     SharedSegments,
@@ -98,7 +99,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._streams: set[DraftStream] = set()
         self._drain_timeout_s: float | None = None  # set once it drains
         self._all_left = asyncio.Event()
-        self.collector = DrafterCollector(lambda: engine.load)
+        self._traffic = Traffic()
+        self.collector = DrafterCollector(lambda: engine.state, self._num_unanswered, self._traffic)
         token_ids = engine.engine.head.draft_token_ids
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
@@ -212,6 +214,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             receiver,
             sender,
             SequenceWatch(terms.verifier),
+            self._traffic,
             terms.mode.row_bytes(self._info.draft_vocab_size),
             shared.lane,
         )
@@ -258,6 +261,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             direct=is_direct,
         )
         return pb.DraftResponse(hello=hello)
+
+    def _num_unanswered(self) -> int:
+        return sum(stream.num_unanswered for stream in list(self._streams))
 
     def _current_info(self) -> pb.GetDrafterInfoResponse:
         info = pb.GetDrafterInfoResponse()

@@ -16,6 +16,7 @@ from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
+from drafter_service.traffic import Traffic
 from draftwire.carriers import Lane, TensorReceiver, TensorSender
 from draftwire.errors import InvalidArgumentError, QueueFullError
 from draftwire.v1 import draft_pb2 as pb
@@ -43,11 +44,12 @@ class DraftStream:
         receiver: TensorReceiver,
         sender: TensorSender,
         watch: SequenceWatch,
+        traffic: Traffic,
         answer_row_bytes: int,
         lane: Lane | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
-        becomes of the sequences.
+        becomes of the sequences, `traffic` counts the bytes of both.
         """
         self._context = context
         self._decoder = decoder
@@ -55,6 +57,7 @@ class DraftStream:
         self._receiver = receiver
         self._sender = sender
         self._watch = watch
+        self._traffic = traffic
         self._answer_row_bytes = answer_row_bytes
         self._lane = lane
         self._is_direct = lane is not None
@@ -69,11 +72,16 @@ class DraftStream:
         self._unanswered: dict[int, int] = {}  # step id -> bytes of its message, features and answer
         self._unanswered_bytes = 0
 
+    @property
+    def num_unanswered(self) -> int:
+        """Steps that have come and have no answer yet; from any thread."""
+        return len(self._unanswered)
+
     def deliver(self, answer: Answer | Exception) -> None:
         """Takes an answer, or the error that ended the session, on the engine's thread."""
         if isinstance(answer, Answer):
             self._watch.take_answer(answer)
-            answer.begin_sending(self._sender)
+            answer.begin_sending(self._sender, self._traffic)
             if self._is_direct and not self._answer_row_bytes and self._send_directly(self._encode(answer)):
                 self._settle(answer.step_id)
                 return
@@ -160,6 +168,7 @@ class DraftStream:
             return
         try:
             step = self._decoder.decode(request)
+            self._traffic.count(step.features.carrier, "features", step.features.num_bytes)
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
             size = sum(request.step.num_drafts) * self._answer_row_bytes
             if request.step.features.HasField("span"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from draftwire.v1 import generate_pb2
 from verifier_service.fallbacks import Cause
@@ -93,6 +93,18 @@ class RequestMetrics:
         yield CounterMetricFamily("draftwire_output_tokens", "Tokens generated.", value=self._output_tokens)
         yield _by_position("draftwire_draft_tokens", "Drafts verified, by their place in the step.", self._drafted)
         yield _by_position("draftwire_accepted_tokens", "Drafts accepted, by their place in the step.", self._accepted)
+        yield self._acceptance_length()
+
+    def _acceptance_length(self) -> HistogramMetricFamily:
+        """A bucket for each number of tokens, 1 .. k + 1: the drafts accepted and the one that follows them."""
+        steps = list(self._accepted)
+        buckets = [(f"{float(tokens)}", sum(steps[:tokens])) for tokens in range(1, len(steps) + 1)]
+        return HistogramMetricFamily(
+            "draftwire_acceptance_length",
+            "Tokens of a verify step of one request.",
+            buckets=[*buckets, ("+Inf", sum(steps))],
+            sum_value=sum((accepted + 1) * count for accepted, count in enumerate(steps)),
+        )
 
 
 def _by_position(name: str, text: str, steps_by_count: Sequence[int]) -> CounterMetricFamily:

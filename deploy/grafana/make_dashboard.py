@@ -45,6 +45,17 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
+        "Share of verify steps of at most so many tokens",
+        "percentunit",
+        [
+            (
+                "{{le}}",
+                f"sum by (le) (rate(draftwire_acceptance_length_bucket{WINDOW})) "
+                f"/ ignoring(le) group_left sum(rate(draftwire_acceptance_length_count{WINDOW}))",
+            )
+        ],
+    ),
+    (
         "Acceptance rate by position",
         "percentunit",
         [
@@ -60,7 +71,25 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "percentunit",
         [("{{phase}}", f"avg by (phase) (rate(draftwire_engine_seconds_total{WINDOW}))")],
     ),
+    (
+        "Drafter's time by phase",
+        "percentunit",
+        [("{{phase}}", f"avg by (phase) (rate(draftwire_draft_engine_seconds_total{WINDOW}))")],
+    ),
     ("Time of a draft step", "s", _quantiles("draftwire_draft_step_seconds")),
+    (
+        "Drafters' queues",
+        "short",
+        [
+            ("steps unanswered", "sum(draftwire_draft_steps_unanswered)"),
+            ("rows waiting", "sum(draftwire_draft_rows_waiting)"),
+        ],
+    ),
+    (
+        "Sequences evicted from drafters per second",
+        "short",
+        [("evictions", f"sum(rate(draftwire_draft_evictions_total{WINDOW}))")],
+    ),
     (
         "Drafters by state, as the verifiers see them",
         "short",
@@ -85,7 +114,12 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "Wire, bytes per second",
         "Bps",
-        [("{{tensor}} by {{carrier}}", f"sum by (carrier, tensor) (rate(draftwire_wire_bytes_total{WINDOW}))")],
+        [
+            (
+                "{{tensor}} by {{carrier}}, {{job}}",
+                f"sum by (job, carrier, tensor) (rate(draftwire_wire_bytes_total{WINDOW}))",
+            )
+        ],
     ),
     ("KV cache in use", "percentunit", [("{{job}} {{instance}}", "draftwire_kv_cache_usage_ratio")]),
     (

@@ -18,6 +18,7 @@ from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
 from drafter_service.engine import DraftEngine
 from drafter_service.engine_thread import EngineThread
 from drafter_service.limits import EngineLimits
+from drafter_service.metrics import DrafterCollector
 from drafter_service.service import DraftingService
 from draftwire.tensors import encode_tensor
 from draftwire.v1 import config_pb2
@@ -131,6 +132,11 @@ class ServedDrafter:
         self._loop = loop
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
         self.stub = DraftingStub(self.channel)
+
+    @property
+    def collector(self) -> DrafterCollector:
+        """Its metrics."""
+        return self._service.collector
 
     def drain(self, timeout_s: float) -> Future[None]:
         """Has it drain, as SIGTERM does; done when it has."""

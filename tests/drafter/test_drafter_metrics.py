@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
+from harness import OK, Rows, Text, connect, make_engine, opened
+from served import TIMEOUT_S, ServedDrafter, hello, step_message
+from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 
 from drafter_service.answer import Answer, Load
+from drafter_service.engine_state import EngineState
+from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.metrics import DrafterCollector
+from drafter_service.traffic import Traffic
+from draftwire.config import DENSE, GUMBEL
+from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -19,8 +30,14 @@ def samples(collector: DrafterCollector) -> dict[str, float]:
     }
 
 
+def collector_of(traffic: Traffic | None = None) -> DrafterCollector:
+    seconds = {Phase.IDLE: 4.0, Phase.DECODE: 0.5, Phase.COMPUTE: 3.0, Phase.ANSWER: 0.25}
+    state = EngineState(Load(sessions=2, sequences=3, kv_cache_usage=0.25), 70, 5, seconds)
+    return DrafterCollector(lambda: state, lambda: 6, traffic or Traffic())
+
+
 def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
-    collector = DrafterCollector(lambda: Load(sessions=2, sequences=3, kv_cache_usage=0.25))
+    collector = collector_of()
     answer = Answer(1, compute_time_s=0.003)
     answer.add_drafts([1, 2], np.array([5, 6]), np.array([7, 8]), np.array([4, 3]), np.zeros(7, np.int32))
     answer.add_failure(3, pb.SEQUENCE_STATUS_NO_CAPACITY)
@@ -35,3 +52,111 @@ def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
     assert told["draftwire_draft_session_failures_total"] == 1
     assert told["draftwire_draft_step_seconds_count"] == 1
     assert told["draftwire_draft_step_seconds_sum"] == pytest.approx(0.003)
+
+
+def test_the_queue_the_evictions_and_the_time_by_phase_are_those_of_the_engine():
+    told = samples(collector_of())
+    assert (told["draftwire_draft_steps_unanswered"], told["draftwire_draft_rows_waiting"]) == (6, 70)
+    assert told["draftwire_draft_evictions_total"] == 5
+    phases = {name: value for name, value in told.items() if name.startswith("draftwire_draft_engine_seconds_total")}
+    assert phases == {
+        "draftwire_draft_engine_seconds_total idle": 4.0,
+        "draftwire_draft_engine_seconds_total decode": 0.5,
+        "draftwire_draft_engine_seconds_total compute": 3.0,
+        "draftwire_draft_engine_seconds_total answer": 0.25,
+    }
+
+
+def test_bytes_are_summed_by_carrier_and_tensor_and_named_as_the_verifier_names_them():
+    traffic = Traffic()
+    traffic.count(pb.CARRIER_SHM, "features", 100)
+    traffic.count(pb.CARRIER_BYTES, "features", 7)
+    traffic.count(pb.CARRIER_SHM, "features", 20)
+    traffic.count(pb.CARRIER_BYTES, "logits", 8)
+    told = samples(collector_of(traffic))
+    wire = {name: value for name, value in told.items() if name.startswith("draftwire_wire_bytes")}
+    assert wire == {
+        "draftwire_wire_bytes_total shm features": 120,
+        "draftwire_wire_bytes_total bytes features": 7,
+        "draftwire_wire_bytes_total bytes logits": 8,
+    }
+
+
+def test_time_goes_to_the_phase_that_lasts():
+    now = 10.0
+    times = EngineTimes(lambda: now)
+    for seconds, phase in ((2.0, Phase.DECODE), (0.5, Phase.COMPUTE), (1.0, Phase.COMPUTE), (4.0, Phase.ANSWER)):
+        now += seconds
+        times.enter(phase)
+    now += 0.25
+    expected = {Phase.IDLE: 2.0, Phase.DECODE: 0.5, Phase.COMPUTE: 5.0, Phase.ANSWER: 0.25}
+    assert times.read() == expected
+    now += 0.25
+    assert times.read() == expected | {Phase.ANSWER: 0.5}  # though it has not ended
+
+
+def test_rows_wait_until_a_batch_takes_them(head: TinyHead):
+    engine = make_engine(head, max_batch_rows=8, max_sessions=4)
+    stream = connect(engine)
+    stream.send([Rows(1, Text(1), 0, 20, 1)], [opened(1)])
+    waiting = [engine.waiting_rows]
+    while engine.has_work:
+        engine.iterate()
+        waiting.append(engine.waiting_rows)
+    assert waiting == [20, 12, 4, 0]
+
+
+def test_sequences_that_make_room_are_counted_and_those_that_find_none_are_not(head: TinyHead):
+    engine = make_engine(head, max_num_seqs=4)
+    flood, newcomer = connect(engine), connect(engine)
+    ids = range(1, 6)
+    flood.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids])  # one too many
+    assert engine.num_evictions == 0
+    newcomer.step([Rows(i, Text(i), 0, 5, 1) for i in (1, 2)], [opened(1), opened(2)])
+    assert engine.num_evictions == 2
+
+
+def test_a_served_drafter_counts_what_a_stream_brings(drafter: ServedDrafter):
+    config = {"draft_sample_method": GUMBEL, "draft_logits": config_pb2.DraftLogits(form=DENSE)}
+    stream = drafter.stream()
+    stream.ask(hello(config))
+    before = samples(drafter.collector)
+    answer = stream.ask(step_message(1, [Rows(1, Text(1), 0, 5, drafts=4)], new=[1])).drafts
+    stream.ask(step_message(2, [Rows(1, Text(1), 5, 2, drafts=3)]))
+    assert list(answer.statuses) == [OK]
+    told = samples(drafter.collector)
+    assert told["draftwire_wire_bytes_total bytes features"] == 4 * (5 + 2) * WIDTH
+    assert told["draftwire_wire_bytes_total bytes logits"] == 4 * (4 + 3) * DRAFT_VOCAB
+    assert told["draftwire_draft_rows_waiting"] == 0
+    for phase in ("decode", "compute", "answer"):
+        name = f"draftwire_draft_engine_seconds_total {phase}"
+        assert told[name] > before[name]
+    computed = told["draftwire_draft_engine_seconds_total compute"]
+    assert computed >= told["draftwire_draft_step_seconds_sum"] > 0
+    stream.end()
+
+
+def test_a_step_is_unanswered_until_its_answer_goes_out(drafter: ServedDrafter):
+    stream = drafter.connect()
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    drafter.engine.post(hold)
+    assert held.wait(TIMEOUT_S)
+    stream.send(step_message(1, [Rows(1, Text(1), 0, 5, drafts=4)], new=[1]))
+    stream.send(step_message(2, [Rows(1, Text(1), 5, 2, drafts=3)]))
+    wait_for_unanswered(drafter, 2)
+    go_on.set()
+    assert [stream.read().drafts.step_id for _ in range(2)] == [1, 2]
+    wait_for_unanswered(drafter, 0)
+    stream.end()
+
+
+def wait_for_unanswered(drafter: ServedDrafter, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while samples(drafter.collector)["draftwire_draft_steps_unanswered"] != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -23,6 +23,23 @@ def test_drafts_and_acceptances_are_counted_at_each_position():
     assert [counted[f"draftwire_accepted_tokens_total {i}"] for i in range(3)] == [2, 1, 1]
 
 
+def test_tokens_of_verify_steps_are_a_histogram_up_to_all_drafts_and_one():
+    metrics = RequestMetrics(3)
+    for num_drafts, num_accepted in ((3, 3), (3, 1), (2, 0), (0, 0)):
+        metrics.count_step(num_drafts, num_accepted)
+    counted = samples(metrics)
+    name = "draftwire_acceptance_length"
+    buckets = {key: value for key, value in counted.items() if key.startswith(f"{name}_bucket")}
+    assert buckets == {
+        f"{name}_bucket 1.0": 2,
+        f"{name}_bucket 2.0": 3,
+        f"{name}_bucket 3.0": 3,
+        f"{name}_bucket 4.0": 4,
+        f"{name}_bucket +Inf": 4,
+    }
+    assert (counted[f"{name}_count"], counted[f"{name}_sum"]) == (4, 4 + 2 + 1 + 1)
+
+
 def test_an_interval_is_shared_by_the_tokens_that_it_brought():
     metrics = RequestMetrics(1)
     metrics.observe_first(0.5, prompt_tokens=7, output_tokens=1)

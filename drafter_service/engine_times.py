@@ -1,0 +1,51 @@
+"""Where the time of the drafter's engine goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+
+class Phase(Enum):
+    """What the engine's thread is doing."""
+
+    IDLE = auto()  # no step waits
+    DECODE = auto()  # reading and checking steps, opening and closing sessions
+    COMPUTE = auto()  # batches
+    ANSWER = auto()  # handing answers over, and sending those that go straight to the verifier
+
+
+class EngineTimes:
+    """Time of the engine's thread by phase, seconds. That thread calls `enter`, any thread calls `read`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # a reader between two of the fields would show a counter that falls
+        self._phase = Phase.IDLE
+        self._since = clock()
+        self._seconds = dict.fromkeys(Phase, 0.0)
+
+    @property
+    def phase(self) -> Phase:
+        """The current one."""
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Ends the current phase and begins another, or goes on with the same."""
+        if phase is not self._phase:
+            with self._lock:
+                self._settle()
+                self._phase = phase
+
+    def read(self) -> dict[Phase, float]:
+        """Seconds of each phase so far, the one that lasts included."""
+        with self._lock:
+            self._settle()
+            return self._seconds.copy()
+
+    def _settle(self) -> None:
+        now = self._clock()
+        self._seconds[self._phase] += now - self._since
+        self._since = now
