@@ -53,5 +53,5 @@ def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     # Loading torch takes seconds; --help does not wait for it.
     from drafter_service.main import run
 
-    with exporting_traces("draftwire-drafter", otlp_endpoint):
+    with exporting_traces("draftwire-drafter", otlp_endpoint, insecure=options["insecure"]):
         run(DrafterOptions(**options))

@@ -41,6 +41,8 @@ def run(options: DrafterOptions) -> None:
     """
     security = ServerSecurity(options.tls_cert, options.tls_key, options.tls_client_ca, insecure=options.insecure)
     security.credentials(options.listen)
+    if options.metrics_listen is not None:
+        security.tls_context(options.metrics_listen, "metrics_listen")
     parse_carriers(options.carriers)
     # Limits that are out of range on their own are told before anything is loaded.
     EngineLimits(
@@ -98,7 +100,7 @@ async def _serve(
         await asyncio.to_thread(thread.stop)
 
     thread.start()
-    with serving_metrics(options.metrics_listen, [service.collector]):
+    with serving_metrics(options.metrics_listen, [service.collector], security):
         await serve(
             options.listen,
             SERVICE_NAME,

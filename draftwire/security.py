@@ -9,10 +9,13 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import ssl
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 
@@ -55,7 +58,7 @@ class ServerSecurity:
             raise InvalidArgumentError("tls_client_ca", str(self.client_ca), "needs tls_cert and tls_key")
 
     def credentials(self, listen: str) -> grpc.ServerCredentials | None:
-        """Credentials for a port at `listen`; None for plain text.
+        """Credentials for a gRPC port at `listen`; None for plain text.
 
         Raises
         ------
@@ -74,6 +77,21 @@ class ServerSecurity:
             lambda: _renewed(watched),  # type: ignore[arg-type,return-value]  # None keeps the old one
             require_client_authentication=self.client_ca is not None,
         )
+
+    def tls_context(self, listen: str, field: str) -> Callable[[], ssl.SSLContext] | None:
+        """What tells the context for the next connection to another port at `listen`; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names `field` when it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read or is not what it should be.
+        """
+        if self.certificate is None or self.key is None:
+            _refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
+            return None
+        return _RenewedContext(self.certificate, self.key, self.client_ca).current
 
 
 @dataclass(frozen=True)
@@ -221,6 +239,40 @@ class _Watched:
             return None
 
 
+class _RenewedContext:
+    """A server's TLS context, made again when its files have changed; for any number of threads."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._lock = threading.Lock()
+        self._watched = _Watched([certificate, key, *([client_ca] if client_ca else [])])
+        self._watched.read()
+        try:
+            self._context = self._load()
+        except OSError as error:
+            raise ServerError(f"tls_cert = {str(certificate)!r}, or a file beside it: {error}") from error
+
+    def current(self) -> ssl.SSLContext:
+        """The context of what the files hold now, or of what they held when they were last right."""
+        with self._lock:
+            if self._watched.changed() is not None:
+                try:
+                    self._context = self._load()
+                    logger.info("the certificates were read again")
+                except OSError as error:
+                    logger.warning("the certificates of before stay in force: %s", error)
+            return self._context
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password, which no key may need, keeps OpenSSL from asking the terminal for one.
+        context.load_cert_chain(self._certificate, self._key, password="")
+        if self._client_ca is not None:
+            context.load_verify_locations(self._client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
 def _renewed(watched: _Watched) -> grpc.ServerCertificateConfiguration | None:
     """A new configuration when the files have changed; None keeps the old one."""
     contents = watched.changed()
@@ -256,15 +308,24 @@ def _read(path: Path) -> bytes:
 
 
 def _refuse_plain_text(field: str, address: str, insecure: bool, instead: str) -> None:
-    if not insecure and not is_loopback(address):
+    if not insecure and not is_loopback(address, field):
         raise InvalidArgumentError(
             field, address, f"plain text outside of loopback must be asked for with insecure; or give {instead}"
         )
 
 
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is of this machine's loopback interface."""
-    host = parse_address(address, "address")[0].strip("[]")
+def is_loopback(address: str, field: str = "address") -> bool:
+    """Whether HOST:PORT is of this machine's loopback interface; an error about its form names `field`."""
+    return _is_loopback_host(parse_address(address, field)[0].strip("[]"))
+
+
+def is_plain_url_outside(url: str) -> bool:
+    """Whether the URL is of http and its host outside of loopback."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not _is_loopback_host(parts.hostname or "")
+
+
+def _is_loopback_host(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

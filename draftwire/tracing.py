@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from draftwire.errors import InvalidArgumentError, ServerError
+from draftwire.security import is_plain_url_outside
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -42,7 +43,7 @@ def is_exporting() -> bool:
 
 
 @contextmanager
-def exporting_traces(service: str, endpoint: str | None) -> Iterator[None]:
+def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = False) -> Iterator[None]:
     """Within it this process exports its traces over OTLP/gRPC; what is left is sent at the end.
 
     Parameters
@@ -52,11 +53,14 @@ def exporting_traces(service: str, endpoint: str | None) -> Iterator[None]:
     endpoint
         http://HOST:PORT, or https for TLS. None takes what OpenTelemetry's variables name, and exports nothing if they
         name none.
+    insecure
+        Whether http is allowed outside of the loopback interface.
 
     Raises
     ------
     InvalidArgumentError
-        When the endpoint is not of that form.
+        When the endpoint is not of that form, or would be plain text outside of loopback without having been asked for;
+        the latter for OpenTelemetry's variables too.
     ServerError
         When the libraries are missing.
     """
@@ -66,6 +70,7 @@ def exporting_traces(service: str, endpoint: str | None) -> Iterator[None]:
         return
     if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+", endpoint):
         raise InvalidArgumentError("otlp_endpoint", endpoint, "must be http://HOST:PORT or https://HOST:PORT")
+    _refuse_plain_text(endpoint, insecure)
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -83,6 +88,15 @@ def exporting_traces(service: str, endpoint: str | None) -> Iterator[None]:
     finally:
         _is_exporting = False
         provider.shutdown()
+
+
+def _refuse_plain_text(endpoint: str | None, insecure: bool) -> None:
+    given = {"otlp_endpoint": endpoint} if endpoint else {name: os.environ.get(name) for name in _ENDPOINT_VARIABLES}
+    field, url = next((field, url) for field, url in given.items() if url)
+    if not insecure and is_plain_url_outside(url):
+        raise InvalidArgumentError(
+            field, url, "plain text outside of loopback must be asked for with insecure; or give https://HOST:PORT"
+        )
 
 
 def check_traceparent(value: str, field: str) -> None:

@@ -93,5 +93,5 @@ def verifier(log_level: str, log_format: str, otlp_endpoint: str | None, **optio
     # Loading torch takes seconds; --help does not wait for it.
     from verifier_service.main import run
 
-    with exporting_traces("draftwire-verifier", otlp_endpoint):
+    with exporting_traces("draftwire-verifier", otlp_endpoint, insecure=options["insecure"]):
         run(VerifierOptions(**options))

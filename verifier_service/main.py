@@ -53,6 +53,8 @@ def run(options: VerifierOptions) -> None:
         drafter_security.credentials(address, "drafters")
     parse_address(options.listen, "listen")
     security.credentials(options.listen)
+    if options.metrics_listen is not None:
+        security.tls_context(options.metrics_listen, "metrics_listen")
     deadline_s = _deadline(options.draft_deadline_ms)
     carriers = parse_carriers(options.carriers)
     device = choose_device(options.device)
@@ -127,7 +129,7 @@ async def _serve(
     if followers is not None:
         followers.on_loss = stop_process
     try:
-        with serving_metrics(options.metrics_listen, [servicer.collector]):
+        with serving_metrics(options.metrics_listen, [servicer.collector], security):
             await serve(
                 options.listen,
                 SERVICE_NAME,

@@ -88,7 +88,7 @@ def generate(
     security = client_security(given)
     options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
     with (
-        exporting_traces("draftwire-client", otlp_endpoint),
+        exporting_traces("draftwire-client", otlp_endpoint, insecure=security.insecure),
         Client(server, security) as client,
         client.generate(messages if chat else text, **options) as stream,
     ):

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OTLP_ENDPOINT = click.option(
     "--otlp-endpoint",
     metavar="URL",
-    help="Export OpenTelemetry traces there, OTLP over gRPC: http://HOST:4317. Default: what OTEL_* variables say.",
+    help="Export OpenTelemetry traces there, OTLP over gRPC: https://HOST:4317. Default: what OTEL_* variables say.",
 )
 
 _OPTIONS = (
@@ -35,7 +35,11 @@ _OPTIONS = (
         type=click.Choice(["auto", "dummy"]),
         help="dummy: random weights, for benchmarks.",
     ),
-    click.option("--metrics-listen", metavar="HOST:PORT", help="Serve Prometheus metrics there. Default: nowhere."),
+    click.option(
+        "--metrics-listen",
+        metavar="HOST:PORT",
+        help="Serve Prometheus metrics there, by HTTPS with --tls-cert. Default: nowhere.",
+    ),
     click.option(
         "--carriers",
         default="auto",
@@ -71,7 +75,7 @@ def service_options(command: F) -> F:
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 _SERVER_SECURITY = (
-    click.option("--tls-cert", type=FILE, help="Certificate chain of this server, PEM; turns TLS on."),
+    click.option("--tls-cert", type=FILE, help="Certificate chain of this server, PEM; turns TLS on, on every port."),
     click.option("--tls-key", type=FILE, help="Its private key, PEM."),
     click.option("--tls-client-ca", type=FILE, help="Authorities whose clients are let in, PEM; asks for mutual TLS."),
     click.option("--insecure", is_flag=True, help="Allow plain text outside of the loopback interface."),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
+import os
+import socket
+import ssl
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
+from certificates import Authority
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from draftwire.errors import InvalidArgumentError, ServerError
 from draftwire.metrics import serving_metrics
+from draftwire.security import ServerSecurity
+
+PLAIN = ServerSecurity()
+# What a client sees whose connection the server ends.
+CUT = (urllib.error.URLError, ConnectionError, ssl.SSLError, http.client.HTTPException)
 
 
 class Answer(Collector):
@@ -23,8 +34,26 @@ def scrape(port: int) -> str:
         return response.read().decode()
 
 
+def scrape_encrypted(port: int, ca: Path, own: tuple[Path, Path] | None = None) -> str:
+    context = ssl.create_default_context(cafile=str(ca))
+    if own is not None:
+        context.load_cert_chain(*own)
+    with urllib.request.urlopen(f"https://localhost:{port}/metrics", timeout=5, context=context) as response:
+        return response.read().decode()
+
+
+@pytest.fixture
+def authority(tmp_path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def other(tmp_path) -> Authority:
+    return Authority(tmp_path / "other")
+
+
 def test_the_collectors_and_the_process_are_shown_while_it_serves():
-    with serving_metrics("127.0.0.1:0", [Answer()]) as port:
+    with serving_metrics("127.0.0.1:0", [Answer()], PLAIN) as port:
         text = scrape(port)
     assert "\nanswer 42.0\n" in text
     assert "\nprocess_open_fds " in text
@@ -33,13 +62,89 @@ def test_the_collectors_and_the_process_are_shown_while_it_serves():
 
 
 def test_no_address_serves_nothing():
-    with serving_metrics(None, [Answer()]) as port:
+    with serving_metrics(None, [Answer()], PLAIN) as port:
         assert port is None
 
 
 def test_a_port_in_use_and_a_wrong_address_are_refused():
-    with serving_metrics("127.0.0.1:0", []) as port:
+    with serving_metrics("127.0.0.1:0", [], PLAIN) as port:
         with pytest.raises(ServerError, match=f"metrics_listen = '127.0.0.1:{port}': cannot be bound"):
-            serving_metrics(f"127.0.0.1:{port}", []).__enter__()
+            serving_metrics(f"127.0.0.1:{port}", [], PLAIN).__enter__()
         with pytest.raises(InvalidArgumentError, match="metrics_listen = 'nowhere': must be HOST:PORT"):
-            serving_metrics("nowhere", []).__enter__()
+            serving_metrics("nowhere", [], PLAIN).__enter__()
+
+
+def test_an_ipv6_address_is_bound():
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6 here")
+    with serving_metrics("[::1]:0", [], PLAIN) as port:
+        urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=5).close()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0"])
+def test_plain_text_outside_of_loopback_must_be_asked_for(listen):
+    with pytest.raises(InvalidArgumentError, match=r"metrics_listen = .* asked for with insecure; or give tls_cert"):
+        serving_metrics(listen, [], PLAIN).__enter__()
+    with serving_metrics("0.0.0.0:0", [Answer()], ServerSecurity(insecure=True)) as port:
+        assert "\nanswer 42.0\n" in scrape(port)
+
+
+def test_a_certificate_makes_it_https_and_nothing_else(authority, other):
+    with serving_metrics("0.0.0.0:0", [Answer()], ServerSecurity(*authority.issue("localhost"))) as port:
+        assert "\nanswer 42.0\n" in scrape_encrypted(port, authority.file)
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            scrape_encrypted(port, other.file)
+        with pytest.raises(CUT):
+            scrape(port)
+
+
+def test_mutual_tls_lets_in_whom_the_authority_knows(authority, other):
+    security = ServerSecurity(*authority.issue("localhost"), client_ca=authority.file)
+    with serving_metrics("127.0.0.1:0", [Answer()], security) as port:
+        assert "\nanswer 42.0\n" in scrape_encrypted(port, authority.file, authority.issue("prometheus"))
+        for own in (None, other.issue("stranger")):
+            with pytest.raises(CUT):
+                scrape_encrypted(port, authority.file, own)
+
+
+def test_a_renewed_certificate_is_used_by_the_next_scrape_once_it_is_whole(authority, other):
+    certificate, key = authority.issue("localhost")
+    with serving_metrics("127.0.0.1:0", [], ServerSecurity(certificate, key)) as port:
+        scrape_encrypted(port, authority.file)
+        new_certificate, new_key = other.issue("localhost")
+        certificate.write_bytes(new_certificate.read_bytes())  # without its key
+        scrape_encrypted(port, authority.file)
+        key.write_bytes(new_key.read_bytes())
+        scrape_encrypted(port, other.file)
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            scrape_encrypted(port, authority.file)
+        key.unlink()
+        scrape_encrypted(port, other.file)
+
+
+def test_authorities_of_clients_are_read_again(authority, other):
+    theirs = authority.file.with_name("clients.pem")
+    theirs.write_bytes(authority.file.read_bytes())
+    certificate, key = authority.issue("localhost")
+    with serving_metrics("127.0.0.1:0", [], ServerSecurity(certificate, key, theirs)) as port:
+        own = other.issue("prometheus")
+        with pytest.raises(CUT):
+            scrape_encrypted(port, authority.file, own)
+        theirs.write_bytes(other.file.read_bytes())
+        scrape_encrypted(port, authority.file, own)
+
+
+def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority):
+    with (
+        serving_metrics("127.0.0.1:0", [], ServerSecurity(*authority.issue("localhost"))) as port,
+        socket.create_connection(("127.0.0.1", port)),
+    ):
+        scrape_encrypted(port, authority.file)
+
+
+def test_files_that_are_missing_or_no_certificates_are_told_at_start(tmp_path, authority):
+    _, key = authority.issue("localhost")
+    with pytest.raises(ServerError, match=r"none\.pem cannot be read: No such file"):
+        serving_metrics("127.0.0.1:0", [], ServerSecurity(tmp_path / "none.pem", key)).__enter__()
+    with pytest.raises(ServerError, match=r"tls_cert = .*"):
+        serving_metrics("127.0.0.1:0", [], ServerSecurity(key, key)).__enter__()

@@ -179,6 +179,25 @@ def test_plain_text_is_asked_for_and_never_beside_tls():
             assert bool(read["tls_cert"] and read["tls_key"] and read["tls_client_ca"]) != is_plain
 
 
+def test_metrics_are_scraped_as_they_are_served():
+    for enabled in (True, False):
+        values = {"tls": {"enabled": enabled}, "metrics": {"podMonitor": {"enabled": True}}}
+        manifests = render(values)
+        (monitor,) = (manifest for manifest in manifests if manifest["kind"] == "PodMonitor")
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert all((service_options(manifests, name)["tls_cert"] is not None) == enabled for name in COMMANDS)
+        assert endpoint.get("scheme", "http") == ("https" if enabled else "http")
+        assert ("tlsConfig" in endpoint) == enabled
+        if enabled:
+            (mounted,) = (
+                volume["secret"]["secretName"]
+                for volume in pods(manifests)["verifier"]["spec"]["volumes"]
+                if volume["name"] == "tls"
+            )
+            tls = endpoint["tlsConfig"]
+            assert {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]} == {mounted}
+
+
 def test_pods_are_locked_down(manifests):
     for pod in pods(manifests).values():
         security = pod["spec"]["securityContext"]

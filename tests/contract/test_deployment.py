@@ -40,7 +40,12 @@ EXPORTED = set(re.findall(r'"(draftwire_\w+)"', "".join((ROOT / path).read_text(
 ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
 
 
-PROMTOOL = ("check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml")
+PROMTOOL = (
+    "check config prometheus.yml",
+    "check config --syntax-only prometheus-tls.yml",
+    "check rules alerts.yml",
+    "test rules alerts_test.yml",
+)
 
 
 def metrics_of(query: str) -> set[str]:
@@ -73,13 +78,25 @@ def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should
     subprocess.run(["promtool", *arguments.split()], cwd=DEPLOY / "prometheus", check=True)
 
 
-@pytest.mark.parametrize("name", ["gpu", "tls", "monitoring"])
+def test_prometheus_scrapes_the_same_with_tls_and_files_that_it_has():
+    plain, tls = (
+        yaml.safe_load((DEPLOY / "prometheus" / f"{name}.yml").read_text()) for name in ("prometheus", "prometheus-tls")
+    )
+    secrets = yaml.safe_load((DEPLOY / "monitoring-tls.yml").read_text())["services"]["prometheus"]["secrets"]
+    for job in tls["scrape_configs"]:
+        assert job.pop("scheme") == "https"
+        files = {value for key, value in job.pop("tls_config").items() if key.endswith("_file")}
+        assert files == {f"/run/secrets/{secret}" for secret in secrets}
+    assert tls == plain
+
+
+@pytest.mark.parametrize("name", ["gpu", "tls", "monitoring", "monitoring-tls"])
 def test_overlays_name_services_of_the_compose_file(name):
     base = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
     overlay = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())
     assert {"drafter", "verifier"} <= base["services"].keys()
-    own = {"prometheus", "grafana"} if name == "monitoring" else {"drafter", "verifier"}
-    assert overlay["services"].keys() == own
+    own = {"monitoring": {"prometheus", "grafana"}, "monitoring-tls": {"prometheus"}}
+    assert overlay["services"].keys() == own.get(name, {"drafter", "verifier"})
 
 
 def arguments(command: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from services import DEMO, wait_for, wait_for_drafter
 from draftwire import Client
 from draftwire.errors import InvalidArgumentError
 from draftwire.processes import start_drafter, start_verifier
+from draftwire.security import is_plain_url_outside
 from draftwire.tracing import exporting_traces, is_exporting
 from verifier_service.request_watch import RequestWatch
 
@@ -122,3 +124,34 @@ def test_an_endpoint_that_is_none_is_refused(url):
         exporting_traces("draftwire-verifier", url),
     ):
         pass
+
+
+@pytest.mark.parametrize("url", ["http://collector:4317", "http://10.0.0.1:4317", "http://localhost@collector:4317"])
+@pytest.mark.parametrize("variable", [None, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"])
+def test_plain_text_to_a_collector_outside_of_loopback_must_be_asked_for(monkeypatch, url, variable):
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, url)
+    refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback must be asked for")
+    with (
+        pytest.raises(InvalidArgumentError, match=refused),
+        exporting_traces("draftwire-verifier", None if variable else url),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "is_plain"),
+    [
+        ("http://collector:4317", True),
+        ("http://[2001:db8::1]:4317", True),
+        ("https://collector:4317", False),
+        ("http://localhost:4317", False),
+        ("http://localhost", False),
+        ("http://127.0.0.1:4317", False),
+        ("http://[::1]:4317", False),
+    ],
+)
+def test_which_endpoints_are_plain_text_outside_of_loopback(url, is_plain):
+    assert is_plain_url_outside(url) == is_plain
