@@ -31,6 +31,7 @@ import trustme
 from draftwire import AsyncClient, Client
 from draftwire.errors import DraftwireError, RequestError
 from draftwire.security import LOOPBACK, ClientSecurity
+from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 
 HERE = Path(__file__).parent
@@ -180,6 +181,7 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
             _inspect(stack)
             if tls:
                 _check_refusal(stack)
+            _check_sharing(stack)
             load = Load(stack.security, _expected(stack))
             asyncio.run(_scale_drafters(stack, load, requests))
             asyncio.run(_scale_verifiers(stack, load, requests))
@@ -269,6 +271,15 @@ def _inspect(stack: Stack) -> None:
                 raise click.ClickException(f"{service}: user, capabilities, root are {found}, not {INSPECTED}")
             _wait_until(partial(_health, container), "healthy", f"the health of {service}")
     click.echo(f"both services: healthy; user {INSPECTED[0]}, no capabilities, read-only root file system")
+
+
+def _check_sharing(stack: Stack) -> None:
+    """Containers of one host share memory."""
+    with Client(stack.servers()[0], stack.security) as client:
+        carriers = {drafter.features_carrier for drafter in client.info().drafters}
+    if carriers != {draft_pb2.CARRIER_SHM}:
+        raise click.ClickException(f"the features' carriers are {carriers}, not shared memory alone")
+    click.echo("features travel in shared memory")
 
 
 def _health(container: str) -> str:

@@ -19,7 +19,7 @@ from drafter_service.heads import load_head
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
 from drafter_service.service import SERVICE_NAME, DraftingService
-from draftwire.carriers import parse_carriers
+from draftwire.carriers import check_rendezvous_dir, parse_carriers
 from draftwire.checkpoints import resolve_directory
 from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
 from draftwire.errors import ServerError
@@ -44,6 +44,7 @@ def run(options: DrafterOptions) -> None:
     if options.metrics_listen is not None:
         security.tls_context(options.metrics_listen, "metrics_listen")
     parse_carriers(options.carriers)
+    check_rendezvous_dir(options.rendezvous_dir)
     # Limits that are out of range on their own are told before anything is loaded.
     EngineLimits(
         max_num_seqs=options.max_num_seqs,
@@ -91,7 +92,8 @@ async def _serve(
         loop.call_soon_threadsafe(stop.set)
 
     thread = EngineThread(engine, stop_process)
-    service = DraftingService(thread, head_name(options.head), dtype, parse_carriers(options.carriers))
+    carriers = parse_carriers(options.carriers)
+    service = DraftingService(thread, head_name(options.head), dtype, carriers, options.rendezvous_dir)
 
     def register(server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftingServicer_to_server(service, server)

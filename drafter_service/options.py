@@ -38,3 +38,4 @@ class DrafterOptions:
     tls_client_ca: Path | None = None
     insecure: bool = False
     carriers: str = "auto"
+    rendezvous_dir: Path | None = None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -87,11 +88,13 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         head_name: str,
         dtype: torch.dtype,
         carriers: Sequence[pb.Carrier] = ALL_CARRIERS,
+        rendezvous_dir: Path | None = None,
     ) -> None:
-        """`carriers` are those that the operator allows, best first."""
+        """`carriers` are those that the operator allows, best first; `rendezvous_dir` is the directory of `meet`."""
         self._engine = engine
         self._device = engine.engine.device
         self._carriers = offered_carriers(carriers, self._device)
+        self._rendezvous_dir = rendezvous_dir
         self._info = describe_drafter(engine, head_name, dtype)
         self._max_sessions = engine.engine.limits.max_sessions
         self._num_sessions = 0
@@ -190,8 +193,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             return SharedSegments()
         row_bytes = hello.features.width * DTYPES[hello.features.dtype].itemsize
         num_rows = terms.max_sequences * (terms.num_speculative_tokens + 1)
+        size = segment_bytes(num_rows * row_bytes)
         return await asyncio.to_thread(
-            meet, hello.rendezvous, carriers, segment_bytes(num_rows * row_bytes), self._device
+            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir
         )
 
     async def _run(

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import grpc
@@ -70,11 +71,13 @@ class DrafterLink:
         security: ClientSecurity = LOOPBACK,
         host: str | None = None,
         carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        rendezvous_dir: Path | None = None,
         *,
         fuses_features: bool = True,
     ) -> None:
         """`host` is the name that the drafter's certificate must have; by default that of the address. `carriers` are
-        those that the operator allows, best first. With `fuses_features` they are fused where the head lets them be.
+        those that the operator allows, best first; `rendezvous_dir` is the directory of `Rendezvous`. With
+        `fuses_features` features are fused where the head lets them be.
         """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
@@ -84,6 +87,7 @@ class DrafterLink:
         self._post = post
         self._security = security
         self._host = host
+        self._rendezvous_dir = rendezvous_dir
         self._fuses_features = fuses_features
         self._on_trial = False
         self._stream: Stream | None = None
@@ -196,7 +200,7 @@ class DrafterLink:
         sharing: asyncio.Future[SharedSegments] | None = None
         with contextlib.ExitStack() as stack:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
-                rendezvous = stack.enter_context(Rendezvous())
+                rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
                 hello.rendezvous.CopyFrom(rendezvous.encode())
                 sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
             await call.write(draft_pb2.DraftRequest(hello=hello))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from draftwire.carriers import parse_carriers
+from draftwire.carriers import check_rendezvous_dir, parse_carriers
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import parse_speculative_config, speculative_config_to_mapping
 from draftwire.devices import choose_device
@@ -57,6 +57,7 @@ def run(options: VerifierOptions) -> None:
         security.tls_context(options.metrics_listen, "metrics_listen")
     deadline_s = _deadline(options.draft_deadline_ms)
     carriers = parse_carriers(options.carriers)
+    check_rendezvous_dir(options.rendezvous_dir)
     device = choose_device(options.device)
     with _start_followers(options, device) as followers:
         target, num_blocks = start_target(options, config, device, ALONE if followers is None else followers.rank)
@@ -80,6 +81,7 @@ def run(options: VerifierOptions) -> None:
             drafters,
             drafter_security,
             carriers=carriers,
+            rendezvous_dir=options.rendezvous_dir,
             fuses_features=options.fuse_features,
             followers=followers,
         )

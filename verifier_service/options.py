@@ -39,4 +39,5 @@ class VerifierOptions:
     drafter_tls_key: Path | None = None
     insecure: bool = False
     carriers: str = "auto"
+    rendezvous_dir: Path | None = None
     fuse_features: bool = True

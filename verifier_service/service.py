@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import grpc
 
@@ -68,12 +69,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         drafter_security: ClientSecurity,
         on_failure: Callable[[], None],
         carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        rendezvous_dir: Path | None = None,
         *,
         fuses_features: bool = True,
         followers: Followers | None = None,
     ) -> None:
-        """`on_failure` is called, in the engine's thread, when the engine has failed for good. `carriers` and
-        `fuses_features` are those of `DrafterLink`, `followers` those of `Engine`.
+        """`on_failure` is called, in the engine's thread, when the engine has failed for good. `carriers`,
+        `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` those of `Engine`.
         """
         self._target = target
         self._codec = codec
@@ -95,6 +97,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 drafter_security,
                 host,
                 carriers,
+                rendezvous_dir,
                 fuses_features=fuses_features,
             ),
         )

@@ -3,7 +3,7 @@
 from draftwire.carriers.lane import Lane
 from draftwire.carriers.names import ALL_CARRIERS, carrier_name, offered_carriers, parse_carriers
 from draftwire.carriers.receiver import Incoming, TensorReceiver
-from draftwire.carriers.rendezvous import Rendezvous, SharedSegments, meet
+from draftwire.carriers.rendezvous import Rendezvous, SharedSegments, check_rendezvous_dir, meet
 from draftwire.carriers.segment import Segment, segment_bytes
 from draftwire.carriers.sender import Outgoing, TensorSender
 
@@ -18,6 +18,7 @@ __all__ = [
     "TensorReceiver",
     "TensorSender",
     "carrier_name",
+    "check_rendezvous_dir",
     "meet",
     "offered_carriers",
     "parse_carriers",

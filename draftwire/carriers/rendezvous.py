@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from google.protobuf.message import DecodeError, Message
@@ -23,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 from draftwire.carriers.lane import Lane
 from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError, attach_segment, create_segment
 from draftwire.devices import make_current
+from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ TIMEOUT_S = 3.0
 _SOCKET_NAME = re.compile(r"draftwire-[0-9a-f]{32}")
 _TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 1024
+# A socket's path has at most 107 bytes, of which its name takes 43.
+_MAX_DIRECTORY_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,36 @@ class SharedSegments:
     lane: Lane | None = None
 
 
+def check_rendezvous_dir(directory: Path | None) -> None:
+    """
+    Raises
+    ------
+    InvalidArgumentError
+        When sockets cannot be in `directory`.
+    """
+    if directory is None:
+        return
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise InvalidArgumentError("rendezvous_dir", str(directory), "must be a directory that can be written to")
+    if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+        raise InvalidArgumentError("rendezvous_dir", str(directory), f"must have at most {_MAX_DIRECTORY_BYTES} bytes")
+
+
+def _address(directory: Path | None, name: str) -> str:
+    """Of a socket in a directory, or in Linux's abstract namespace, which each network namespace has for itself."""
+    return f"\0{name}" if directory is None else str(directory / name)
+
+
 class Rendezvous:
     """The verifier's socket. A context manager that closes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
+        """With a `directory`, which drafters in other containers have mounted too, the socket is a file there."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._name = f"draftwire-{secrets.token_hex(16)}"
+        self._file = None if directory is None else directory / self._name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(f"\0{self._name}")
+        self._socket.bind(_address(directory, self._name))
         self._socket.listen()
 
     def encode(self) -> pb.Rendezvous:
@@ -100,6 +126,8 @@ class Rendezvous:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -113,6 +141,7 @@ def meet(
     carriers: Sequence[pb.Carrier],
     features_bytes: int,
     device: torch.device,
+    directory: Path | None = None,
 ) -> SharedSegments:
     """The drafter's side; nothing is shared when the verifier is not to be found on this host.
 
@@ -124,6 +153,8 @@ def meet(
         That verifier and drafter allow, best first.
     features_bytes
         Size of the segment for features.
+    directory
+        Where the verifier's socket is a file; of its path the verifier tells the name alone.
     """
     if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
         return SharedSegments()
@@ -132,7 +163,7 @@ def meet(
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(TIMEOUT_S)
-            connection.connect(f"\0{rendezvous.socket}")
+            connection.connect(_address(directory, rendezvous.socket))
         except OSError as error:
             logger.debug("the verifier is not on this host: %s", str(error))
             return SharedSegments()

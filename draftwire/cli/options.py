@@ -48,6 +48,12 @@ _OPTIONS = (
         help="How tensors may travel between the services: some of cuda_ipc, shm, bytes. Bytes always may.",
     ),
     click.option(
+        "--rendezvous-dir",
+        envvar="DRAFTWIRE_RENDEZVOUS_DIR",
+        type=click.Path(path_type=Path),
+        help="Where both find each other's memory, in containers of one host. Default: in one network namespace.",
+    ),
+    click.option(
         "--log-level",
         default="info",
         show_default=True,

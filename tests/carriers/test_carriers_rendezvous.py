@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftwire.carriers import Rendezvous, SharedSegments, meet, parse_carriers, segment_bytes
+from draftwire.carriers import (
+    Rendezvous,
+    SharedSegments,
+    check_rendezvous_dir,
+    meet,
+    parse_carriers,
+    segment_bytes,
+)
 from draftwire.carriers import rendezvous as module
 from draftwire.carriers.segment import Segment, SegmentError, attach_segment, create_segment
 from draftwire.errors import InvalidArgumentError
@@ -42,11 +49,12 @@ def both(
     verifier: tuple[int, ...] = (SHM, BYTES),
     drafter: tuple[int, ...] = (SHM, BYTES),
     logits_bytes: int = LOGITS,
+    directories: tuple[Path | None, Path | None] = (None, None),
 ) -> tuple[SharedSegments, SharedSegments]:
     """What verifier and drafter hold after they met."""
-    with Rendezvous() as rendezvous:
+    with Rendezvous(directories[0]) as rendezvous:
         serving = pool.submit(rendezvous.serve, verifier, verifier, logits_bytes, CPU)
-        met = meet(rendezvous.encode(), drafter, FEATURES, CPU)
+        met = meet(rendezvous.encode(), drafter, FEATURES, CPU, directories[1])
     return serving.result(), met
 
 
@@ -73,6 +81,27 @@ def test_both_directions_are_shared(pool):
         assert writer.size == reader.size == size
         writer.memory[1000:1004] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
         assert reader.memory[1000:1004].tolist() == [1, 2, 3, 4]
+
+
+def test_in_a_directory_that_both_have_memory_is_shared_and_no_file_is_left(pool, tmp_path):
+    verifier, drafter = both(pool, directories=(tmp_path, tmp_path))
+    assert verifier.outgoing.carrier == drafter.incoming.carrier == SHM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_directory_shares_nothing(pool, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for directories in ((tmp_path, other), (tmp_path, None), (None, tmp_path)):
+        assert nothing_is_shared(*both(pool, directories=directories))
+
+
+def test_a_directory_that_no_socket_can_be_in_is_named(tmp_path):
+    long = tmp_path / ("d" * 64)
+    long.mkdir()
+    for directory, allowed in ((tmp_path / "none", "a directory that can be written to"), (long, "at most 64 bytes")):
+        with pytest.raises(InvalidArgumentError, match=f"rendezvous_dir = .*{allowed}"):
+            check_rendezvous_dir(directory)
 
 
 def test_a_direction_without_tensors_is_not_shared(pool):
