@@ -44,6 +44,13 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """One with a short name: a socket's path must not be long, as pytest's are."""
+    with tempfile.TemporaryDirectory(prefix="dw", dir="/tmp") as made:
+        yield Path(made)
+
+
 def both(
     pool: ThreadPoolExecutor,
     verifier: tuple[int, ...] = (SHM, BYTES),
@@ -83,16 +90,16 @@ def test_both_directions_are_shared(pool):
         assert reader.memory[1000:1004].tolist() == [1, 2, 3, 4]
 
 
-def test_in_a_directory_that_both_have_memory_is_shared_and_no_file_is_left(pool, tmp_path):
-    verifier, drafter = both(pool, directories=(tmp_path, tmp_path))
+def test_in_a_directory_that_both_have_memory_is_shared_and_no_file_is_left(pool, directory):
+    verifier, drafter = both(pool, directories=(directory, directory))
     assert verifier.outgoing.carrier == drafter.incoming.carrier == SHM
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_another_directory_shares_nothing(pool, tmp_path):
-    other = tmp_path / "other"
+def test_another_directory_shares_nothing(pool, directory):
+    other = directory / "other"
     other.mkdir()
-    for directories in ((tmp_path, other), (tmp_path, None), (None, tmp_path)):
+    for directories in ((directory, other), (directory, None), (None, directory)):
         assert nothing_is_shared(*both(pool, directories=directories))
 
 
