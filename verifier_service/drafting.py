@@ -473,7 +473,7 @@ class Drafting:
                 request.drafts = drafts
 
     def _takes(self, binding: Binding, drafts: ReadyDrafts) -> bool:
-        """Whether the drafts are what the request waits for."""
+        """Ends the request's wait; whether the drafts are what it waited for."""
         request = binding.request
         if len(drafts.tokens) > binding.asked_drafts:
             raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ def check_rendezvous_dir(directory: Path | None) -> None:
         return
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidArgumentError("rendezvous_dir", str(directory), "must be a directory that can be written to")
+    # Who can put another socket in the place of one learns the token, and meets the drafter instead of the verifier.
+    if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidArgumentError("rendezvous_dir", str(directory), "must be writable for its owner alone")
     if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
         raise InvalidArgumentError("rendezvous_dir", str(directory), f"must have at most {_MAX_DIRECTORY_BYTES} bytes")
 

@@ -105,8 +105,15 @@ def test_another_directory_shares_nothing(pool, directory):
 
 def test_a_directory_that_no_socket_can_be_in_is_named(tmp_path):
     long = tmp_path / ("d" * 64)
-    long.mkdir()
-    for directory, allowed in ((tmp_path / "none", "a directory that can be written to"), (long, "at most 64 bytes")):
+    long.mkdir(mode=0o700)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for directory, allowed in (
+        (tmp_path / "none", "a directory that can be written to"),
+        (shared, "writable for its owner alone"),
+        (long, "at most 64 bytes"),
+    ):
         with pytest.raises(InvalidArgumentError, match=f"rendezvous_dir = .*{allowed}"):
             check_rendezvous_dir(directory)
 
