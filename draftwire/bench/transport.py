@@ -36,7 +36,8 @@ from draftwire.carriers import (
     segment_bytes,
 )
 from draftwire.carriers.lane import MAX_MESSAGE_BYTES
-from draftwire.carriers.segment import SegmentError, create_segment
+from draftwire.carriers.segment import SegmentError
+from draftwire.carriers.segment_kinds import create_segment
 from draftwire.devices import make_current
 from draftwire.errors import BenchmarkError
 from draftwire.mailbox import Mailbox
@@ -168,10 +169,11 @@ def _measure_way(way: Way, connection: Connection, address: str, options: Transp
 
 def _why_not(carrier: pb.Carrier, num_bytes: int, device: torch.device) -> str:
     try:
-        _, fd = create_segment(carrier, segment_bytes(num_bytes), device)
+        _, fds = create_segment(carrier, segment_bytes(num_bytes), device)
     except SegmentError as error:
         return str(error)
-    os.close(fd)
+    for fd in fds:
+        os.close(fd)
     return "the two processes could not share it"
 
 

@@ -23,7 +23,8 @@ import torch
 from google.protobuf.message import DecodeError, Message
 
 from draftwire.carriers.lane import Lane
-from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError, attach_segment, create_segment
+from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError
+from draftwire.carriers.segment_kinds import attach_segment, create_segment
 from draftwire.devices import make_current
 from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import draft_pb2 as pb
@@ -34,6 +35,7 @@ TIMEOUT_S = 3.0
 _SOCKET_NAME = re.compile(r"draftwire-[0-9a-f]{32}")
 _TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 1024
+_MAX_FILES = 2  # of a segment
 # A socket's path has at most 107 bytes, of which its name takes 43.
 _MAX_DIRECTORY_BYTES = 64
 
@@ -190,24 +192,25 @@ def _offer(
         if carrier == pb.CARRIER_BYTES:
             break
         try:
-            segment, fd = create_segment(carrier, num_bytes, device)
+            segment, fds = create_segment(carrier, num_bytes, device)
         except SegmentError as error:
             logger.info("%s: %s", pb.Carrier.Name(carrier), error)
             continue
         try:
-            if _is_shared(connection, segment, fd):
+            if _is_shared(connection, segment, fds):
                 return segment
         finally:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
     _send(connection, pb.SegmentOffer(carrier=pb.CARRIER_BYTES))
     return None
 
 
-def _is_shared(connection: socket.socket, segment: Segment, fd: int) -> bool:
+def _is_shared(connection: socket.socket, segment: Segment, fds: Sequence[int]) -> bool:
     nonce = secrets.token_bytes(NONCE_BYTES)
     segment.write_nonce(nonce)
     offer = pb.SegmentOffer(carrier=segment.carrier, size=segment.size, nonce=nonce)
-    socket.send_fds(connection, [offer.SerializeToString()], [fd])
+    socket.send_fds(connection, [offer.SerializeToString()], fds)
     answer = pb.SegmentVerdict.FromString(connection.recv(_MAX_MESSAGE_BYTES))
     shared = answer.shared and segment.read_nonce() == _complement(nonce)
     if not shared:
@@ -220,7 +223,7 @@ def _attach(connection: socket.socket, carriers: Sequence[pb.Carrier], device: t
     """The sender's part: takes the first segment that is offered and that it can map."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
         try:
             offer = pb.SegmentOffer.FromString(data)
             if not data:
@@ -246,9 +249,9 @@ def _attach(connection: socket.socket, carriers: Sequence[pb.Carrier], device: t
 def _map(
     offer: pb.SegmentOffer, fds: Sequence[int], carriers: Sequence[pb.Carrier], device: torch.device
 ) -> Segment:
-    if offer.carrier not in carriers or len(fds) != 1:
-        raise SegmentError(f"carrier {offer.carrier} with {len(fds)} files: not allowed here")
-    segment = attach_segment(offer.carrier, fds[0], offer.size, device)
+    if offer.carrier not in carriers:
+        raise SegmentError(f"carrier {offer.carrier}: not allowed here")
+    segment = attach_segment(offer.carrier, fds, offer.size, device)
     if len(offer.nonce) != NONCE_BYTES or segment.read_nonce() != offer.nonce:
         raise SegmentError("the nonce is not in the memory")
     segment.write_nonce(_complement(offer.nonce))

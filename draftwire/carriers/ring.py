@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from draftwire.carriers.segment import ALIGNMENT
+from draftwire.carriers.segment import ALIGNMENT, MAX_SPANS
 from draftwire.errors import InvalidArgumentError
 
 
@@ -21,10 +21,10 @@ class Ring:
         self._spans: deque[tuple[int, int]] = deque()  # (generation, where its room begins), oldest first
 
     def allocate(self, num_bytes: int) -> tuple[int, int] | None:
-        """(generation, offset) of a new span; None when there is no room now."""
+        """(generation, offset) of a new span; None when there is no room now, or MAX_SPANS are in use."""
         room = ALIGNMENT + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            begin = self._find(room)
+            begin = self._find(room) if len(self._spans) < MAX_SPANS else None
             if begin is None:
                 return None
             self._generation += 1

@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from draftwire.carriers import (
     segment_bytes,
 )
 from draftwire.carriers import rendezvous as module
-from draftwire.carriers.segment import Segment, SegmentError, attach_segment, create_segment
+from draftwire.carriers.segment import Segment, SegmentError
+from draftwire.carriers.segment_kinds import attach_segment, create_segment
 from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import draft_pb2 as pb
 
@@ -147,9 +148,10 @@ def test_memory_that_cannot_be_mapped_leaves_bytes(pool, monkeypatch):
 
 def test_memory_that_is_not_the_same_is_not_shared(pool, monkeypatch):
     # The receiver's file was swapped on its way: sizes and seals fit, the nonce does not.
-    def attach_another(carrier: pb.Carrier, _: int, size: int, device: torch.device) -> Segment:
-        another, fd = create_segment(carrier, size, device)
-        os.close(fd)
+    def attach_another(carrier: pb.Carrier, _: Sequence[int], size: int, device: torch.device) -> Segment:
+        another, fds = create_segment(carrier, size, device)
+        for fd in fds:
+            os.close(fd)
         return another
 
     monkeypatch.setattr(module, "attach_segment", attach_another)
@@ -251,12 +253,12 @@ def test_memory_that_could_be_taken_away_is_not_mapped(name):
     make, size, text = UNSAFE[name]
     fd = make()
     with pytest.raises(SegmentError, match=text):
-        attach_segment(SHM, fd, size, CPU)
+        attach_segment(SHM, [fd], size, CPU)
     os.close(fd)
 
 
 def test_our_own_memory_cannot_be_cut():
-    segment, fd = create_segment(SHM, 8192, CPU)
+    segment, (fd,) = create_segment(SHM, 8192, CPU)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 4096)
     os.close(fd)

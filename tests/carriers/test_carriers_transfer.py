@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_driver import FakeDriver
 
 from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.carriers.segment import ALIGNMENT, Segment, create_segment
+from draftwire.carriers.cuda_segment import CudaSegment
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.carriers.segment import ALIGNMENT, MAX_SPANS, Segment
 from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import draft_pb2 as pb
 
@@ -17,16 +20,28 @@ CPU = torch.device("cpu")
 SIZE = 16 * 1024
 
 
-@pytest.fixture
-def segment() -> Segment:
-    made, fd = create_segment(pb.CARRIER_SHM, SIZE, CPU)
-    os.close(fd)
-    return made
+def host_segments() -> tuple[Segment, Segment]:
+    made, fds = HostSegment.create(SIZE, CPU)
+    attached = HostSegment.attach(fds, SIZE, CPU)
+    for fd in fds:
+        os.close(fd)
+    return attached, made
 
 
-@pytest.fixture
-def ends(segment: Segment) -> tuple[TensorSender, TensorReceiver]:
-    return TensorSender(CPU, segment), TensorReceiver(CPU, segment)
+def cuda_segments() -> tuple[Segment, Segment]:
+    driver = FakeDriver()
+    made, fds = CudaSegment.create(SIZE, CPU, driver)
+    attached = CudaSegment.attach(fds, SIZE, CPU, driver)
+    for fd in fds:
+        os.close(fd)
+    return attached, made
+
+
+@pytest.fixture(params=[host_segments, cuda_segments], ids=["shm", "cuda_ipc"])
+def ends(request: pytest.FixtureRequest) -> tuple[TensorSender, TensorReceiver]:
+    """Of two mappings of the same memory."""
+    attached, made = request.param()
+    return TensorSender(CPU, attached), TensorReceiver(CPU, made)
 
 
 def send(sender: TensorSender, tensor: torch.Tensor) -> pb.Tensor:
@@ -85,6 +100,23 @@ def test_what_has_no_room_goes_in_the_message_until_something_is_read(ends):
     assert send(sender, tensor).WhichOneof("storage") == "span"
 
 
+def test_no_more_spans_are_unread_than_there_are_stamps_for():
+    driver = FakeDriver()
+    segment, fds = CudaSegment.create(2 * MAX_SPANS * 2 * ALIGNMENT, CPU, driver)
+    for fd in fds:
+        os.close(fd)
+    sender, receiver = TensorSender(CPU, segment), TensorReceiver(CPU, segment)
+    sent = [torch.full((4,), i) for i in range(MAX_SPANS + 1)]
+    messages = [send(sender, tensor) for tensor in sent]
+    assert [message.WhichOneof("storage") for message in messages] == ["span"] * MAX_SPANS + ["data"]
+    for tensor, message in zip(sent, messages, strict=True):
+        assert torch.equal(take(receiver, message, tensor), tensor)
+    sender.release(receiver.generation_read, "features_read")
+    message = send(sender, sent[1])
+    assert message.WhichOneof("storage") == "span"
+    assert torch.equal(take(receiver, message, sent[1]), sent[1])
+
+
 def test_room_is_given_back_only_for_what_was_loaded_in_order(ends):
     sender, receiver = ends
     tensor = torch.randn(4)
@@ -109,7 +141,8 @@ def test_what_was_loaded_does_not_change_when_the_room_is_used_again(ends):
 
 def test_a_tensor_says_what_carries_it(ends):
     sender, receiver = ends
-    for size, carrier in ((100, pb.CARRIER_SHM), (SIZE // 4, pb.CARRIER_BYTES)):  # the second has no room
+    assert sender.carrier == receiver.carrier
+    for size, carrier in ((100, sender.carrier), (SIZE // 4, pb.CARRIER_BYTES)):  # the second has no room
         outgoing = sender.begin(torch.float32, (size,))
         outgoing.seal()
         outgoing.finish(message := pb.Tensor())
