@@ -1,8 +1,8 @@
 """Memory of a GPU that processes share, by the CUDA driver's virtual memory management.
 
-The driver counts who holds an allocation, so that it outlives the process that made it for as long as another has it
-mapped, and is free when all of them have ended, however they ended. `cudaIpcGetMemHandle`, which torch wraps in functions
-that are not public, leaves undefined what happens once the owner has freed what another has mapped.
+The driver counts who holds an allocation: it outlives the process that made it for as long as another has it mapped,
+and is free when all of them have ended, however they ended. `cudaIpcGetMemHandle`, which torch wraps in functions that
+are not public, leaves undefined what happens once the owner has freed what another has mapped.
 
 Source: CUDA Driver API, "Virtual Memory Management"; cuda.h.
 """

@@ -51,7 +51,7 @@ class CudaSegment(Segment):
         finalizer = weakref.finalize(self, _unmap, driver, address, mapped, device)
         finalizer.atexit = False
         self.memory = tensor_at(address, size, device)
-        self._stamps = stamps.memory.numpy()
+        self._stamps = stamps.mapping
 
     @classmethod
     def create(

@@ -27,14 +27,19 @@ class HostSegment(Segment):
     """Anonymous shared memory that can neither shrink nor grow; pinned where the process computes on a GPU.
 
     Sealed, because a process that reads past the end of a file that another has cut is killed.
+
+    Attributes
+    ----------
+    mapping
+        The memory as bytes.
     """
 
     carrier = pb.CARRIER_SHM
 
     def __init__(self, fd: int, size: int, device: torch.device) -> None:
         """Maps `size` bytes of the file; `device` is where tensors are copied from and to."""
-        self._mapping = mmap.mmap(fd, size)
-        self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.mapping = mmap.mmap(fd, size)
+        self.memory = torch.frombuffer(self.mapping, dtype=torch.uint8)
         if device.type == "cuda":
             self._pin(device)
 
@@ -77,16 +82,16 @@ class HostSegment(Segment):
             logger.warning("shared memory of %d bytes cannot be pinned (CUDA error %d)", self.size, int(status))
             _clear_cuda_error(device)
             return
-        finalizer = weakref.finalize(self, _unpin, self._mapping, address, device)
+        finalizer = weakref.finalize(self, _unpin, self.mapping, address, device)
         finalizer.atexit = False
 
     def stamp(self, offset: int, generation: int, num_bytes: int) -> None:
         """See `Segment.stamp`."""
-        _STAMP.pack_into(self._mapping, offset - ALIGNMENT, generation, num_bytes)
+        _STAMP.pack_into(self.mapping, offset - ALIGNMENT, generation, num_bytes)
 
     def is_stamped(self, offset: int, generation: int, num_bytes: int) -> bool:
         """See `Segment.is_stamped`."""
-        return _STAMP.unpack_from(self._mapping, offset - ALIGNMENT) == (generation, num_bytes)
+        return _STAMP.unpack_from(self.mapping, offset - ALIGNMENT) == (generation, num_bytes)
 
 
 def _unpin(_mapping: mmap.mmap, address: int, device: torch.device) -> None:

@@ -116,7 +116,7 @@ class Rendezvous:
                     incoming = _offer(connection, logits_carriers, logits_bytes, device)
                     stack.pop_all()
                     return SharedSegments(outgoing, incoming, Lane(connection))
-                except (OSError, DecodeError) as error:
+                except (OSError, DecodeError, SegmentError) as error:
                     logger.warning("nothing is shared with the drafter: %s", str(error) or type(error).__name__)
         return SharedSegments()
 
@@ -179,7 +179,7 @@ def meet(
             outgoing = _attach(connection, carriers, device)
             stack.pop_all()
             return SharedSegments(outgoing, incoming, Lane(connection))
-        except (OSError, DecodeError) as error:
+        except (OSError, DecodeError, SegmentError) as error:
             logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
             return SharedSegments()
 

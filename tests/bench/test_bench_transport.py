@@ -113,3 +113,5 @@ def test_tensors_of_gpus_arrive_as_they_were_sent(devices):
     found = {(row.carrier, row.message_by, row.num_bytes) for row in rows if row.median_us}
     assert {("bytes", "gRPC", 1 << 20), ("shm", "gRPC", 1 << 20), ("shm", "lane", 1 << 20)} <= found
     assert all(row.median_us or row.missing for row in rows)
+    if "cpu" not in devices:
+        assert ("cuda_ipc", "lane", 1 << 20) in found

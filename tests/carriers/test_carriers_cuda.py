@@ -1,4 +1,4 @@
-"""Shared memory of GPUs without a GPU: layouts, errors of the driver, who shares it, and peers that are not to be trusted."""
+"""Shared memory of GPUs, without a GPU: layouts, the driver's errors, who shares it, and peers that are not trusted."""
 
 from __future__ import annotations
 
@@ -209,7 +209,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def both(
-    pool: ThreadPoolExecutor, verifier: tuple[int, ...] = ALL, logits: tuple[int, ...] = ALL, drafter: tuple[int, ...] = ALL
+    pool: ThreadPoolExecutor,
+    verifier: tuple[int, ...] = ALL,
+    logits: tuple[int, ...] = ALL,
+    drafter: tuple[int, ...] = ALL,
 ) -> tuple[SharedSegments, SharedSegments]:
     """What verifier and drafter hold after they met."""
     with Rendezvous() as rendezvous:
@@ -235,7 +238,8 @@ def test_memory_of_gpus_is_preferred_where_both_can_map_it(pool, driver):
     assert not driver.mappings
 
 
-def test_each_direction_has_its_own(pool, driver):
+@pytest.mark.usefixtures("driver")
+def test_each_direction_has_its_own(pool):
     assert carriers(both(pool, logits=(SHM, BYTES))) == (CUDA_IPC, SHM)
 
 

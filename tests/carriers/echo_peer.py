@@ -1,0 +1,56 @@
+"""A drafter's part in a process of its own: takes tensors and sends each back with 1 added to every element.
+
+Arguments: the rendezvous (hexadecimal), the device, the size of a segment in bytes.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+
+import torch
+
+from draftwire.carriers import ALL_CARRIERS, TensorReceiver, TensorSender, meet
+from draftwire.v1 import draft_pb2 as pb
+
+DTYPE = torch.int32
+
+
+def send(sender: TensorSender, tensor: torch.Tensor, message: pb.Tensor) -> None:
+    """Copies a tensor to where it is sent from, and fills in the message."""
+    outgoing = sender.begin(tensor.dtype, tensor.shape)
+    outgoing.tensor.copy_(tensor, non_blocking=True)
+    outgoing.seal()
+    outgoing.finish(message)
+
+
+def take(receiver: TensorReceiver, message: pb.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor of a message, which has arrived on the device when this returns."""
+    tensor = receiver.claim(message, "tensor", DTYPE, (None,)).load()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return tensor
+
+
+def main() -> None:
+    rendezvous, device = pb.Rendezvous.FromString(bytes.fromhex(sys.argv[1])), torch.device(sys.argv[2])
+    shared = meet(rendezvous, ALL_CARRIERS, int(sys.argv[3]), device)
+    lane, receiver, sender = shared.lane, TensorReceiver(device, shared.incoming), TensorSender(device, shared.outgoing)
+    assert lane is not None
+    while True:
+        select.select([lane], [], [])
+        try:
+            messages = lane.receive()
+        except ConnectionError:
+            return
+        for message in messages:
+            step = pb.DraftStep.FromString(message)
+            sender.release(step.logits_read, "logits_read")
+            answer = pb.Drafts(step_id=step.step_id)
+            send(sender, take(receiver, step.features, device) + 1, answer.logits)
+            answer.features_read = receiver.generation_read
+            assert lane.send(answer.SerializeToString())
+
+
+if __name__ == "__main__":
+    main()

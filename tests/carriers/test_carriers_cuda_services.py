@@ -1,0 +1,101 @@
+"""Both services on GPUs: sharing memory of GPUs changes no token, and a killed drafter's memory is free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from services import DEMO, wait_for_drafter
+
+from draftwire import Client
+from draftwire.client import Completion
+from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.v1 import draft_pb2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+CUDA_IPC, BYTES = draft_pb2.CARRIER_CUDA_IPC, draft_pb2.CARRIER_BYTES
+LAST_GPU = f"cuda:{max(torch.cuda.device_count(), 1) - 1}"
+CONFIG = '{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": "dense"}'
+SIZES = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-tokens", "4096", "--max-num-seqs", "8")
+PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "class Stack:\n    def __init__(self):\n",
+)
+SLACK = 64 << 20
+PATIENCE_S = 60.0
+
+
+class Services:
+    """A drafter on the last GPU, and on the first one verifiers that share its memory or send bytes."""
+
+    def __init__(self, logs) -> None:
+        self.free_before = torch.cuda.mem_get_info(LAST_GPU)[0]
+        drafter = start_drafter(
+            DEMO / "head", DEMO / "target", "--device", LAST_GPU, *SIZES, log_path=logs / "drafter.log"
+        )
+        self.processes: list[ServiceProcess] = [drafter]
+        self.drafter = drafter
+
+        def start(carriers: str) -> ServiceProcess:
+            return start_verifier(
+                *(DEMO / "target", [drafter.address], "--device", "cuda:0", *SIZES, "--speculative-config", CONFIG),
+                *("--carriers", carriers, "--draft-deadline-ms", "off", "--no-adaptive-k"),
+                log_path=logs / f"verifier-{carriers}.log",
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            self.shared, self.plain = pool.map(start, ("auto", "bytes"))
+        self.processes += [self.shared, self.plain]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    made = Services(tmp_path_factory.mktemp("cuda-carriers-logs"))
+    yield made
+    made.stop()
+
+
+def run(client: Client) -> list[Completion]:
+    greedy = [client.complete(prompt, temperature=0, max_tokens=40) for prompt in PROMPTS]
+    sampled = [client.complete(prompt, temperature=0.8, seed=i, max_tokens=40) for i, prompt in enumerate(PROMPTS)]
+    return greedy + sampled
+
+
+def test_tokens_and_acceptance_are_those_of_features_in_messages(services):
+    results = {}
+    for process, carrier in ((services.shared, CUDA_IPC), (services.plain, BYTES)):
+        with Client(process.address) as client:
+            wait_for_drafter(client, services.drafter.address)
+            results[carrier] = run(client)
+            info = client.info()
+        (status,) = info.drafters
+        assert (status.features_carrier, status.logits_carrier) == (carrier, carrier)
+        traffic = info.counters.traffic
+        assert [entry.carrier for entry in traffic if entry.feature_bytes] == [carrier]
+        assert [entry.carrier for entry in traffic if entry.logits_bytes] == [carrier]
+    for shared, plain in zip(results[CUDA_IPC], results[BYTES], strict=True):
+        assert shared.token_ids == plain.token_ids
+        assert shared.statistics.accepted == plain.statistics.accepted
+        assert shared.statistics.drafted == plain.statistics.drafted
+    assert sum(sum(completion.statistics.accepted) for completion in results[CUDA_IPC]) > 50
+
+
+def test_requests_go_on_when_the_drafter_is_killed_and_its_memory_is_free(services):
+    with Client(services.shared.address) as client:
+        first = client.complete(PROMPTS[0], temperature=0, max_tokens=40)
+        services.drafter.kill()
+        assert client.complete(PROMPTS[0], temperature=0, max_tokens=40).token_ids == first.token_ids
+    if torch.cuda.device_count() > 1:  # else it is the verifiers' GPU too
+        end = time.monotonic() + PATIENCE_S
+        while torch.cuda.mem_get_info(LAST_GPU)[0] < services.free_before - SLACK:
+            assert time.monotonic() < end, "the killed drafter's GPU has memory that is not free"
+            time.sleep(0.1)
