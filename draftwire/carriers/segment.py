@@ -107,7 +107,8 @@ class Segment(ABC):
         try:
             self.memory[:NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self.memory.device)
             if self.memory.is_cuda:
-                torch.cuda.synchronize(self.memory.device)
+                # Not the device: another thread may be capturing a graph.
+                torch.cuda.current_stream(self.memory.device).synchronize()
         except RuntimeError as error:
             raise SegmentError(f"the memory cannot be written: {error}") from error
 
