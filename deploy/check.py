@@ -47,6 +47,11 @@ PROMPTS = [
 OUTPUT_TOKENS = 200
 NUM_CLIENTS = 4
 TIMEOUT_S = 300.0
+# By authority: the names in each certificate.
+CERTIFICATES = {
+    "ca": {"verifier": ["127.0.0.1"], "client": ["client"]},
+    "drafter-ca": {"drafter": ["drafter", "127.0.0.1"], "drafter-client": ["drafter-client"]},
+}
 # What each container must print: its user, no capability, and that a folder which is open to all refuses writes.
 INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
 INSPECTED = ["10001", "0000000000000000", "read-only"]
@@ -56,7 +61,7 @@ class Stack:
     """The compose project."""
 
     def __init__(self, directory: Path | None) -> None:
-        """With a directory as `_write_secrets` leaves it, the services run with TLS and tokens."""
+        """With a directory of secrets (`_write_secrets`) the services run with TLS and tokens."""
         self._command = _compose_command()
         self._files = [HERE / "docker-compose.yml"]
         # A busy machine has all the time that it needs to end its requests.
@@ -68,8 +73,8 @@ class Stack:
             self._environment["SECRETS"] = str(directory)
             self.security = ClientSecurity(
                 ca=directory / "ca.pem",
-                certificate=directory / "verifier.pem",
-                key=directory / "verifier.key",
+                certificate=directory / "client.pem",
+                key=directory / "client.key",
                 token_file=directory / "tokens",
             )
 
@@ -248,13 +253,14 @@ def _build(arguments: Sequence[str]) -> None:
 
 
 def _write_secrets(directory: Path) -> Path:
-    """What deploy/tls.yml asks for, readable by the containers' user."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(directory / "ca.pem"))
-    for name, hosts in (("drafter", ["drafter", "127.0.0.1"]), ("verifier", ["127.0.0.1"])):
-        issued = authority.issue_cert(*hosts)
-        (directory / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-        issued.private_key_pem.write_to_path(str(directory / f"{name}.key"))
+    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
+    for authority, certificates in CERTIFICATES.items():
+        issuer = trustme.CA()
+        issuer.cert_pem.write_to_path(str(directory / f"{authority}.pem"))
+        for name, hosts in certificates.items():
+            issued = issuer.issue_cert(*hosts)
+            (directory / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+            issued.private_key_pem.write_to_path(str(directory / f"{name}.key"))
     (directory / "tokens").write_text(secrets.token_urlsafe() + "\n")
     directory.chmod(0o755)
     for file in directory.iterdir():

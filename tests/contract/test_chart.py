@@ -109,7 +109,8 @@ def test_all_options_together_render_every_kind():
 def test_selectors_match_the_pods_of_their_service_alone(manifests):
     labels = {name: pod["metadata"]["labels"].items() for name, pod in pods(manifests).items()}
     assert labels.keys() == COMMANDS.keys()
-    for kind in ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"):
+    monitors = ["PodMonitor"] if of_kind(manifests, "PodMonitor") else []
+    for kind in ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *monitors):
         found = of_kind(manifests, kind)
         assert found.keys() == labels.keys()
         for name, manifest in found.items():
@@ -179,23 +180,40 @@ def test_plain_text_is_asked_for_and_never_beside_tls():
             assert bool(read["tls_cert"] and read["tls_key"] and read["tls_client_ca"]) != is_plain
 
 
+def secrets_of(manifests: list[dict], name: str) -> dict[str, str]:
+    """Secrets that a service's pods mount, by the name of the volume."""
+    volumes = pods(manifests)[name]["spec"]["volumes"]
+    return {volume["name"]: volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+
+
+def test_drafters_trust_an_authority_of_their_own():
+    manifests = render({"tls": {"clientCertificates": True}})
+    drafter, verifier = (service_options(manifests, name) for name in ("drafter", "verifier"))
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(pods(manifests)["verifier"])["volumeMounts"]}
+    shown = [verifier[f"drafter_tls_{file}"] for file in ("ca", "cert", "key")]
+    assert {str(file.parent) for file in shown} == {mounts["drafter-tls"]}
+    assert str(verifier["tls_client_ca"].parent) == str(verifier["tls_cert"].parent) == mounts["tls"]
+    assert str(drafter["tls_client_ca"].parent) == mounts["tls"]
+    names = [*secrets_of(manifests, "drafter").values(), *secrets_of(manifests, "verifier").values()]
+    assert len(names) == len(set(names))
+
+
 def test_metrics_are_scraped_as_they_are_served():
     for enabled in (True, False):
         values = {"tls": {"enabled": enabled}, "metrics": {"podMonitor": {"enabled": True}}}
         manifests = render(values)
-        (monitor,) = (manifest for manifest in manifests if manifest["kind"] == "PodMonitor")
-        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        assert all((service_options(manifests, name)["tls_cert"] is not None) == enabled for name in COMMANDS)
-        assert endpoint.get("scheme", "http") == ("https" if enabled else "http")
-        assert ("tlsConfig" in endpoint) == enabled
-        if enabled:
-            (mounted,) = (
-                volume["secret"]["secretName"]
-                for volume in pods(manifests)["verifier"]["spec"]["volumes"]
-                if volume["name"] == "tls"
-            )
-            tls = endpoint["tlsConfig"]
-            assert {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]} == {mounted}
+        monitors = of_kind(manifests, "PodMonitor")
+        assert monitors.keys() == COMMANDS.keys()
+        for name, monitor in monitors.items():
+            (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+            assert (service_options(manifests, name)["tls_cert"] is not None) == enabled
+            assert endpoint.get("scheme", "http") == ("https" if enabled else "http")
+            assert ("tlsConfig" in endpoint) == enabled
+            if enabled:
+                tls = endpoint["tlsConfig"]
+                shown = {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]}
+                # What verifiers show drafters, and their own certificate at their own port.
+                assert shown == {secrets_of(manifests, "verifier")[{"drafter": "drafter-tls", "verifier": "tls"}[name]]}
 
 
 def test_pods_are_locked_down(manifests):

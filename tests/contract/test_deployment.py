@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import images
 import pytest
-import yaml
+from deployment import DEPLOY, ROOT, arguments, read, services
 
 from draftwire.cli.health import health
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
 METRIC_SOURCES = ("verifier_service/metrics.py", "verifier_service/request_metrics.py", "drafter_service/metrics.py")
 
 
@@ -37,9 +33,7 @@ def test_the_dashboard_is_what_its_generator_writes():
 
 
 EXPORTED = set(re.findall(r'"(draftwire_\w+)"', "".join((ROOT / path).read_text() for path in METRIC_SOURCES)))
-ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
-
-
+ALERTS = read("prometheus/alerts.yml")["groups"][0]["rules"]
 PROMTOOL = (
     "check config prometheus.yml",
     "check config --syntax-only prometheus-tls.yml",
@@ -79,64 +73,54 @@ def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should
 
 
 def test_prometheus_scrapes_the_same_with_tls_and_files_that_it_has():
-    plain, tls = (
-        yaml.safe_load((DEPLOY / "prometheus" / f"{name}.yml").read_text()) for name in ("prometheus", "prometheus-tls")
-    )
-    secrets = yaml.safe_load((DEPLOY / "monitoring-tls.yml").read_text())["services"]["prometheus"]["secrets"]
+    plain, tls = read("prometheus/prometheus.yml"), read("prometheus/prometheus-tls.yml")
+    files = set()
     for job in tls["scrape_configs"]:
         assert job.pop("scheme") == "https"
-        files = {value for key, value in job.pop("tls_config").items() if key.endswith("_file")}
-        assert files == {f"/run/secrets/{secret}" for secret in secrets}
+        files |= {value for key, value in job.pop("tls_config").items() if key.endswith("_file")}
+    assert files == {f"/run/secrets/{secret}" for secret in services("monitoring-tls")["prometheus"]["secrets"]}
     assert tls == plain
 
 
 @pytest.mark.parametrize("name", ["gpu", "tls", "monitoring", "monitoring-tls"])
 def test_overlays_name_services_of_the_compose_file(name):
-    base = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
-    overlay = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())
-    assert {"drafter", "verifier"} <= base["services"].keys()
+    assert {"drafter", "verifier"} <= services("docker-compose").keys()
     own = {"monitoring": {"prometheus", "grafana"}, "monitoring-tls": {"prometheus"}}
-    assert overlay["services"].keys() == own.get(name, {"drafter", "verifier"})
-
-
-def arguments(command: str) -> list[str]:
-    """A command of a compose file, with the defaults of its variables."""
-    return shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command))
+    assert services(name).keys() == own.get(name, {"drafter", "verifier"})
 
 
 @pytest.mark.parametrize("name", ["docker-compose", "tls"])
 def test_services_understand_their_commands(name):
-    services = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())["services"]
     for service in ("drafter", "verifier"):
-        read = images.service_options(service, arguments(services[service]["command"]))
-        assert read["insecure"] == (read["tls_cert"] is None)
-        assert read["metrics_listen"].endswith(":9090")
-        files = {str(value) for key, value in read.items() if value and ("tls" in key or key == "token_file")}
-        assert files == {f"/run/secrets/{secret}" for secret in services[service].get("secrets", [])}
+        described = services(name)[service]
+        options = images.service_options(service, arguments(described["command"]))
+        assert options["insecure"] == (options["tls_cert"] is None)
+        assert options["metrics_listen"].endswith(":9090")
+        files = {str(value) for key, value in options.items() if value and ("tls" in key or key == "token_file")}
+        assert files == {f"/run/secrets/{secret}" for secret in described.get("secrets", [])}
 
 
 @pytest.mark.parametrize("name", ["docker-compose", "monitoring"])
 def test_plain_text_is_published_on_loopback_alone(name):
-    services = yaml.safe_load((DEPLOY / f"{name}.yml").read_text())["services"]
-    published = [port for service in services.values() for port in service.get("ports", [])]
+    published = [port for service in services(name).values() for port in service.get("ports", [])]
     assert published
     assert all(port.startswith("127.0.0.1:") for text in published for port in arguments(text))
 
 
 def test_health_checks_ask_the_port_that_is_served():
-    services = yaml.safe_load((DEPLOY / "tls.yml").read_text())["services"]
-    for name, service in services.items():
+    for name, service in services("tls").items():
         marker, program, command, *given = service["healthcheck"]["test"]
         assert (marker, program, command) == ("CMD", "draftwire", "health")
-        read = images.options(health, given)
+        asked = images.options(health, given)
         served = images.service_options(name, arguments(service["command"]))
-        assert read["server"].split(":")[1] == served["listen"].split(":")[1]
-        assert (read["tls_cert"], read["tls_key"]) == (served["tls_cert"], served["tls_key"])
+        assert asked["server"].split(":")[1] == served["listen"].split(":")[1]
+        files = ("tls_cert", "tls_key")
+        assert [asked[file] for file in files] == [served[file] for file in files]
+        assert asked["tls_ca"] == served["tls_client_ca"]
 
 
 def test_containers_are_stopped_after_their_drain():
-    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
-    for name, service in services.items():
+    for name, service in services("docker-compose").items():
         (grace,) = arguments(service["stop_grace_period"])
-        read = images.service_options(name, arguments(service["command"]))
-        assert float(grace.removesuffix("s")) >= read["drain_timeout"] + 5
+        options = images.service_options(name, arguments(service["command"]))
+        assert float(grace.removesuffix("s")) >= options["drain_timeout"] + 5

@@ -19,9 +19,9 @@
 {{- end }}
 {{ include "draftwire.serverArgs" . }}
 {{- if .Values.tls.enabled }}
-- --drafter-tls-ca=/run/tls/ca.crt
-- --drafter-tls-cert=/run/tls/tls.crt
-- --drafter-tls-key=/run/tls/tls.key
+- --drafter-tls-ca=/run/drafter-tls/ca.crt
+- --drafter-tls-cert=/run/drafter-tls/tls.crt
+- --drafter-tls-key=/run/drafter-tls/tls.key
 {{- if .Values.tls.clientCertificates }}
 - --tls-client-ca=/run/tls/ca.crt
 {{- end }}

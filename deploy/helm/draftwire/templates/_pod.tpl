@@ -114,6 +114,11 @@ spec:
         - name: tls
           mountPath: /run/tls
           readOnly: true
+        {{- if eq .name "verifier" }}
+        - name: drafter-tls
+          mountPath: /run/drafter-tls
+          readOnly: true
+        {{- end }}
         {{- end }}
         {{- if $tokens }}
         - name: tokens
@@ -139,6 +144,12 @@ spec:
       secret:
         secretName: {{ index .root.Values.tls (printf "%sSecret" .name) }}
         defaultMode: 0440
+    {{- if eq .name "verifier" }}
+    - name: drafter-tls
+      secret:
+        secretName: {{ .root.Values.tls.drafterClientSecret }}
+        defaultMode: 0440
+    {{- end }}
     {{- end }}
     {{- if $tokens }}
     - name: tokens
