@@ -9,19 +9,21 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import deployment
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from services import DEMO, PATIENCE_S, wait_for_drafter
+from services import DEMO, PATIENCE_S, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client
 from draftwire.errors import RequestError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.security import ClientSecurity, open_channel
+from draftwire.v1 import generate_pb2 as pb
 
 pytestmark = pytest.mark.xdist_group("security")
 
@@ -68,26 +70,37 @@ def command(service: str, secrets: Path) -> list[str]:
     return [*given, "--device", "cpu", "--log-level", "debug"]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def make_secrets(directory: Path) -> Path:
+    """What the walk-through of docs/deploy.md leaves in deploy/secrets."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which docs/deploy.md makes certificates with, is not on the PATH")
-    directory = tmp_path_factory.mktemp("walk-through")
+    directory.mkdir()
     subprocess.run(["bash", "-euc", deployment.walk_through("Secrets")], cwd=directory, check=True, capture_output=True)
-    secrets = directory / "deploy" / "secrets"
-    with (
-        start_drafter(
-            DEMO / "head", DEMO / "target", *command("drafter", secrets),
-            security=peer(secrets, "drafter-ca", "drafter-client"),
-        ) as drafter,
-        start_verifier(
-            DEMO / "target", [], *command("verifier", secrets), "--drafters", drafter.address,
-            "--draft-deadline-ms", "off", security=peer(secrets, "ca", "client"),
-        ) as verifier,
-    ):  # fmt: skip
-        with Client(verifier.address, peer(secrets, "ca", "client", secrets / "tokens")) as client:
-            wait_for_drafter(client, drafter.address)
-        yield Stack(secrets, drafter, verifier)
+    return directory / "deploy" / "secrets"
+
+
+def start_the_drafter(secrets: Path, *options: str) -> ServiceProcess:
+    security = peer(secrets, "drafter-ca", "drafter-client")
+    return start_drafter(DEMO / "head", DEMO / "target", *command("drafter", secrets), *options, security=security)
+
+
+@contextmanager
+def running(secrets: Path) -> Iterator[Stack]:
+    """Both services, connected."""
+    with start_the_drafter(secrets) as drafter:
+        options = ["--drafters", drafter.address, "--draft-deadline-ms", "off"]
+        security = peer(secrets, "ca", "client", secrets / "tokens")
+        given = [*command("verifier", secrets), *options]
+        with start_verifier(DEMO / "target", [], *given, security=security) as verifier:
+            with Client(verifier.address, security) as client:
+                wait_for_drafter(client, drafter.address)
+            yield Stack(secrets, drafter, verifier)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(make_secrets(tmp_path_factory.mktemp("security") / "first")) as stack:
+        yield stack
 
 
 def is_let_in(address: str, security: ClientSecurity) -> bool:
@@ -100,6 +113,14 @@ def is_let_in(address: str, security: ClientSecurity) -> bool:
                 raise
             return False
     return True
+
+
+def is_scraped(url: str, security: ClientSecurity) -> bool:
+    """Whether the page of metrics is shown."""
+    try:
+        return "\ndraftwire_" in scrape(url, security.ca, security.certificate, security.key)
+    except (urllib.error.URLError, ConnectionError, ssl.SSLError):
+        return False
 
 
 def scrape(url: str, ca: Path, certificate: Path | None = None, key: Path | None = None) -> str:
@@ -122,12 +143,7 @@ def test_a_port_lets_in_the_certificates_of_its_own_authority_alone(stack, servi
     authority, names = LETS_IN[service]
     security = stack.security(authority, certificate)
     assert is_let_in(stack.services[service].address, security) == (certificate in names)
-    page = stack.pages()[service]
-    if certificate in names:
-        assert "\ndraftwire_" in scrape(page, security.ca, security.certificate, security.key)
-    else:
-        with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
-            scrape(page, security.ca, security.certificate, security.key)
+    assert is_scraped(stack.pages()[service], security) == (certificate in names)
 
 
 def test_neither_service_is_taken_for_the_other(stack):
@@ -149,3 +165,63 @@ def test_a_client_needs_a_token_beside_its_certificate(stack):
             else:
                 with pytest.raises(RequestError, match="UNAUTHENTICATED"):
                     client.info()
+
+
+def write(secrets: Path, *sources: Path) -> None:
+    """Writes into the files of a directory, as compose's mounts need it, what those of `sources` hold together."""
+    for name in {source.name for source in sources}:
+        (secrets / name).write_bytes(b"".join(source.read_bytes() for source in sources if source.name == name))
+
+
+def authorities(secrets: Path) -> list[Path]:
+    return [secrets / "ca.pem", secrets / "drafter-ca.pem"]
+
+
+def certificates(secrets: Path) -> list[Path]:
+    return [secrets / f"{name}{end}" for name in CERTIFICATES for end in (".pem", ".key")]
+
+
+def test_authorities_and_certificates_are_replaced_while_the_services_run(tmp_path):
+    old, new = make_secrets(tmp_path / "old"), make_secrets(tmp_path / "new")
+    served = tmp_path / "served"
+    shutil.copytree(old, served)
+    with running(served) as stack:
+        pages, peers = stack.pages(), {"verifier": ("ca", "client"), "drafter": ("drafter-ca", "drafter-client")}
+
+        def let_in(shown: Path, trusted: Path) -> set[str]:
+            """Where somebody with a certificate of one directory, who trusts the authorities of another, is let in."""
+            found = set()
+            for name, (authority, certificate) in peers.items():
+                security = replace(peer(shown, authority, certificate), ca=trusted / f"{authority}.pem")
+                found |= {name} if is_let_in(stack.services[name].address, security) else set()
+                found |= {f"{name}'s metrics"} if is_scraped(pages[name], security) else set()
+            return found
+
+        every = {"drafter", "drafter's metrics", "verifier", "verifier's metrics"}
+        assert (let_in(old, old), let_in(new, old)) == (every, set())
+        write(served, *authorities(old), *authorities(new))
+        assert (let_in(old, old), let_in(new, old)) == (every, every)
+        write(served, *certificates(new))
+        assert (let_in(old, new), let_in(new, new), let_in(new, old)) == (every, every, set())
+        write(served, *authorities(new))
+        assert (let_in(old, new), let_in(new, new)) == (set(), every)
+        with Client(stack.verifier.address, stack.security("ca", "client")) as client:
+            done = client.complete("import os\n", temperature=0.0, max_tokens=24, ignore_eos=True)
+        assert sum(done.statistics.drafted) > 0
+
+
+def test_a_verifier_comes_back_to_a_drafter_with_the_files_of_that_moment(tmp_path):
+    served, new = make_secrets(tmp_path / "served"), make_secrets(tmp_path / "new")
+    with running(served) as stack, Client(stack.verifier.address, stack.security("ca", "client")) as client:
+        stack.drafter.kill()
+        wait_for_drafter(client, stack.drafter.address, pb.DRAFTER_STATE_CONNECTING)
+        # It has no file of before, and the verifier is not restarted.
+        with start_the_drafter(new, "--listen", stack.drafter.address):
+            files = [new / name for name in ("drafter-ca.pem", "drafter-client.pem", "drafter-client.key")]
+            write(served, *files[1:])
+            wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in stack.verifier.log_text(), "the drafter is not trusted")
+            assert drafter_status(client, stack.drafter.address).state == pb.DRAFTER_STATE_CONNECTING
+            write(served, files[0])
+            wait_for_drafter(client, stack.drafter.address)
+            done = client.complete("import os\n", temperature=0.0, max_tokens=24, ignore_eos=True)
+            assert sum(done.statistics.drafted) > 0
