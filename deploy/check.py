@@ -4,8 +4,9 @@
     python deploy/check.py --tls           with deploy/tls.yml, and certificates and tokens made for it
 
 Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
-verifiers share two drafters, and one verifier is taken away while it works. Every request must succeed, and every
-output must be what it was before, without drafts. Exits with status 1 otherwise.
+verifiers share two drafters, and one verifier is taken away while it works; with TLS, authorities and certificates are
+replaced at last. Every request must succeed, and every output must be what it was before, without drafts. Exits with
+status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -57,26 +58,56 @@ INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/fi
 INSPECTED = ["10001", "0000000000000000", "read-only"]
 
 
+class Secrets:
+    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._authorities = {name: trustme.CA() for name in CERTIFICATES}
+        self.trust(self)
+        self.issue(self)
+        (directory / "tokens").write_text(secrets.token_urlsafe() + "\n")
+        directory.chmod(0o755)
+        for file in directory.iterdir():
+            file.chmod(0o644)
+
+    @property
+    def client(self) -> ClientSecurity:
+        """How a client shows who it is."""
+        names = ("ca.pem", "client.pem", "client.key", "tokens")
+        ca, certificate, key, tokens = (self.directory / name for name in names)
+        return ClientSecurity(ca=ca, certificate=certificate, key=key, token_file=tokens)
+
+    def trust(self, *all_trusted: Secrets) -> None:
+        """Writes the authorities of those that are trusted; like `issue` into the files, which compose has mounted."""
+        for name in CERTIFICATES:
+            pems = [trusted._authorities[name].cert_pem.bytes() for trusted in all_trusted]
+            (self.directory / f"{name}.pem").write_bytes(b"".join(pems))
+
+    def issue(self, issuer: Secrets) -> None:
+        """Writes certificates of the issuer's authorities."""
+        for authority, certificates in CERTIFICATES.items():
+            for name, hosts in certificates.items():
+                issued = issuer._authorities[authority].issue_cert(*hosts)
+                (self.directory / f"{name}.pem").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+                (self.directory / f"{name}.key").write_bytes(issued.private_key_pem.bytes())
+
+
 class Stack:
     """The compose project."""
 
-    def __init__(self, directory: Path | None) -> None:
-        """With a directory of secrets (`_write_secrets`) the services run with TLS and tokens."""
+    def __init__(self, given: Secrets | None) -> None:
+        """With secrets the services run with TLS and tokens."""
         self._command = _compose_command()
         self._files = [HERE / "docker-compose.yml"]
         # A busy machine has all the time that it needs to end its requests.
         drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
         self._environment = {**os.environ, **drain, "VERIFIER_PORTS": PORTS}
         self.security = LOOPBACK
-        if directory is not None:
+        if given is not None:
             self._files.append(HERE / "tls.yml")
-            self._environment["SECRETS"] = str(directory)
-            self.security = ClientSecurity(
-                ca=directory / "ca.pem",
-                certificate=directory / "client.pem",
-                key=directory / "client.key",
-                token_file=directory / "tokens",
-            )
+            self._environment["SECRETS"] = str(given.directory)
+            self.security = given.client
 
     def compose(self, *arguments: str) -> str:
         """Runs compose and returns its output, which is in the error when it fails."""
@@ -180,8 +211,9 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
     """Runs the check and prints a line for each stage."""
     if build:
         _build(shlex.split(build_args))
-    with tempfile.TemporaryDirectory() as directory:
-        stack = Stack(_write_secrets(Path(directory)) if tls else None)
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as other:
+        given = Secrets(Path(directory)) if tls else None
+        stack = Stack(given)
         with _running(stack):
             _inspect(stack)
             if tls:
@@ -190,6 +222,9 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
             load = Load(stack.security, _expected(stack))
             asyncio.run(_scale_drafters(stack, load, requests))
             asyncio.run(_scale_verifiers(stack, load, requests))
+            if given is not None:
+                asyncio.run(_renew(stack, load, requests, given, Secrets(Path(other))))
+                _inspect(stack)
     click.echo(f"{load.requests} requests, {len(load.problems)} problems, {load.accepted} of {load.drafted} accepted")
     for problem in load.problems:
         click.echo(problem)
@@ -227,6 +262,30 @@ async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
             await asyncio.to_thread(stack.scale, 2, 1)
 
 
+async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: Secrets) -> None:
+    """Replaces both authorities and all certificates, in the order of docs/deploy.md, and then the drafters."""
+    async with load.running(stack.servers()):
+        with load.stage("new authorities beside the old ones"):
+            given.trust(given, new)
+            await load.wait_for(requests)
+        with load.stage("new certificates"):
+            given.issue(new)
+            await load.wait_for(requests)
+        with load.stage("the old authorities gone, both drafters replaced") as remarks:
+            given.trust(new)
+            for drafters in (0, 2):
+                await asyncio.to_thread(stack.scale, drafters)
+                settled_s = await asyncio.to_thread(_wait_for_drafters, stack, drafters)
+            remarks.append(f"2 ready after {settled_s:.1f} s")
+            await load.wait_for(requests)
+    async with load.running(stack.servers()):
+        with load.stage("clients that connect now"):
+            await load.wait_for(requests)
+    new.issue(given)
+    with Client(stack.servers()[0], new.client) as client:
+        _expect_refusal(client, "UNAVAILABLE", "a client with a certificate of before")
+
+
 @contextmanager
 def _running(stack: Stack) -> Iterator[None]:
     """The stack with one drafter; torn down at the end."""
@@ -250,22 +309,6 @@ def _build(arguments: Sequence[str]) -> None:
         names = ["--target", service, "--tag", f"draftwire-{service}"]
         given = [*names, "--file", str(HERE / "Dockerfile"), *variables, *arguments]
         _run(["docker", "build", *given, str(HERE.parent)], environment)
-
-
-def _write_secrets(directory: Path) -> Path:
-    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
-    for authority, certificates in CERTIFICATES.items():
-        issuer = trustme.CA()
-        issuer.cert_pem.write_to_path(str(directory / f"{authority}.pem"))
-        for name, hosts in certificates.items():
-            issued = issuer.issue_cert(*hosts)
-            (directory / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-            issued.private_key_pem.write_to_path(str(directory / f"{name}.key"))
-    (directory / "tokens").write_text(secrets.token_urlsafe() + "\n")
-    directory.chmod(0o755)
-    for file in directory.iterdir():
-        file.chmod(0o644)
-    return directory
 
 
 def _inspect(stack: Stack) -> None:
@@ -295,14 +338,18 @@ def _health(container: str) -> str:
 def _check_refusal(stack: Stack) -> None:
     """A client without the token is refused."""
     with Client(stack.servers()[0], replace(stack.security, token_file=None)) as client:
-        try:
-            client.info()
-        except RequestError as error:
-            if error.status == "UNAUTHENTICATED":
-                click.echo("a client without a token: refused")
-                return
+        _expect_refusal(client, "UNAUTHENTICATED", "a client without a token")
+
+
+def _expect_refusal(client: Client, status: str, who: str) -> None:
+    try:
+        client.info()
+    except RequestError as error:
+        if error.status != status:
             raise
-    raise click.ClickException("a client without a token was let in")
+    else:
+        raise click.ClickException(f"{who} was let in")
+    click.echo(f"{who}: refused")
 
 
 def _expected(stack: Stack) -> list[list[int]]:
