@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -16,6 +18,14 @@ DEPLOY = ROOT / "deploy"
 def read(path: str) -> Any:
     """A YAML file of deploy/."""
     return yaml.safe_load((DEPLOY / path).read_text())
+
+
+def script(path: str) -> ModuleType:
+    """A script of deploy/, loaded without being run."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, DEPLOY / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def services(name: str) -> dict[str, Any]:

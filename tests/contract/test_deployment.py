@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 
+import click
 import images
 import pytest
-from deployment import DEPLOY, ROOT, arguments, read, services
+from deployment import DEPLOY, ROOT, arguments, read, script, services
 
 from draftwire.cli.health import health
 
 METRIC_SOURCES = ("verifier_service/metrics.py", "verifier_service/request_metrics.py", "drafter_service/metrics.py")
-
-
-def load_generator():
-    spec = importlib.util.spec_from_file_location("make_dashboard", DEPLOY / "grafana" / "make_dashboard.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GENERATOR = load_generator()
+GENERATOR, CHECK = script("grafana/make_dashboard.py"), script("check.py")
+BOTH, OVERLAYS = ("drafter", "verifier"), ("gpu", "tls")
 
 
 def test_the_dashboard_is_what_its_generator_writes():
@@ -78,20 +70,78 @@ def test_prometheus_scrapes_the_same_with_tls_and_files_that_it_has():
     for job in tls["scrape_configs"]:
         assert job.pop("scheme") == "https"
         files |= {value for key, value in job.pop("tls_config").items() if key.endswith("_file")}
-    assert files == {f"/run/secrets/{secret}" for secret in services("monitoring-tls")["prometheus"]["secrets"]}
+    assert files == {f"/run/secrets/{secret}" for secret in services("tls")["prometheus"]["secrets"]}
     assert tls == plain
 
 
-@pytest.mark.parametrize("name", ["gpu", "tls", "monitoring", "monitoring-tls"])
-def test_overlays_name_services_of_the_compose_file(name):
-    assert {"drafter", "verifier"} <= services("docker-compose").keys()
-    own = {"monitoring": {"prometheus", "grafana"}, "monitoring-tls": {"prometheus"}}
-    assert services(name).keys() == own.get(name, {"drafter", "verifier"})
+def compose_command() -> list[str]:
+    """How compose is called here, by the check of the containers."""
+    try:
+        return CHECK._compose_command()
+    except (click.ClickException, FileNotFoundError) as error:
+        pytest.skip(f"compose files are validated by compose itself: {error}")
+
+
+@pytest.mark.parametrize("profiles", [[], ["--profile", "monitoring"]], ids=["", "monitoring"])
+@pytest.mark.parametrize("overlays", [[], ["gpu"], ["tls"], ["gpu", "tls"]], ids="+".join)
+def test_compose_takes_its_files(overlays, profiles, tmp_path):
+    files = [part for name in ["docker-compose", *overlays] for part in ("-f", str(DEPLOY / f"{name}.yml"))]
+    command = [*compose_command(), "--project-directory", str(DEPLOY), *files, *profiles, "config", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_both_services_start_without_a_profile_and_monitoring_with_its_own():
+    profiles = {name: service.get("profiles", []) for name, service in services("docker-compose").items()}
+    assert profiles == {"drafter": [], "verifier": [], "prometheus": ["monitoring"], "grafana": ["monitoring"]}
+    assert all(services(name).keys() <= profiles.keys() for name in OVERLAYS)
+
+
+def test_containers_are_locked_down():
+    for name in BOTH:
+        service = services("docker-compose")[name]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service
+    # The user of the image; an overlay gives no rights back.
+    assert images.USER >= 10000
+    for name in ("docker-compose", *OVERLAYS):
+        assert all("user" not in service for service in services(name).values())
+    given_back = {"read_only", "cap_drop", "cap_add", "security_opt", "privileged"}
+    assert not any(given_back & service.keys() for name in OVERLAYS for service in services(name).values())
+
+
+def test_each_service_has_a_gpu_of_its_own_and_the_ipc_of_the_host():
+    taken = []
+    for service in services("gpu").values():
+        assert service["ipc"] == "host"
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        taken += [arguments(number)[0] for number in device["device_ids"]]
+    assert sorted(taken) == ["0", "1"]
+    assert services("gpu").keys() == set(BOTH)
+
+
+@pytest.mark.parametrize("name", ["docker-compose", "gpu", "tls"])
+def test_secrets_are_files_and_neither_arguments_nor_environment(name):
+    for service in services(name).values():
+        settings = {**service.get("environment", {}), **service.get("build", {}).get("args", {})}
+        assert not [key for key in settings if re.search("TOKEN|SECRET|PASSWORD|KEY|CERT", key)]
+        for option, value in zip(given := arguments(service.get("command", "")), given[1:], strict=False):
+            if re.search("^--.*(token-file|key|cert|ca)$", option):
+                assert value.startswith("/run/secrets/")
+
+
+def test_the_check_makes_the_secrets_that_compose_asks_for(tmp_path):
+    CHECK.Secrets(tmp_path)
+    clients = {"client.pem", "client.key"}
+    assert {file.name for file in tmp_path.iterdir()} == read("tls.yml")["secrets"].keys() | clients
 
 
 @pytest.mark.parametrize("name", ["docker-compose", "tls"])
 def test_services_understand_their_commands(name):
-    for service in ("drafter", "verifier"):
+    for service in BOTH:
         described = services(name)[service]
         options = images.service_options(service, arguments(described["command"]))
         assert options["insecure"] == (options["tls_cert"] is None)
@@ -100,15 +150,15 @@ def test_services_understand_their_commands(name):
         assert files == {f"/run/secrets/{secret}" for secret in described.get("secrets", [])}
 
 
-@pytest.mark.parametrize("name", ["docker-compose", "monitoring"])
-def test_plain_text_is_published_on_loopback_alone(name):
-    published = [port for service in services(name).values() for port in service.get("ports", [])]
-    assert published
+def test_plain_text_is_published_on_loopback_alone():
+    published = [port for service in services("docker-compose").values() for port in service.get("ports", [])]
+    assert len(published) == 3
     assert all(port.startswith("127.0.0.1:") for text in published for port in arguments(text))
 
 
 def test_health_checks_ask_the_port_that_is_served():
-    for name, service in services("tls").items():
+    for name in BOTH:
+        service = services("tls")[name]
         marker, program, command, *given = service["healthcheck"]["test"]
         assert (marker, program, command) == ("CMD", "draftwire", "health")
         asked = images.options(health, given)
@@ -120,7 +170,8 @@ def test_health_checks_ask_the_port_that_is_served():
 
 
 def test_containers_are_stopped_after_their_drain():
-    for name, service in services("docker-compose").items():
+    for name in BOTH:
+        service = services("docker-compose")[name]
         (grace,) = arguments(service["stop_grace_period"])
         options = images.service_options(name, arguments(service["command"]))
         assert float(grace.removesuffix("s")) >= options["drain_timeout"] + 5
