@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import deployment
 import images
 import kubernetes_validate
 import pytest
@@ -25,7 +26,10 @@ PLAIN = {"tls": {"enabled": False}, "tokens": {"secret": ""}, "metrics": {"enabl
 FULL = {
     "models": {"hostPath": "/srv/models"},
     "tls": {"clientCertificates": True},
-    "metrics": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "metrics": {
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    },
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
         "metrics": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
@@ -92,8 +96,8 @@ def test_helm_finds_nothing_to_warn_of():
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_are_valid(manifests, version):
-    # The one custom resource comes with Prometheus Operator.
-    own = [manifest for manifest in manifests if manifest["kind"] != "PodMonitor"]
+    # The custom resources come with Prometheus Operator.
+    own = [manifest for manifest in manifests if manifest["apiVersion"] != "monitoring.coreos.com/v1"]
     for manifest in own:
         kubernetes_validate.validate(manifest, version, strict=True)
     kinds = {manifest["kind"] for manifest in own}
@@ -103,6 +107,7 @@ def test_manifests_are_valid(manifests, version):
 def test_all_options_together_render_every_kind():
     assert {manifest["kind"] for manifest in render(FULL)} == {
         "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "HorizontalPodAutoscaler", "PodMonitor",
+        "PrometheusRule",
     }  # fmt: skip
 
 
@@ -214,6 +219,19 @@ def test_metrics_are_scraped_as_they_are_served():
                 shown = {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]}
                 # What verifiers show drafters, and their own certificate at their own port.
                 assert shown == {secrets_of(manifests, "verifier")[{"drafter": "drafter-tls", "verifier": "tls"}[name]]}
+
+
+def test_alerts_look_for_the_jobs_that_pods_are_scraped_as():
+    manifests = render(FULL)
+    (rule,) = (manifest for manifest in manifests if manifest["kind"] == "PrometheusRule")
+    assert rule["spec"] == deployment.read("prometheus/alerts.yml")
+    asked = set(re.findall(r'\bjob="(\w+)"', str(rule["spec"])))
+    scraped = {
+        pods(manifests)[name]["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+        for name, monitor in of_kind(manifests, "PodMonitor").items()
+    }
+    compose = {job["job_name"] for job in deployment.read("prometheus/prometheus.yml")["scrape_configs"]}
+    assert asked == scraped == compose
 
 
 def test_pods_are_locked_down(manifests):
