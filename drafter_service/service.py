@@ -176,7 +176,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         if self._drain_timeout_s is not None:
             raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
         if self._num_sessions >= self._max_sessions:
-            raise QueueFullError(f"{self._num_sessions} sessions are open, the most that this drafter takes")
+            raise QueueFullError(f"max_sessions = {self._max_sessions}: that many verifiers are connected already")
         self._num_sessions += 1
         try:
             shared = await self._share(request.hello, terms)

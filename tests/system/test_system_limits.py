@@ -1,0 +1,150 @@
+"""Limits of processes as their operator has set them: who goes past one is told which, and nobody else notices."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from services import Continuation, crowd, drafted_share, drafter_status, wait_for, wait_for_drafter
+
+from draftwire import Client
+from draftwire.client import Completion
+from draftwire.errors import DraftwireError
+from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.version import PROTOCOL_VERSION
+from draftwire.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from draftwire_kernels import NOISE_VERSION
+from models import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
+
+pytestmark = pytest.mark.xdist_group("limits")
+
+MAX_NUM_SEQS = 2
+MAX_MODEL_LEN = 100
+GREEDY = {"temperature": 0, "max_tokens": 48}
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A drafter with room for one verifier and two sequences, and that verifier, whose context is short."""
+
+    target: Path
+    drafter: ServiceProcess
+    verifier: ServiceProcess
+    client: Client
+    greedy: list[Continuation]
+
+    def generate(self, client: Client) -> list[Completion]:
+        """Completions of the prompts whose greedy continuations are known, many at once; they are checked."""
+        done = crowd(client, [(one.prompt, GREEDY) for one in self.greedy])
+        assert [list(one.token_ids) for one in done] == [one.tokens for one in self.greedy]
+        return done
+
+
+@pytest.fixture(scope="module")
+def limited(shelf, references, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
+    target, head, logs = shelf.target("llama"), shelf.head("llama", "good"), tmp_path_factory.mktemp("logs")
+    few = ("--max-sessions", "1", "--max-num-seqs", str(MAX_NUM_SEQS))
+    options = ("--device", "cpu", "--max-model-len", str(MAX_MODEL_LEN), "--draft-deadline-ms", "off")
+    with (
+        start_drafter(head, target, "--device", "cpu", *few, log_path=logs / "drafter.log") as drafter,
+        start_verifier(
+            target, [drafter.address], *options, "--metrics-listen", "127.0.0.1:0", log_path=logs / "verifier.log"
+        ) as verifier,
+        Client(verifier.address) as client,
+    ):
+        wait_for_drafter(client, drafter.address)
+        yield Limited(target, drafter, verifier, client, references("llama").continuations)
+
+
+def refusal(call: grpc.Call) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return caught.value.code(), caught.value.details()
+
+
+def hello(max_sequences: int) -> draft_pb2.DraftRequest:
+    return draft_pb2.DraftRequest(
+        hello=draft_pb2.VerifierHello(
+            protocol_version=PROTOCOL_VERSION,
+            noise_version=NOISE_VERSION,
+            verifier="another",
+            target=draft_pb2.TargetSpec(
+                name="t", vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS, max_model_len=64
+            ),
+            features=draft_pb2.FeatureSpec(layers=(2, 3, 4), width=3 * HIDDEN_SIZE, dtype=draft_pb2.DTYPE_FLOAT32),
+            speculative_config=config_pb2.SpeculativeConfig(num_speculative_tokens=4),
+            max_sequences=max_sequences,
+            carriers=[draft_pb2.CARRIER_BYTES],
+        )
+    )
+
+
+def test_sequences_past_those_of_the_drafter_go_without_drafts(limited):
+    assert len(limited.greedy) > MAX_NUM_SEQS
+    assert 0 < drafted_share(limited.generate(limited.client)) < 0.9
+    url = re.search(r"metrics on (http://\S+)", limited.verifier.log_text())[1]
+    with urllib.request.urlopen(url, timeout=20) as response:
+        page = response.read().decode()
+    counted = re.search(r'^draftwire_fallback_tokens_total\{cause="at_capacity"\} (\S+)$', page, re.MULTILINE)
+    assert float(counted[1]) > 0
+
+
+def test_a_verifier_is_told_the_limits_of_the_drafter(limited):
+    with grpc.insecure_channel(limited.drafter.address) as channel:
+        draft = draft_pb2_grpc.DraftingStub(channel).Draft
+        code, text = refusal(draft(iter([hello(MAX_NUM_SEQS + 1)])))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
+        assert f"max_sequences: the verifier has {MAX_NUM_SEQS + 1}, the drafter allows 1 to {MAX_NUM_SEQS}" in text
+        code, text = refusal(draft(iter([hello(MAX_NUM_SEQS)])))
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert text == "max_sessions = 1: that many verifiers are connected already"
+    limited.generate(limited.client)
+
+
+def test_a_message_past_the_limit_is_refused_unread_while_others_are_served(limited):
+    refused = []
+    for service, method, most in (
+        (limited.verifier, "/draftwire.v1.Generation/Generate", MAX_REQUEST_BYTES),
+        (limited.drafter, "/draftwire.v1.Drafting/Draft", MAX_MESSAGE_BYTES),
+    ):
+        running = limited.client.generate(limited.greedy[0].prompt, **GREEDY)
+        output = list(next(running).token_ids)
+        with grpc.insecure_channel(service.address, [("grpc.max_send_message_length", -1)]) as channel:
+            refused.append(refusal(channel.stream_stream(method)(iter([bytes(most + 1)]))))
+        output += [token for response in running for token in response.token_ids]
+        assert output == limited.greedy[0].tokens
+        assert refused[-1][0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"message larger than max ({most + 1} vs. {most})" in refused[-1][1]
+    assert drafter_status(limited.client, limited.drafter.address).state == pb.DRAFTER_STATE_READY
+
+
+@pytest.mark.parametrize(
+    "prompt", [[5] * MAX_MODEL_LEN, "word " * MAX_MODEL_LEN, "word " * 100_000], ids=["ids", "text", "long text"]
+)
+def test_a_prompt_past_the_context_is_told_how_long_one_may_be(limited, prompt):
+    with pytest.raises(DraftwireError, match=rf"prompt = \d+ (tokens|bytes): allowed range \[1, {MAX_MODEL_LEN - 1}\]"):
+        limited.client.complete(prompt)
+    limited.generate(limited.client)
+
+
+def test_a_second_verifier_serves_without_drafts_until_the_drafter_has_room(limited, tmp_path):
+    options = ("--device", "cpu", "--draft-deadline-ms", "off")
+    address = limited.drafter.address
+    with (
+        start_verifier(limited.target, [address], *options, log_path=tmp_path / "second.log") as second,
+        Client(second.address) as client,
+    ):
+        told = "max_sessions = 1: that many verifiers are connected already"
+        wait_for(lambda: told in drafter_status(client, address).detail, "the drafter has no room")
+        assert drafted_share(limited.generate(client)) == 0
+        assert drafter_status(limited.client, address).state == pb.DRAFTER_STATE_READY
+        limited.verifier.stop()  # last of the tests
+        wait_for_drafter(client, address)
+        assert drafted_share(limited.generate(client)) > 0
