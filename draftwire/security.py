@@ -65,11 +65,13 @@ class ServerSecurity:
         InvalidArgumentError
             When it would be plain text outside of loopback without having been asked for.
         ServerError
-            When a file cannot be read.
+            When a file cannot be read or is not what it should be.
         """
         if self.certificate is None or self.key is None:
             _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
             return None
+        # Read once beforehand: of files that are wrong gRPC says that the port cannot be bound.
+        _RenewedContext(self.certificate, self.key, self.client_ca)
         files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
         watched = _Watched(files)
         return grpc.dynamic_ssl_server_credentials(

@@ -224,6 +224,16 @@ def test_half_a_pair_of_files_is_refused(tmp_path):
         ServerSecurity(client_ca=tmp_path)
 
 
+def test_files_that_are_wrong_or_do_not_belong_together_are_named(authority, tmp_path):
+    (certificate, key), (_, foreign) = authority.issue("localhost"), authority.issue("elsewhere")
+    damaged = tmp_path / "damaged.pem"
+    damaged.write_text("a secret that stays one\n")
+    for files in ((certificate, foreign), (certificate, damaged), (damaged, key), (certificate, key, damaged)):
+        with pytest.raises(ServerError, match=r"tls_cert = .*\.pem', or a file beside it: ") as error:
+            ServerSecurity(*files).credentials("127.0.0.1:1")
+        assert "secret" not in str(error.value)
+
+
 def test_a_missing_file_is_named(tmp_path):
     missing = tmp_path / "none.pem"
     with pytest.raises(ServerError, match=r"none\.pem cannot be read: No such file"):

@@ -16,14 +16,17 @@ from pathlib import Path
 import deployment
 import grpc
 import pytest
+from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services import DEMO, PATIENCE_S, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client
-from draftwire.errors import RequestError
+from draftwire.cli.main import main
+from draftwire.errors import InvalidArgumentError, RequestError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.security import ClientSecurity, open_channel
 from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1 import generate_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.xdist_group("security")
 
@@ -165,6 +168,45 @@ def test_a_client_needs_a_token_beside_its_certificate(stack):
             else:
                 with pytest.raises(RequestError, match="UNAUTHENTICATED"):
                     client.info()
+
+
+def test_no_secret_is_in_a_log_a_command_line_an_environment_or_an_error(stack, tmp_path):
+    """Both services log at the level debug."""
+    wrong, absent = tmp_path / "wrong", None
+    wrong.write_text("a-token-that-is-not-known\n")
+    shown = []
+    for token_file in (wrong, absent):
+        security = replace(stack.security("ca", "client"), token_file=token_file)
+        with Client(stack.verifier.address, security) as client:
+            for call in (client.info, lambda: client.complete("import os\n")):
+                with pytest.raises(RequestError, match="UNAUTHENTICATED") as error:
+                    call()
+                shown.append(str(error.value))
+        options = ["--tls-ca", security.ca, "--tls-cert", security.certificate, "--tls-key", security.key]
+        options += ["--token-file", token_file] if token_file else []
+        told = CliRunner().invoke(main, ["status", "--server", stack.verifier.address, *map(str, options)])
+        assert (told.exit_code, "UNAUTHENTICATED" in told.output) == (1, True)
+        shown.append(told.output)
+    token = (stack.secrets / "tokens").read_text().strip()
+    with open_channel(stack.verifier.address, stack.security("ca", "client"), ()) as channel:
+        for scheme in ("Basic ", "Bearer  ", ""):
+            call = pb_grpc.GenerationStub(channel).GetVerifierInfo
+            with pytest.raises(grpc.RpcError) as error:
+                call(pb.GetVerifierInfoRequest(), metadata=[("authorization", scheme + token)], timeout=PATIENCE_S)
+            shown.append(str(error.value))
+    with Client(stack.verifier.address, stack.security("ca", "client")) as client:
+        assert client.complete("import os\n", max_tokens=2).token_ids
+        with pytest.raises(InvalidArgumentError) as error:
+            client.complete("import os\n", logit_bias={2**31 - 1: 1.0})
+        shown.append(str(error.value))
+    for service in stack.services.values():
+        shown += [Path(f"/proc/{service.pid}/{file}").read_text() for file in ("cmdline", "environ")]
+        shown.append(service.log_text())
+    assert all("DEBUG" in service.log_text() for service in stack.services.values())
+    keys = [line for file in stack.secrets.glob("*.key") for line in file.read_text().splitlines()]
+    assert len(keys) > 3 * len(CERTIFICATES)
+    for secret in (token, wrong.read_text().strip(), *keys):
+        assert not [text for text in shown if secret in text]
 
 
 def write(secrets: Path, *sources: Path) -> None:
