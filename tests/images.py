@@ -16,6 +16,11 @@ USER = int(re.search(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)[1])
 COMMANDS = {"drafter": drafter, "verifier": verifier}
 
 
+def build_argument(name: str) -> str:
+    """What a build argument is by default."""
+    return re.search(rf'^ARG {name}="?([^"\n]*)"?$', DOCKERFILE, re.MULTILINE)[1]
+
+
 def service_options(name: str, arguments: list[str]) -> dict:
     """What the service reads from arguments that follow the image's own; it refuses unknown ones."""
     stage = re.search(rf"^FROM service AS {name}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)

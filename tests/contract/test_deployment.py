@@ -112,6 +112,16 @@ def test_containers_are_locked_down():
     assert not any(given_back & service.keys() for name in OVERLAYS for service in services(name).values())
 
 
+def test_images_are_built_for_cpus_unless_for_gpus():
+    assert images.build_argument("PIP_ARGS").endswith("/whl/cpu")
+    for name in BOTH:
+        given = services("docker-compose")[name]["build"]["args"]
+        assert {key: arguments(value) for key, value in given.items()} == {
+            key: images.build_argument(key).split() for key in ("BASE_IMAGE", "PIP_ARGS", "APT_PACKAGES")
+        }
+        assert arguments(services("gpu")[name]["build"]["args"]["PIP_ARGS"]) == []
+
+
 def test_each_service_has_a_gpu_of_its_own_and_the_ipc_of_the_host():
     taken = []
     for service in services("gpu").values():
