@@ -14,6 +14,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from draftwire.errors import ServerError
@@ -66,7 +67,7 @@ def serving_metrics(
         server = _Server(host.strip("[]"), port, tls_context)
     except OSError as error:
         raise ServerError(f"metrics_listen = {listen!r}: cannot be bound: {error.strerror or error}") from error
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(_forgiving(make_wsgi_app(registry)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     logger.info("metrics on %s://%s:%d/metrics", "https" if tls_context else "http", host, server.server_port)
@@ -76,6 +77,19 @@ def serving_metrics(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _forgiving(app: Any) -> Any:
+    """The application, which by itself fails at an Accept header that it cannot read; it counts as none."""
+
+    def forgiving(environ: dict[str, Any], start_response: Any) -> Any:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):
+            del environ["HTTP_ACCEPT"]
+        return app(environ, start_response)
+
+    return forgiving
 
 
 class _Handler(WSGIRequestHandler):

@@ -61,6 +61,15 @@ def test_the_collectors_and_the_process_are_shown_while_it_serves():
         scrape(port)
 
 
+@pytest.mark.parametrize("accepted", ["application/openmetrics-text; version=\xe9", "text/plain;version=1.x.0"])
+def test_an_accept_header_that_cannot_be_read_counts_as_none(accepted, capfd):
+    with serving_metrics("127.0.0.1:0", [Answer()], PLAIN) as port:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accepted})
+        with urllib.request.urlopen(request, timeout=5) as response:
+            assert "\nanswer 42.0\n" in response.read().decode()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_no_address_serves_nothing():
     with serving_metrics(None, [Answer()], PLAIN) as port:
         assert port is None

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import torch
 from fuzz_carriers import CARRIERS, CPU, LyingRendezvous, lie_about_span, scribble, share
-from fuzz_noise import hostile_connection, hostile_message
+from fuzz_noise import hostile_connection, hostile_message, hostile_scrape
 from fuzz_requests import hostile_request
 from fuzz_requests import seeds as request_seeds
 from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
@@ -92,11 +92,15 @@ async def read_all(call: Any, most: int = 3) -> str:
 
 
 async def connection(world: World, rng: Random) -> Outcomes:
-    """One TCP connection with bytes that are wrong somewhere."""
+    """One TCP connection with bytes that are wrong somewhere, to a service or to its metrics."""
     name = rng.choice(("drafter", "verifier"))
-    path, messages, _ = rng.choice(METHODS[name])
-    data = hostile_connection(rng, path, rng.choice(messages) if rng.random() < 0.5 else hostile_message(rng, messages))
-    host, _, port = world.processes[name].address.rpartition(":")
+    if rng.random() < 0.2:
+        data, address, name = hostile_scrape(rng), world.metrics[name], f"{name}'s metrics"
+    else:
+        path, messages, _ = rng.choice(METHODS[name])
+        message = rng.choice(messages) if rng.random() < 0.5 else hostile_message(rng, messages)
+        data, address = hostile_connection(rng, path, message), world.processes[name].address
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     got = b""
     try:

@@ -9,6 +9,13 @@ from random import Random
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 1, 4
+# What the port of metrics is asked in order.
+SCRAPES = (
+    b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text; version=1.0.0,text/plain;q=0.5\r\n\r\n",
+    b"GET /metrics?name[]=draftwire_requests_running HTTP/1.0\r\nAccept-Encoding: gzip\r\n\r\n",
+    b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nabcd",
+    b"OPTIONS /favicon.ico HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
+)
 OTHER_PROTOCOLS = (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 99)
 # Numbers at which lengths, ids and counters go wrong.
 EDGES = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**24 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
@@ -147,6 +154,21 @@ def hostile_connection(rng: Random, path: str, message: bytes) -> bytes:
     elif kind == 6:
         call[1] = frame(HEADERS, END_HEADERS, 1, mutated(rng, header_block(path)))
     return PREFACE + b"".join(call)
+
+
+def hostile_scrape(rng: Random) -> bytes:
+    """All that a client sends to the port of metrics: noise, another protocol, or HTTP that is wrong somewhere."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        return rng.randbytes(rng.choice((1, 9, 100, 5000)))
+    if kind == 1:
+        return rng.choice((PREFACE + frame(SETTINGS, 0, 0, b""), *OTHER_PROTOCOLS))
+    if kind == 2:
+        return b"GET /metrics?name[]=" + b"a" * rng.choice((1000, 70_000)) + b" HTTP/1.1\r\n\r\n"
+    if kind == 3:
+        headers = b"".join(b"X-%d: %d\r\n" % (number, number) for number in range(rng.choice((9, 300))))
+        return b"GET /metrics HTTP/1.1\r\n" + headers + b"\r\n"
+    return mutated(rng, rng.choice(SCRAPES))
 
 
 def _hostile_frame(rng: Random) -> bytes:

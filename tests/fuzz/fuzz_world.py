@@ -6,8 +6,9 @@ import asyncio
 import re
 import sys
 import time
+import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,9 @@ TOP_N = 8
 MARKER_STEPS = 6
 # Growth that is none: caches of the allocator, and connections that are being closed.
 MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
+# A run of so many samples is judged by the rise of a line through the second half of them, too, when caches are full.
+LEAST_SAMPLES = 24
+MAX_RISE = 24 << 20
 IMPATIENT = Path(__file__).with_name("impatient.py")
 
 
@@ -56,7 +60,7 @@ class FindingError(AssertionError):
 class Resources:
     """What a process holds."""
 
-    memory: int  # resident bytes
+    memory: int  # resident bytes of its own: what is shared comes and goes with the peers
     files: int
     threads: int
 
@@ -66,7 +70,7 @@ class Resources:
         status = Path(f"/proc/{pid}/status").read_text()
         values = dict(line.split(":", 1) for line in status.splitlines())
         files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        return cls(int(values["VmRSS"].split()[0]) * 1024, files, int(values["Threads"]))
+        return cls(int(values["RssAnon"].split()[0]) * 1024, files, int(values["Threads"]))
 
     def excess(self, base: Resources) -> str:
         """What has grown since `base`; empty if nothing has."""
@@ -76,6 +80,13 @@ class Resources:
             if getattr(self, name) > getattr(base, name) + most
         ]
         return ", ".join(grown)
+
+
+def rise(memory: Sequence[int]) -> int:
+    """By how much a line through the second half of the samples rises."""
+    late = memory[len(memory) // 2 :]
+    slope = np.polyfit(range(len(late)), late, 1)[0]
+    return int(slope * (len(late) - 1))
 
 
 @dataclass
@@ -88,9 +99,11 @@ class World:
     wrong_answers: deque[Plan]
     to_drafter: grpc.aio.Channel
     to_verifier: grpc.aio.Channel
+    metrics: dict[str, str]  # addresses, by name
     markers: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)
     base: dict[str, Resources] = field(default_factory=dict)
     log_read: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def processes(self) -> dict[str, ServiceProcess]:
@@ -130,6 +143,10 @@ class World:
             self.recite(0), self.recite(1), self.recite(2), self.check_markers(1), self.check_markers(2)
         )
         await pb_grpc.GenerationStub(self.to_verifier).GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=PATIENCE_S)
+        for name, address in self.metrics.items():
+            page = await asyncio.to_thread(_page, f"http://{address}/metrics")
+            if "\ndraftwire_" not in page:
+                raise FindingError(f"the metrics of the {name} are {page!r}")
 
     async def check_resources(self) -> None:
         """Waits until both hold no more than at the beginning; see `check`."""
@@ -140,6 +157,14 @@ class World:
                 if time.monotonic() > deadline:
                     raise FindingError(f"the {name} has grown: {excess}")
                 await asyncio.sleep(0.2)
+            self.memory.setdefault(name, []).append(Resources.of(process.pid).memory)
+
+    def check_memory(self) -> None:
+        """Neither needs more and more; see `check`."""
+        for name, samples in self.memory.items():
+            if len(samples) >= LEAST_SAMPLES and rise(samples) > MAX_RISE:
+                sizes = ", ".join(str(sample >> 20) for sample in samples)
+                raise FindingError(f"the memory of the {name} rises, MiB: {sizes}")
 
     async def recite(self, which: int, length: int = 24) -> None:
         """A client whose answer is known: how a sentence that the target has by heart goes on, and nobody else's."""
@@ -190,6 +215,11 @@ class World:
         return answers
 
 
+def _page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+        return response.read().decode()
+
+
 @asynccontextmanager
 async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterator[World]:
     """Both services; the verifier takes draft logits, `top_n` of each draft or all (0)."""
@@ -197,13 +227,14 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
     wrong_answers: deque[Plan] = deque()
     fakes = [FakeDrafter(top_n, wrong_answers, is_direct=number % 2 == 1) for number in range(NUM_FAKES)]
     servers = [await fake.start() for fake in fakes]
+    common = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0")
     drafter = await asyncio.to_thread(
-        start_drafter, head, target, "--device", "cpu", log_path=logs / "drafter.log", timeout_s=START_S
+        start_drafter, head, target, *common, log_path=logs / "drafter.log", timeout_s=START_S
     )
     logits = f'{{"top_n": {top_n}}}' if top_n else '"dense"'
     config = f'{{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": {logits}}}'
     addresses = ",".join([drafter.address, *(fake.address for fake in fakes)])
-    options = ["--target", str(target), "--drafters", addresses, "--listen", "127.0.0.1:0", "--device", "cpu"]
+    options = ["--target", str(target), "--drafters", addresses, "--listen", "127.0.0.1:0", *common]
     options += ["--speculative-config", config, "--draft-deadline-ms", "1000", "--no-adaptive-k"]
     make_verifier: Callable[..., Awaitable[ServiceProcess]] = asyncio.to_thread
     verifier = await make_verifier(
@@ -215,7 +246,10 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
             grpc.aio.insecure_channel(drafter.address, options=channel_options) as to_drafter,
             grpc.aio.insecure_channel(verifier.address, options=channel_options) as to_verifier,
         ):
-            yield World(drafter, verifier, fakes, wrong_answers, to_drafter, to_verifier)
+            told = re.compile(r"metrics on http://(\S+)/metrics")
+            processes = {"drafter": drafter, "verifier": verifier}
+            metrics = {name: told.search(process.log_text())[1] for name, process in processes.items()}
+            yield World(drafter, verifier, fakes, wrong_answers, to_drafter, to_verifier, metrics)
     finally:
         verifier.kill()
         drafter.kill()

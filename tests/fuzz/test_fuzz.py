@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 from fuzz_cases import KINDS, Outcomes
-from fuzz_world import PATIENCE_S, TOP_N, FindingError, Resources, World, opened_world
+from fuzz_world import LEAST_SAMPLES, MAX_RISE, PATIENCE_S, TOP_N, FindingError, Resources, World, opened_world, rise
 
 from models import ModelShelf, session_shelf
 
@@ -112,6 +112,14 @@ class Campaign:
         return "\n".join(lines)
 
 
+def test_memory_that_has_levelled_off_does_not_rise_and_a_leak_does() -> None:
+    noise = [(number * 7919 % 13 - 6) << 20 for number in range(LEAST_SAMPLES)]
+    warming = [min(number, LEAST_SAMPLES // 3) << 23 for number in range(LEAST_SAMPLES)]
+    leaking = [number * (MAX_RISE // 8) for number in range(LEAST_SAMPLES)]
+    assert abs(rise([one + other for one, other in zip(noise, warming, strict=True)])) < MAX_RISE
+    assert rise([one + other for one, other in zip(noise, leaking, strict=True)]) > MAX_RISE
+
+
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
     return session_shelf(tmp_path_factory)
@@ -131,5 +139,6 @@ def test_hostile_input_harms_nobody(top_n: int, shelf: ModelShelf, tmp_path: Pat
                 await campaign.run()
             tell(campaign.report(before, time.monotonic() - began))
             campaign.check()
+            world.check_memory()
 
     asyncio.run(play())
