@@ -36,8 +36,9 @@ TOP_N = 8
 MARKER_STEPS = 6
 # Growth that is none: caches of the allocator, and connections that are being closed.
 MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
-# A run of so many samples is judged by the rise of a line through the second half of them, too, when caches are full.
-LEAST_SAMPLES = 24
+# A run of so many samples, one each 400 cases, is judged by the rise of a line through the second half of them, too: by
+# then caches are full, and the 20 MiB by which a verifier goes up and down weigh little.
+LEAST_SAMPLES = 100
 MAX_RISE = 24 << 20
 IMPATIENT = Path(__file__).with_name("impatient.py")
 
