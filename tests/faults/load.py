@@ -28,6 +28,8 @@ BASELINE_ROUNDS = 3
 # The project's plan: acceptance is back within this share of what it was, within so long of the fault's end.
 TOLERANCE = 0.05
 RECOVERY_S = 10.0
+# Rounds in a row that are within it: one alone may be luck.
+RECOVERED_ROUNDS = 3
 # How long a test waits for what must come.
 PATIENCE_S = 90.0
 
@@ -56,7 +58,7 @@ class FaultRecord:
     before: float = 0.0  # accepted drafts per verify step
     during: float = 0.0
     after: float = 0.0
-    recovery_s: float = 0.0
+    recovery_s: float = 0.0  # from the fault's end to the begin of the first round that is good, as are those after it
     refutation: float = 0.0  # chi-square of the sampled outputs over its threshold
 
 
@@ -150,8 +152,22 @@ class Load:
     def _since(self, begin: float) -> list[Round]:
         return [one for one in list(self.rounds) if one.began >= begin]
 
-    def _recovered(self, ended: float, wanted: float) -> Round | None:
-        return next((one for one in self._since(ended) if one.acceptance >= wanted), None)
+    def measure(self) -> float:
+        """Acceptance of rounds that begin after now."""
+        return _mean_acceptance(self.wait_for_rounds(BASELINE_ROUNDS))
+
+    def wait_until_recovered(self, before: float, ended: float) -> Sequence[Round]:
+        """Waits for the acceptance `before` a fault that ended at the monotonic time `ended`.
+
+        It is back once RECOVERED_ROUNDS rounds in a row, begun after the end, are each within TOLERANCE of it; the last
+        of them, hence all, must begin within RECOVERY_S of the end.
+        """
+        wanted = (1 - TOLERANCE) * before
+        self.wait_for(lambda: bool(first_good(self._since(ended), wanted)), f"acceptance of {before:.2f} is back")
+        recovered = first_good(self._since(ended), wanted)
+        last_s = recovered[-1].began - ended
+        assert last_s <= RECOVERY_S, f"acceptance of {before:.2f} is back after {last_s:.1f} s alone"
+        return recovered
 
     @contextlib.contextmanager
     def fault(self, name: str, *, during_below: float | None = None) -> Iterator[FaultRecord]:
@@ -163,31 +179,35 @@ class Load:
             Share of the acceptance before that the fault must bring it below: proof that it was one.
         """
         record = FaultRecord(name)
-        baseline = self.wait_for_rounds(BASELINE_ROUNDS)
-        record.before = _mean_acceptance(baseline)
+        record.before = self.measure()
         assert record.before > 0.5, "hardly a draft is accepted without any fault"
         began, first = time.monotonic(), self.num_requests
         yield record
         ended = time.monotonic()
-        wanted = (1 - TOLERANCE) * record.before
-        self.wait_for(lambda: self._recovered(ended, wanted) is not None, f"acceptance of {record.before:.2f} is back")
+        recovered = self.wait_until_recovered(record.before, ended)
         self.wait_for(lambda: len(self._samples_since(began)) >= ENOUGH_SAMPLES, "enough sampled outputs")
-        recovered = self._recovered(ended, wanted)
-        assert recovered is not None
-        record.recovery_s = recovered.began - ended
-        record.after = recovered.acceptance
+        record.recovery_s = recovered[0].began - ended
+        record.after = _mean_acceptance(recovered)
         during = [one for one in self._since(began) if one.began < ended]
         record.during = _mean_acceptance(during) if during else record.before
         record.requests, record.failures = self.num_requests - first, len(self.failures)
         record.refutation = self.law.refutation(self._samples_since(began), Sampling())
         assert record.failures == 0, self.failures[:3]
         assert record.refutation < 1, record
-        assert record.recovery_s <= RECOVERY_S, record
         if during_below is not None:
             assert record.during < during_below * record.before, record
 
     def _samples_since(self, begin: float) -> list[tuple[int, ...]]:
         return [tokens for started, tokens in list(self.samples) if started >= begin]
+
+
+def first_good(rounds: Sequence[Round], wanted: float) -> Sequence[Round]:
+    """The first RECOVERED_ROUNDS in a row with that acceptance or more; none while there are not so many."""
+    for first in range(len(rounds) - RECOVERED_ROUNDS + 1):
+        some = rounds[first : first + RECOVERED_ROUNDS]
+        if all(one.acceptance >= wanted for one in some):
+            return some
+    return []
 
 
 def _mean_acceptance(rounds: Sequence[Round]) -> float:

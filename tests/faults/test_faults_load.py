@@ -10,7 +10,7 @@ import torch
 from exact_law import Law, Sampling
 from exact_pair import VOCAB, Pair
 from exact_services import serve_verifier
-from load import ENOUGH_SAMPLES, Load
+from load import ENOUGH_SAMPLES, Load, Round, first_good
 from services import Reference, wait_for
 
 from verifier_service.target import load_target
@@ -41,3 +41,10 @@ def test_samples_follow_their_own_law_and_refute_another(verifier: str, referenc
     assert not load.failures
     assert law.refutation(drawn, Sampling()) < 1
     assert law.refutation(drawn, Sampling(temperature=0.8)) > 1
+
+
+def test_a_good_round_between_bad_ones_is_no_recovery() -> None:
+    rounds = [Round(float(began), accepted, verify_steps=10) for began, accepted in enumerate([9, 2, 9, 9, 2, 9, 9])]
+    assert not first_good(rounds, 0.85)
+    rounds.append(Round(7.0, accepted=9, verify_steps=10))
+    assert [one.began for one in first_good(rounds, 0.85)] == [5.0, 6.0, 7.0]
