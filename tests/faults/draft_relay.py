@@ -56,7 +56,9 @@ class DraftRelay(draft_pb2_grpc.DraftingServicer):
             raise
 
     async def GetFeatureFusion(  # noqa: N802
-        self, request: pb.GetFeatureFusionRequest, context: Any  # noqa: ARG002
+        self,
+        request: pb.GetFeatureFusionRequest,
+        context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.FeatureFusionChunk]:
         async for chunk in self._stub.GetFeatureFusion(request):
             yield chunk
@@ -76,9 +78,15 @@ class DraftRelay(draft_pb2_grpc.DraftingServicer):
             call.cancel()
 
 
-async def hold_up(_drafts: pb.Drafts) -> None:
-    """Every answer comes a second later."""
-    await asyncio.sleep(1.0)
+def hold_up(share: float) -> Alter:
+    """That share of the answers, the same ones in every run, comes a second later, as does what follows them."""
+    draw = random.Random(1)
+
+    async def alter(_drafts: pb.Drafts) -> None:
+        if draw.random() < share:
+            await asyncio.sleep(1.0)
+
+    return alter
 
 
 def corrupt_tokens(vocab_size: int) -> Alter:

@@ -51,9 +51,13 @@ def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
 
 def _is_expelled(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> bool:
     """Whether it is, and for what its drafts belied."""
-    status = next(one for one in statuses if one.address == relay.address)
+    status = _status(statuses, relay)
     is_expelled = status.state == generate_pb2.DRAFTER_STATE_EXPELLED
     return is_expelled and "are not what its logits sample" in status.detail
+
+
+def _status(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> generate_pb2.DrafterStatus:
+    return next(one for one in statuses if one.address == relay.address)
 
 
 @pytest.mark.long
@@ -62,7 +66,33 @@ def test_all_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     with DraftRelay(drafter.address) as relay:
         load = stage.load([relay.address], *BYTES)
         with load.fault("answers 1 s late, for 5 s", during_below=0.5) as record:
-            relay.alter = hold_up
+            relay.alter = hold_up(1.0)
             time.sleep(5)
+            relay.alter = None
+    matrix(record)
+
+
+@pytest.mark.long
+def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    with DraftRelay(drafter.address) as relay:
+        load = stage.load([relay.address], *BYTES)
+        with load.fault("half of the answers 1 s late, for 10 s", during_below=0.5) as record:
+            relay.alter = hold_up(0.5)
+            time.sleep(10)
+            relay.alter = None
+    matrix(record)
+
+
+@pytest.mark.long
+def test_a_drafter_of_two_that_is_late_with_half_of_its_answers_is_left_alone(stage: Stage, matrix: Matrix) -> None:
+    late, other = stage.drafter(), stage.drafter()
+    with DraftRelay(late.address) as relay:
+        load = stage.load([relay.address, other.address], *BYTES)
+        with load.fault("half of one drafter's answers 1 s late, until it is left alone") as record:
+            relay.alter = hold_up(0.5)
+            slow = generate_pb2.DRAFTER_STATE_SLOW
+            load.wait_for(lambda: _status(load.drafters(), relay).state == slow, "it is left alone")
+            load.wait_for_rounds(3)
             relay.alter = None
     matrix(record)
