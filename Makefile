@@ -28,7 +28,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
 	@echo 'make test          lint, then all tests but the long ones'
-	@echo 'make test-faults   every fault of a drafter and of the network; as root, lost packets too'
+	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'

@@ -29,7 +29,7 @@ SHAPE = LlamaShape(
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=16,
-    max_position_embeddings=64,
+    max_position_embeddings=256,
 )
 REDUCED = [0, 1, 2, 4, 5]
 """Target ids of the reduced draft vocabulary."""

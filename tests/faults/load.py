@@ -64,9 +64,9 @@ class FaultRecord:
 
 @dataclass
 class Load:
-    """Keeps a verifier busy from `__enter__` to `__exit__`; clients never try again."""
+    """Keeps verifiers busy from `__enter__` to `__exit__`; clients never try again."""
 
-    address: str
+    addresses: Sequence[str]  # of the verifiers, which share the requests evenly
     continuations: Sequence[Continuation]
     law: Law
     rounds: list[Round] = field(default_factory=list)
@@ -89,15 +89,17 @@ class Load:
             self._loop.close()
 
     async def _run(self) -> None:
-        async with AsyncClient(self.address) as client, asyncio.TaskGroup() as group:
-            group.create_task(self._run_greedy(client))
-            for _ in range(SAMPLED_AT_ONCE):
+        async with contextlib.AsyncExitStack() as close, asyncio.TaskGroup() as group:
+            clients = [await close.enter_async_context(AsyncClient(address)) for address in self.addresses]
+            group.create_task(self._run_greedy(clients))
+            for _, client in zip(range(SAMPLED_AT_ONCE), itertools.cycle(clients), strict=False):
                 group.create_task(self._run_sampled(client))
 
-    async def _run_greedy(self, client: AsyncClient) -> None:
+    async def _run_greedy(self, clients: Sequence[AsyncClient]) -> None:
         while not self._is_stopping:
             began = time.monotonic()
-            completions = await asyncio.gather(*(self._say(client, one) for one in self.continuations))
+            pairs = zip(itertools.cycle(clients), self.continuations, strict=False)
+            completions = await asyncio.gather(*(self._say(client, wanted) for client, wanted in pairs))
             statistics = [one.statistics for one in completions if one is not None]
             accepted = sum(sum(one.accepted) for one in statistics)
             self.rounds.append(Round(began, accepted, sum(one.verify_steps for one in statistics) or 1))
@@ -139,8 +141,8 @@ class Load:
             time.sleep(0.02)
 
     def drafters(self) -> list[generate_pb2.DrafterStatus]:
-        """How the verifier sees its drafters."""
-        with Client(self.address) as client:
+        """How the first verifier sees its drafters."""
+        with Client(self.addresses[0]) as client:
             return list(client.info().drafters)
 
     def wait_for_rounds(self, count: int) -> list[Round]:
@@ -170,13 +172,17 @@ class Load:
         return recovered
 
     @contextlib.contextmanager
-    def fault(self, name: str, *, during_below: float | None = None) -> Iterator[FaultRecord]:
+    def fault(
+        self, name: str, *, during_below: float | None = None, during_above: float = 0.0
+    ) -> Iterator[FaultRecord]:
         """The body is the fault, from its begin to its end. Its record is complete, and checked, after it.
 
         Parameters
         ----------
         during_below
             Share of the acceptance before that the fault must bring it below: proof that it was one.
+        during_above
+            Share that the fault must leave: that of others does not touch this load's drafts.
         """
         record = FaultRecord(name)
         record.before = self.measure()
@@ -196,6 +202,7 @@ class Load:
         assert record.refutation < 1, record
         if during_below is not None:
             assert record.during < during_below * record.before, record
+        assert record.during >= during_above * record.before, record
 
     def _samples_since(self, begin: float) -> list[tuple[int, ...]]:
         return [tokens for started, tokens in list(self.samples) if started >= begin]

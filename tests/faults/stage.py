@@ -16,7 +16,7 @@ from exact_services import wait_for_drafters
 from load import Load
 from services import Reference
 
-from draftwire.processes import DRAFTWIRE, start_verifier
+from draftwire.processes import DRAFTWIRE, ServiceProcess, start_verifier
 from draftwire.v1 import generate_pb2
 
 NUM_DRAFTS = 3
@@ -40,8 +40,8 @@ class Stage:
         self._close.callback(lambda: drafter.process.kill())
         return drafter
 
-    def load(self, drafters: Sequence[str], *options: str, **config: Any) -> Load:
-        """A load on a verifier that is connected to those drafters; both end with the test."""
+    def verifier(self, drafters: Sequence[str], *options: str, **config: Any) -> ServiceProcess:
+        """A verifier that is connected to those drafters, killed at the end of the test."""
         config = {"num_speculative_tokens": NUM_DRAFTS, **config}
         verifier = start_verifier(
             self.pair.target_dir,
@@ -53,4 +53,12 @@ class Stage:
         )
         self._close.callback(verifier.kill)
         wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY, len(drafters))
-        return self._close.enter_context(Load(verifier.address, self.reference.continuations, self.law))
+        return verifier
+
+    def load_on(self, *verifiers: ServiceProcess) -> Load:
+        """A load that they share, which begins when it is entered."""
+        return Load([one.address for one in verifiers], self.reference.continuations, self.law)
+
+    def load(self, drafters: Sequence[str], *options: str, **config: Any) -> Load:
+        """A load on a `verifier` of its own, to the end of the test."""
+        return self._close.enter_context(self.load_on(self.verifier(drafters, *options, **config)))

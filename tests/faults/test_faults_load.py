@@ -29,13 +29,13 @@ def verifier(pair: Pair) -> Iterator[str]:
 def test_one_other_token_is_a_failure(verifier: str, reference: Reference, law: Law) -> None:
     right, other = reference.continuations[:2]
     tokens = [*other.tokens[:-1], (other.tokens[-1] + 1) % VOCAB]
-    with Load(verifier, [right, replace(other, tokens=tokens)], law) as load:
+    with Load([verifier], [right, replace(other, tokens=tokens)], law) as load:
         wait_for(lambda: len(load.rounds) > 1, "two rounds of requests")
     assert len(load.failures) == len(load.rounds)
 
 
 def test_samples_follow_their_own_law_and_refute_another(verifier: str, reference: Reference, law: Law) -> None:
-    with Load(verifier, reference.continuations[:1], law) as load:
+    with Load([verifier], reference.continuations[:1], law) as load:
         wait_for(lambda: len(load.samples) >= ENOUGH_SAMPLES, "enough samples")
     drawn = [tokens for _, tokens in load.samples]
     assert not load.failures

@@ -1,83 +1,174 @@
-"""Peers that go or hang on the verifier's other side: clients that do not read, and a verifier that is killed."""
+"""Clients that go, do not read or come in a crowd, and a verifier that is killed: others do not notice."""
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import pytest
 from addresses import free_address
-from services import DEMO, wait_for, wait_for_drafter
+from drafters import Drafter
+from load import SAMPLED_AT_ONCE, FaultRecord
+from services import Continuation, wait_for
+from stage import Stage
 
-from draftwire import Client
-from draftwire.processes import start_drafter, start_verifier
+from draftwire import AsyncClient, Client
+from draftwire.client import Completion
+from draftwire.errors import QueueFullError
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2, generate_pb2_grpc
 
-pytestmark = pytest.mark.long
+Matrix = Callable[[FaultRecord], None]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-CPU = ("--device", "cpu")
-NUM_STALLED = 16
-NUM_TOKENS = 200
+NUM_STREAMS = 16
+STREAMS = """
+import sys
+from draftwire import Client
+client = Client(sys.argv[1])
+streams = [client.generate([1, 2, 3], max_tokens=240, ignore_eos=True) for _ in range(int(sys.argv[2]))]
+for stream in streams:
+    next(stream)
+print("streaming", flush=True)
+for stream in streams:
+    list(stream)
+"""
+
+NUM_UNREAD_TOKENS = 120
+# While greedy requests of the load, of 40 tokens, come and go so often, the unread ones could be computed twice.
+UNREAD_ROUNDS = 6
 # A window that a few messages fill, and that does not grow.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-# What the unread output of all stalled clients may take in the verifier: some KiB for each token's message.
-MOST_GROWTH_BYTES = NUM_STALLED * NUM_TOKENS * 16 * 1024
+# What unread output may take in the verifier: some KiB for each token's message.
+MOST_UNREAD_BYTES = NUM_STREAMS * NUM_UNREAD_TOKENS * 16 * 1024
+
+NUM_CLIENTS = 500
+MAX_QUEUE = 64
+MAX_NUM_SEQS = 8
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process."""
+def test_a_client_with_many_streams_is_killed(stage: Stage, matrix: Matrix) -> None:
+    drafter, metrics = stage.drafter(), free_address()
+    left = stage.verifier([drafter.address], "--metrics-listen", metrics)
+    with (
+        stage.load_on(left, stage.verifier([drafter.address])) as load,
+        load.fault(f"client killed (SIGKILL) in the middle of {NUM_STREAMS} streams", during_above=0.8) as record,
+    ):
+        command = [sys.executable, "-c", STREAMS, left.address, str(NUM_STREAMS)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "streaming\n"
+            client.kill()
+        load.wait_for(lambda: _num_cancelled(metrics) == NUM_STREAMS, "its requests are cancelled")
+    matrix(record)
+
+
+def _num_cancelled(metrics: str) -> int:
+    with urlopen(f"http://{metrics}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    name = 'draftwire_requests_total{reason="cancelled"} '
+    return next(int(float(line.removeprefix(name))) for line in lines if line.startswith(name))
+
+
+def test_clients_do_not_read_and_get_everything_when_they_do(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    unread, prompt = stage.verifier([drafter.address]), [1, 2, 3]
+    wanted, _ = stage.reference.greedy(prompt, NUM_UNREAD_TOKENS)
+    params = config_pb2.SamplingParams(temperature=0, max_tokens=NUM_UNREAD_TOKENS, logprobs=8)
+    request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=prompt), sampling_params=params)
+    with (
+        stage.load_on(unread, stage.verifier([drafter.address])) as load,
+        grpc.insecure_channel(unread.address, SMALL_WINDOW) as channel,
+        load.fault(f"{NUM_STREAMS} clients do not read for {UNREAD_ROUNDS} rounds", during_above=0.8) as record,
+    ):
+        before, began = _resident_bytes(unread.pid), time.monotonic()
+        calls = [generate_pb2_grpc.GenerationStub(channel).Generate(request) for _ in range(NUM_STREAMS)]
+        load.wait_for_rounds(UNREAD_ROUNDS)
+        unread_s = time.monotonic() - began
+        assert _resident_bytes(unread.pid) - before < MOST_UNREAD_BYTES
+        for call in calls:
+            messages = list(call)
+            assert [token for message in messages for token in message.token_ids] == wanted
+            assert messages[-1].statistics.total_time_s < unread_s, "it was not computed until it was read"
+    matrix(record)
+
+
+def _resident_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
-def test_clients_that_do_not_read_delay_no_other_and_get_everything_when_they_do(tmp_path):
-    with (
-        start_verifier(DEMO / "target", [], *CPU, log_path=tmp_path / "verifier.log") as verifier,
-        Client(verifier.address) as client,
-        grpc.insecure_channel(verifier.address, SMALL_WINDOW) as channel,
-    ):
-        prompt = [5, 6, 7]
-        alone = client.complete(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=20)
-        before = resident_bytes(verifier.pid)
-        params = config_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=20)
-        request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=prompt), sampling_params=params)
-        stalled = [generate_pb2_grpc.GenerationStub(channel).Generate(request) for _ in range(NUM_STALLED)]
-        first = [next(call) for call in stalled]
-        # Nobody reads, and yet all of them are computed, and others are served meanwhile.
-        beside = client.complete(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        assert beside.token_ids == alone.token_ids
-        wait_for(lambda: client.info().requests_running == 0, "all are computed", 300)
-        assert resident_bytes(verifier.pid) - before < MOST_GROWTH_BYTES
-        for begin, call in zip(first, stalled, strict=True):
-            tokens = [*begin.token_ids, *(token for message in call for token in message.token_ids)]
-            assert tuple(tokens) == alone.token_ids
+def test_many_more_clients_come_at_once_than_may_wait(stage: Stage, matrix: Matrix) -> None:
+    drafter = stage.drafter()
+    crowded = stage.verifier([drafter.address], "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE))
+    with stage.load_on(crowded) as own:
+        before = own.measure()
+    load = stage.load([drafter.address])
+    name = f"{NUM_CLIENTS} clients at once at another verifier, whose queue takes {MAX_QUEUE}"
+    with load.fault(name, during_above=0.8) as record:
+        greedy = stage.reference.continuations
+        wanted = [greedy[number % len(greedy)] for number in range(NUM_CLIENTS)]
+        outcomes = asyncio.run(_ask_at_once(crowded.address, wanted))
+        ended = time.monotonic()
+        refused = [one for one in outcomes if isinstance(one, QueueFullError)]
+        served = [(one, want) for one, want in zip(outcomes, wanted, strict=True) if isinstance(one, Completion)]
+        assert refused
+        assert all(one.retry_after_s is not None and 0 < one.retry_after_s < 60 for one in refused)
+        assert all(f"the queue is full: {MAX_QUEUE} requests are waiting" in str(one) for one in refused)
+        assert len(served) >= MAX_NUM_SEQS + MAX_QUEUE
+        assert [list(one.token_ids) for one, _ in served] == [want.tokens for _, want in served]
+        with stage.load_on(crowded) as own:
+            own.wait_until_recovered(before, ended)
+        assert not own.failures
+        with Client(crowded.address) as client:
+            wait_for(lambda: client.info().requests_running + client.info().requests_waiting == 0, "nobody is left")
+    matrix(record)
 
 
-def test_a_verifier_that_is_killed_leaves_nothing_at_its_drafter_and_drafts_again_when_it_is_back(tmp_path):
-    address = free_address()
-    with (
-        start_drafter(DEMO / "head", DEMO / "target", *CPU, log_path=tmp_path / "drafter.log") as drafter,
-        grpc.insecure_channel(drafter.address) as channel,
-    ):
-        stub = draft_pb2_grpc.DraftingStub(channel)
+async def _ask_at_once(address: str, wanted: Sequence[Continuation]) -> list[Completion | QueueFullError]:
+    """What clients with a connection each get, all at once; any other error is raised."""
 
-        def load() -> draft_pb2.DrafterLoad:
-            return stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest()).load
-
-        for _ in range(2):
-            options = (*CPU, "--listen", address, "--draft-deadline-ms", "off")
-            verifier = start_verifier(
-                DEMO / "target", [drafter.address], *options, log_path=tmp_path / "verifier.log"
-            )
+    async def ask(one: Continuation) -> Completion | QueueFullError:
+        async with AsyncClient(address) as client:
             try:
-                with Client(address) as client:
-                    wait_for_drafter(client, drafter.address)
-                    streams = [client.generate([5, 6, 7], max_tokens=1000, ignore_eos=True) for _ in range(4)]
-                    for stream in streams:
-                        next(stream)
-                    wait_for(lambda: load().sequences == 4, "all sequences are open")
-                    assert load().sessions == 1
-                    verifier.kill()
-            finally:
-                verifier.kill()
-            wait_for(lambda: load() == draft_pb2.DrafterLoad(), "sessions, sequences and cache are free")
+                return await client.complete(one.prompt, temperature=0, max_tokens=len(one.tokens))
+            except QueueFullError as error:
+                return error
+
+    return await asyncio.gather(*map(ask, wanted))
+
+
+def test_a_verifier_is_killed_and_started_again_beside_another_at_its_drafter(stage: Stage, matrix: Matrix) -> None:
+    drafter, listen = stage.drafter(), ("--listen", free_address())
+    verifier, other = stage.verifier([drafter.address], *listen), stage.verifier([drafter.address])
+    most_at_once = len(stage.reference.continuations) + SAMPLED_AT_ONCE
+    name = "another verifier at its drafter killed (SIGKILL) and started again"
+    with stage.load_on(other) as load, load.fault(name, during_above=0.8) as record:
+        with stage.load_on(verifier) as own:
+            before = own.measure()
+            own.wait_for(lambda: _load_of(drafter).sequences > most_at_once, "both have sequences open")
+            assert not own.failures
+            verifier.kill()
+        assert own.failures, "none of its requests was running"
+        assert all("cannot be reached" in failure for failure in own.failures)
+        load.wait_for(lambda: _load_of(drafter).sessions == 1, "its session has ended")
+        load.wait_for(lambda: _load_of(drafter).sequences <= most_at_once, "its sequences are reclaimed")
+        verifier = stage.verifier([drafter.address], *listen)
+        ended = time.monotonic()
+        with stage.load_on(verifier) as own:
+            own.wait_until_recovered(before, ended)
+        assert not own.failures
+    for one in (verifier, other):
+        one.kill()
+    wait_for(lambda: _load_of(drafter) == draft_pb2.DrafterLoad(), "nothing is left of either")
+    matrix(record)
+
+
+def _load_of(drafter: Drafter) -> draft_pb2.DrafterLoad:
+    with grpc.insecure_channel(drafter.address) as channel:
+        return draft_pb2_grpc.DraftingStub(channel).GetDrafterInfo(draft_pb2.GetDrafterInfoRequest()).load

@@ -98,7 +98,7 @@ def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None
             resource.prlimit(drafter.process.pid, resource.RLIMIT_AS, (_address_space(drafter) // 2, limits[1]))
             proxy.cut(from_service=True)
             load.wait_for(lambda: proxy.is_cut, "the connection is cut")
-            sample(load.address, LONG_PROMPT, range(64), max_tokens=8)
+            sample(load.addresses[0], LONG_PROMPT, range(64), max_tokens=8)
             time.sleep(5)
             if drafter.process.running:
                 resource.prlimit(drafter.process.pid, resource.RLIMIT_AS, limits)
