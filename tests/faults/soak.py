@@ -119,6 +119,12 @@ class Faults:
         self._proxy = proxy
         self._draw = draw
         self.counts: Counter[str] = Counter()
+        self._untold: list[str] = []
+
+    def tell(self) -> str:
+        """The faults that have begun since the last time."""
+        told, self._untold = self._untold, []
+        return ", ".join(told) or "none"
 
     def next(self) -> None:
         """Waits a while, then has a fault come and go."""
@@ -128,7 +134,9 @@ class Faults:
         ]  # fmt: skip
         fault = self._draw.choice(faults)
         self.counts[fault.__name__] += 1
-        fault(self._draw.uniform(*LASTS_S))
+        seconds = self._draw.uniform(*LASTS_S)
+        self._untold.append(f"{fault.__name__} {seconds:.1f} s")
+        fault(seconds)
 
     def kill(self, seconds: float) -> None:
         """SIGKILL, and a new start later."""
@@ -179,11 +187,12 @@ def _stop(process: ServiceProcess, seconds: float) -> None:
 class Watch:
     """Counts what processes hold, every few seconds."""
 
-    def __init__(self, console: Console, traffic: Traffic, pids: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, console: Console, traffic: Traffic, faults: Faults, pids: Callable[[], dict[str, int]]) -> None:
         self.censuses: dict[str, list[Census]] = {}
         self.stopping = threading.Event()
         self._console = console
         self._traffic = traffic
+        self._faults = faults
         self._pids = pids
 
     def run(self) -> None:
@@ -206,7 +215,7 @@ class Watch:
             if one is not None
         ]
         traffic = self._traffic
-        done = f"{traffic.counts.total()} requests, {len(traffic.failures)} failed"
+        done = f"{traffic.counts.total()} requests, {len(traffic.failures)} failed; faults: {self._faults.tell()}"
         self._console.print(f"{seconds / 60:5.1f} min: {done}; {'; '.join(parts)}", soft_wrap=True, highlight=False)
 
 
@@ -263,7 +272,7 @@ def main(minutes: float, seed: int) -> None:
             numbered = {f"drafter {number}": one.process.pid for number, one in enumerate(drafters, 1)}
             return {"verifier": verifier.pid, **numbered}
 
-        watch = Watch(console, traffic, pids)
+        watch = Watch(console, traffic, faults, pids)
         with _running(traffic.run, traffic.stopping), _running(watch.run, watch.stopping):
             ends = time.monotonic() + 60 * minutes
             while time.monotonic() < ends:
