@@ -1,5 +1,6 @@
 #!/bin/sh
-# Everything that the sampling kernels must prove on one GPU, correctness first; under 8 minutes on an H200.
+# Everything that the sampling kernels must prove on one GPU, correctness first; some 12 minutes on an H200,
+# most of them to compile each form of the kernels that the tests use.
 #
 #   benchmarks/kernels_check.sh RESULTS.json [further arguments of `draftwire bench kernels`, as --peer DIR]
 #

@@ -72,10 +72,8 @@ class Block(NamedTuple):
     weight: Any  # [R] float32 or float64: weight of p after as many drafts
     statistics: Any  # [R, 4] of the same: top and mass of target and draft
     prefixes: Any  # [B] int32, bits of the prefixes that may be accepted, 0 when the tokens are written
-    group_floor: Any  # [R, G] float32
-    num_groups: Any
+    group_floor: Any  # [R, G] float32, G and S those of the second launch
     part_mass: Any  # [R, S]
-    num_splits: Any
 
 
 class Output(NamedTuple):
@@ -116,9 +114,20 @@ def highest_bit(bits):
 
 @triton.jit
 def is_decided_before(waves, request, wave):
-    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly."""
-    decided = tl.load(waves.state + request, volatile=True) >> 32
+    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly.
+
+    Read by an atomic, which one thread of the program performs for all: while other programs write the word, the loads
+    of two warps could differ, and a branch on them would part the program at its next barrier.
+    """
+    decided = tl.atomic_add(waves.state + request, 0, mask=wave > 0, sem="relaxed", scope="gpu") >> 32
     return (decided & ((1 << wave) - 1)) != 0
+
+
+@triton.jit
+def announce(waves, request, wave, is_decided):
+    """Tells later waves that this one decides, as soon as that is certain: before its token is drawn."""
+    bit = tl.full([], 1, tl.int64) << (wave + 32)
+    tl.atomic_or(waves.state + request, bit, mask=is_decided, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -143,16 +152,16 @@ def close_wave(batch, waves, out, request, wave, num_waves, accepted, token, dec
         tl.store(decisions + 2 * wave, accepted)
         tl.store(decisions + 2 * wave + 1, token)
         one = tl.full([], 1, tl.int64)
-        bits = (one << wave) + (decided.to(tl.int64) << (wave + 32))
+        bits = (one << wave) | (decided.to(tl.int64) << (wave + 32))
         tl.debug_barrier()
-        before = tl.atomic_add(waves.state + request, bits, sem="acq_rel", scope="gpu")
+        before = tl.atomic_or(waves.state + request, bits, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
-        deciding = first_decision(before + bits)
+        deciding = first_decision(before | bits)
         if (deciding >= 0) & (first_decision(before) < 0):
             final = tl.load(decisions + 2 * deciding, cache_modifier=".cg")
             emit(batch, out, request, first_draft, final, tl.load(decisions + 2 * deciding + 1, cache_modifier=".cg"),
                  WIDTH)  # fmt: skip
-        closed = (before + bits) & 0x7FFFFFFF
+        closed = (before | bits) & 0x7FFFFFFF
         tl.store(waves.state + request, 0, mask=closed == (one << num_waves) - 1)
 
 

@@ -13,7 +13,7 @@ each is a wave, left out when a longer one has been accepted. It sums s_i and bo
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import at, close_wave, highest_bit, is_decided_before, is_last, request_rows
+from draftwire_kernels.gpu.batch import announce, at, close_wave, highest_bit, is_decided_before, is_last, request_rows
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
@@ -98,6 +98,7 @@ def test_prefix(
     draft,
     scratch,
     request,
+    wave,
     prefix,
     is_sure,
     temperature,
@@ -106,6 +107,8 @@ def test_prefix(
     draft_top,
     draft_mass,
     weight,
+    num_groups,
+    num_splits,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -121,8 +124,8 @@ def test_prefix(
     draft_row = first_draft + prefix
     has_residual = draft_mass < INFINITY
     splits = tl.arange(0, SPLITS)
-    parts = block.part_mass + row * block.num_splits + splits
-    left = tl.sum(tl.load(parts, mask=splits < block.num_splits, other=0.0, cache_modifier=".cg"), 0)
+    parts = block.part_mass + row * num_splits + splits
+    left = tl.sum(tl.load(parts, mask=splits < num_splits, other=0.0, cache_modifier=".cg"), 0)
     if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
@@ -134,12 +137,13 @@ def test_prefix(
     position = tl.load(batch.position + request) + prefix
     uniform = accept_uniform(tl.load(batch.accept + request), position - 1, prefix - 1, USE_FP64)
     passes = is_sure | (uniform < threshold)
+    announce(scratch.waves, request, wave, passes)
     token = tl.full([], -1, tl.int32)
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     if passes:
         state = row_state(tl.load(batch.resample + request), position, prefix * 0)
         logits = batch.logits + row * batch.logits_stride
-        bound = residual_bounds(block.group_floor + row * block.num_groups, block.num_groups, GROUPS)
+        bound = residual_bounds(block.group_floor + row * num_groups, num_groups, GROUPS)
         if has_residual:
             draft_logits = draft.logits + draft_row * draft.logits_stride
             if LISTS > 0:
@@ -168,6 +172,8 @@ def block_kernel(
     scratch,
     out,
     num_requests,
+    num_groups,  # of a row, as this launch cuts it
+    num_splits,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -181,7 +187,6 @@ def block_kernel(
 ):
     """Reads the row after each prefix that may be accepted, the longest first; draws from that of the first that is."""
     block = scratch.block
-    num_splits = block.num_splits
     split = tl.program_id(0) % num_splits
     request = (tl.program_id(0) // num_splits) % num_requests
     wave = tl.program_id(0) // (num_splits * num_requests)
@@ -222,7 +227,7 @@ def block_kernel(
             part = scan_residual(
                 batch.logits + row * batch.logits_stride, draft_logits, draft.column_of, batch.vocab, temperature,
                 state, top, (weight / mass).to(tl.float32), draft_top, (1.0 / draft_mass).to(tl.float32), split, step,
-                block.group_floor + row * block.num_groups, USE_FP64, TILE, GROUP, LINE,
+                block.group_floor + row * num_groups, USE_FP64, TILE, GROUP, LINE,
             )  # fmt: skip
             tl.store(block.part_mass + row * num_splits + split, part, mask=accepted == prefix)
         is_open = prefix < 0
@@ -236,8 +241,9 @@ def block_kernel(
             passes = is_needless == 0
             if is_valid:
                 passes, token = test_prefix(
-                    batch, draft, scratch, request, accepted, is_sure | (accepted > prefix), temperature, top, mass,
-                    draft_top, draft_mass, weight, USE_FP64, GROUP, GROUPS, LINE, LIST, LISTS, SPLITS,
+                    batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
+                    mass, draft_top, draft_mass, weight, num_groups, num_splits, USE_FP64, GROUP, GROUPS, LINE, LIST,
+                    LISTS, SPLITS,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
                 accepted += is_open.to(tl.int32)

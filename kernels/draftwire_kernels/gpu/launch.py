@@ -15,6 +15,10 @@ from draftwire_kernels.gpu.tuning import TILE, Shape, Tuning
 from draftwire_kernels.gpu.verify import verify_kernel
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
+SAME_IN_ALL_THREADS: dict[str, Any] = {"enable_fp_fusion": False}
+"""What a reduction leaves is held by many threads. Were a product fused into its first addition, of which each thread
+has another half, the copies would differ in their last bit, and a branch on them would part the threads."""
+
 MAX_WAVES = 24
 """Bits that `gpu.batch` has for the waves of a request."""
 
@@ -77,6 +81,7 @@ def gumbel_sample(
             TURNS=shape.turns(),
             SPLITS=_power(shape.num_splits),
             num_warps=TILE,
+            **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
         )
     return tokens
@@ -168,9 +173,7 @@ def _verify(
             statistics=buffer(num_rows, 4, dtype=masses),
             prefixes=buffer(num_requests, dtype=torch.int32),
             group_floor=buffer(num_rows, tested.num_groups),
-            num_groups=tested.num_groups,
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
-            num_splits=tested.num_splits,
         )
     num_drafts = num_rows - num_requests
     draft_splits = 1 if is_sparse else shape.num_splits
@@ -203,6 +206,7 @@ def _verify(
         "LISTS": lists,
         "WIDTH": _power(most_rows),
         "num_warps": TILE,
+        **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
         programs_each = shape.num_splits + (1 if is_sparse else 0)
@@ -234,6 +238,8 @@ def _verify(
                 scratch,
                 out,
                 num_requests,
+                tested.num_groups,
+                tested.num_splits,
                 GROUP=tested.group,
                 GROUPS=_power(tested.num_groups),
                 SPLITS=_power(tested.num_splits),

@@ -13,7 +13,7 @@ _TOKEN_0, _TOKEN_1, _TOKEN_2 = (tl.constexpr(m) for m in definition.TOKEN_MULTIP
 _TURN_0, _TURN_1, _TURN_2, _TURN_3 = (tl.constexpr(s) for s in definition.TOKEN_SHIFTS)
 _CELL = tl.constexpr(2.0**-32)
 _HALF_CELL = tl.constexpr(2.0**-33)
-_BELOW_ANY_UNIFORM = tl.constexpr(2.0**-66)
+_LOG_CELLS = tl.constexpr(22.180709777918249)  # log 2**32
 _MAX_UNIFORM32 = tl.constexpr(definition.MAX_UNIFORM32)
 _MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
 
@@ -38,7 +38,19 @@ def row_state(key, position, offset):
 def token_words(state, ids):
     """uint32 hash of uint32 token ids under a row's state."""
     x = ids ^ state.to(tl.uint32)
-    x ^= x >> _TURN_0
+    return _mixed(x ^ (x >> _TURN_0), state)
+
+
+@triton.jit
+def neighbour_words(state, base, offsets):
+    """`token_words` of the uint32 ids base ^ offsets, for offsets below 2**17: the first shift of the hash shifts them
+    out, so that a base takes it once for all of its offsets."""
+    x = base ^ state.to(tl.uint32)
+    return _mixed((x ^ (x >> _TURN_0)) ^ offsets, state)
+
+
+@triton.jit
+def _mixed(x, state):
     x *= _TOKEN_0
     x ^= (x >> _TURN_1) ^ (state >> 32).to(tl.uint32)
     x *= _TOKEN_1
@@ -49,8 +61,14 @@ def token_words(state, ids):
 
 @triton.jit
 def uniform_floor(words):
-    """A little more than 0 and at most about the uniform of the words, in float32 or float64 (rounding: 1 in 2**23)."""
-    return words.to(tl.float32) * _CELL + _BELOW_ANY_UNIFORM
+    """At most about the uniform of the words, in float32 or float64 (rounding: 1 in 2**23), in cells of 2**-32."""
+    return words.to(tl.float32)
+
+
+@triton.jit
+def log_floor(cells):
+    """Logarithm of a floor that is in cells; -inf for 0."""
+    return tl.log(cells) - _LOG_CELLS
 
 
 @triton.jit

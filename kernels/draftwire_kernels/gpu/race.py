@@ -1,14 +1,15 @@
 """The exact end of a race that `draftwire_kernels.gpu.scan` has bounded.
 
-Every turn takes, for each of the LANES lanes, the group where it is bounded highest, and looks at the lane's tokens
-there exactly; the race ends when no bound is left above the best score.
+Every turn takes, for each of the LANES lanes, the group where it is bounded highest, and bounds each of the lane's
+tokens there. Of these, one after another, those that may still win are looked at exactly, one or two as a rule; the
+race ends when no bound is left above the best score.
 """
 
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import gumbel_noise
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_dense_draft, load_logits
+from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, token_words, uniform_floor
+from draftwire_kernels.gpu.scan import INFINITY, LOG2_E, MAX_FLOAT, NO_INDEX, load_dense_draft, load_logits, residuals
 
 _MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, relative to the size of the score
@@ -44,7 +45,7 @@ def lane_bounds(group_top, lane_floor, num_groups, top, temperature, GROUPS: tl.
     lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
     floor = tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
     score = (largest - top) / temperature
-    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - tl.log(floor)
+    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - log_floor(floor)
     return tl.where((score > -INFINITY)[:, None], bound, -INFINITY)
 
 
@@ -53,7 +54,7 @@ def residual_bounds(group_floor, num_groups, GROUPS: tl.constexpr):
     """What no log residual + noise of a group exceeds: [GROUPS, 1], from what `scan_residual` left."""
     group = tl.arange(0, GROUPS)
     floor = tl.load(group_floor + group, mask=group < num_groups, other=INFINITY, cache_modifier=".cg")
-    return (-tl.log(floor) + _MARGIN)[:, None]
+    return (-log_floor(floor) + _MARGIN)[:, None]
 
 
 @triton.jit
@@ -69,10 +70,23 @@ def leaders(bound, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr)
 
 
 @triton.jit
-def best_token(score, tokens):
-    """The largest score and the lowest token that has it."""
-    best = tl.max(score)
-    return best, tl.min(tl.where(score == best, tokens, NO_INDEX))
+def first_token(ceiling, column):
+    """The highest ceiling and the lowest column that has it."""
+    highest = tl.max(ceiling)
+    return highest, tl.min(tl.where(ceiling == highest, column, NO_INDEX))
+
+
+@triton.jit
+def ahead(best, winner, score, token):
+    """The better of two tokens, the lower id where their scores are equal."""
+    is_better = (score > best) | ((score == best) & (token < winner))
+    return tl.where(is_better, score, best), tl.where(is_better, token, winner)
+
+
+@triton.jit
+def target_ceiling(x, top, temperature, floor):
+    """What no (x - top) / temperature + noise exceeds."""
+    return (x - top) / temperature * (1.0 - _RELATIVE_MARGIN) + (_MARGIN - log_floor(floor))
 
 
 @triton.jit
@@ -100,11 +114,16 @@ def race_of_target(
         runs = (column < num_columns) & (column != excluded) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         ids = column if token_ids is None else tl.load(token_ids + column, mask=runs, other=0)
-        score = scale(x, top, temperature, USE_FP64) + gumbel_noise(state, ids.to(tl.uint32), USE_FP64)
-        turn_best, turn_winner = best_token(score, column)
-        better = (turn_best > best) | ((turn_best == best) & (turn_winner < winner))
-        winner = tl.where(better, turn_winner, winner)
-        best = tl.maximum(best, turn_best)
+        floor = uniform_floor(token_words(state, ids.to(tl.uint32)))
+        ceiling = tl.where(x > -INFINITY, target_ceiling(x, top, temperature, floor), -INFINITY)
+        candidate, token = first_token(ceiling, column)
+        while (candidate > -INFINITY) & (candidate >= best):
+            score = scale(load_logits(logits + token, True), top, temperature, USE_FP64)
+            id = token if token_ids is None else tl.load(token_ids + token)
+            score += gumbel_noise(state, id.to(tl.uint32), USE_FP64)
+            best, winner = ahead(best, winner, score, token)
+            ceiling = tl.where(column == token, -INFINITY, ceiling)
+            candidate, token = first_token(ceiling, column)
         bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
         highest = tl.max(bound)
     return best, winner
@@ -130,7 +149,9 @@ def race_of_residual(
     LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for dense q; `bound` is one of log residual + noise."""
+    """Draws from max(weight p - q, 0) for dense q; `bound` is one of log residual + noise, by p alone."""
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    p_share, q_share = (weight / mass).to(tl.float32), (1.0 / draft_mass).to(tl.float32)
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     highest = tl.max(bound)
@@ -139,16 +160,22 @@ def race_of_residual(
         runs = (column < num_columns) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         y = load_dense_draft(draft_logits, column_of, column, runs)
-        p = probability(x, top, mass, temperature, USE_FP64)
-        residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
-        score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, column.to(tl.uint32), USE_FP64)
-        turn_best, turn_winner = best_token(tl.where(residual > 0, score, -INFINITY), column)
-        better = (turn_best > best) | ((turn_best == best) & (turn_winner < winner))
-        winner = tl.where(better, turn_winner, winner)
-        best = tl.maximum(best, turn_best)
+        _, above = residuals((x - top) * inverse, p_share, (y - draft_top) * inverse, q_share)
+        floor = uniform_floor(token_words(state, column.to(tl.uint32)))
+        ceiling = tl.where(above > 0, tl.log(above) - log_floor(floor) + _MARGIN, -INFINITY)
+        candidate, token = first_token(ceiling, column)
+        while (candidate > -INFINITY) & (candidate >= best):
+            x_token = load_logits(logits + token, True)
+            y_token = load_dense_draft(draft_logits, column_of, token, True)
+            residual = probability(x_token, top, mass, temperature, USE_FP64) * weight
+            residual -= probability(y_token, draft_top, draft_mass, temperature, USE_FP64)
+            score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
+            best, winner = ahead(best, winner, tl.where(residual > 0, score, -INFINITY), token)
+            ceiling = tl.where(column == token, -INFINITY, ceiling)
+            candidate, token = first_token(ceiling, column)
         bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
         highest = tl.max(bound)
-    return best, winner
+    return best, tl.where(best > -INFINITY, winner, NO_INDEX)
 
 
 @triton.jit
@@ -176,7 +203,7 @@ def race_of_sparse_residual(
 ):
     """Draws from max(weight p - q, 0) for q on a list of distinct ids; `bound` is one of log (weight p) + noise.
 
-    First the listed tokens run; then the others, of which those that lead their group are looked up in the list.
+    First the listed tokens run; then the others, of which those that may win are looked up in the list.
     """
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
@@ -190,10 +217,8 @@ def race_of_sparse_residual(
         p = probability(x, top, mass, temperature, USE_FP64)
         residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
         score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
-        list_best, list_winner = best_token(tl.where(residual > 0, score, -INFINITY), token.to(tl.int32))
-        better = (list_best > best) | ((list_best == best) & (list_winner < winner))
-        winner = tl.where(better, list_winner, winner)
-        best = tl.maximum(best, list_best)
+        list_best, list_winner = first_token(tl.where(residual > 0, score, -INFINITY), token.to(tl.int32))
+        best, winner = ahead(best, winner, list_best, list_winner)
 
     log_weight = tl.log(weight) - tl.log(mass)
     bound = compute_type(bound, USE_FP64)
@@ -201,22 +226,21 @@ def race_of_sparse_residual(
     while (highest > -INFINITY) & (highest >= best):
         bounds, group, column = leaders(bound, GROUP, LINE, LANES)
         x = load_logits(logits + column, (column < num_columns) & (bounds >= best)[:, None])
-        score = scale(x, top, temperature, USE_FP64) + log_weight
-        score += gumbel_noise(state, column.to(tl.uint32), USE_FP64)
-        group_best, group_winner = best_token(score, column)
-        searches = (group_best >= best) & (group_best > -INFINITY)
-        while searches:
+        floor = uniform_floor(token_words(state, column.to(tl.uint32)))
+        ceiling = target_ceiling(x, top, temperature, floor) + log_weight.to(tl.float32) + _MARGIN
+        ceiling = tl.where(x > -INFINITY, ceiling, -INFINITY)
+        candidate, candidate_token = first_token(ceiling, column)
+        while (candidate > -INFINITY) & (candidate >= best):
             is_listed = tl.full([], 0, tl.int32)
             for turn in range(LISTS):
                 place = turn * LIST + tl.arange(0, LIST)
                 token = tl.load(draft_ids + place, mask=place < draft_width, other=-1)
-                is_listed += tl.sum((token == group_winner).to(tl.int32), 0)
-            better = (is_listed == 0) & ((group_best > best) | ((group_best == best) & (group_winner < winner)))
-            winner = tl.where(better, group_winner, winner)
-            best = tl.where(better, group_best, best)
-            score = tl.where(column == group_winner, -INFINITY, score)
-            group_best, group_winner = best_token(score, column)
-            searches = (is_listed > 0) & (group_best >= best) & (group_best > -INFINITY)
+                is_listed += tl.sum((token == candidate_token).to(tl.int32), 0)
+            score = scale(load_logits(logits + candidate_token, True), top, temperature, USE_FP64) + log_weight
+            score += gumbel_noise(state, candidate_token.to(tl.uint32), USE_FP64)
+            best, winner = ahead(best, winner, tl.where(is_listed == 0, score, -INFINITY), candidate_token)
+            ceiling = tl.where(column == candidate_token, -INFINITY, ceiling)
+            candidate, candidate_token = first_token(ceiling, column)
         bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
         highest = tl.max(bound)
-    return best, winner
+    return best, tl.where(best > -INFINITY, winner, NO_INDEX)

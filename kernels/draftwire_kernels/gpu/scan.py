@@ -16,12 +16,13 @@ A program takes TILE groups at a time; program `split` of num_splits takes TURNS
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import token_words, uniform_floor
+from draftwire_kernels.gpu.noise import neighbour_words, token_words, uniform_floor
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_INDEX = tl.constexpr(2**31 - 1)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST_SCORE = tl.constexpr(-300.0)  # 2 to this is 0
 _RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
 
@@ -59,7 +60,7 @@ def load_dense_draft(draft_logits, column_of, column, mask):
 def exponents(x, top, temperature):
     """exp((x - top) / temperature), 0 where everything is -inf."""
     top = tl.where(top == -INFINITY, 0.0, top)
-    return tl.exp2((x - top) * tl.minimum(_LOG2_E / temperature, MAX_FLOAT))
+    return tl.exp2((x - top) * tl.minimum(LOG2_E / temperature, MAX_FLOAT))
 
 
 @triton.jit
@@ -71,11 +72,23 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 
 
 @triton.jit
-def tile_ids(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """The same as uint32 ids for the hash, which folds what is constant of an xor (no two parts share a bit)."""
+def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
+    """What `load_logits` gives of a tile; only the row's last tile pays for the mask."""
+    column = tile_columns(tile, TILE, GROUP, LINE)
+    if (tile + 1) * (TILE * GROUP) <= num_columns:
+        x = tl.load(logits + column).to(tl.float32)
+    else:
+        x = tl.load(logits + column, mask=column < num_columns, other=-INFINITY).to(tl.float32)
+    return tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
+    """Words of the columns of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
     group = (tile * TILE + tl.arange(0, TILE))[:, None, None] * GROUP
-    return (group ^ (line ^ tl.arange(0, LINE)[None, None, :])).to(tl.uint32)
+    within = line ^ tl.arange(0, LINE)[None, None, :]
+    return neighbour_words(state, group.to(tl.uint32), within.to(tl.uint32))
 
 
 @triton.jit
@@ -116,23 +129,23 @@ def scan_sampled(
 ):
     """Looks at every num_splits-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
     num_groups = tl.cdiv(num_columns, GROUP)
-    inverse = tl.minimum(_LOG2_E / temperature, MAX_FLOAT)
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for turn in range(TURNS):
         tile = split + turn * num_splits
-        column = tile_columns(tile, TILE, GROUP, LINE)
-        inside = column < num_columns
-        x = load_logits(logits + column, inside)
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
         largest = group_maximum(x)
         finite = tl.where(largest == -INFINITY, 0.0, largest)[:, None, None]
-        score = (x - finite) * inverse
+        below = x - finite
         if WITH_NOISE:
             if token_ids is None:
-                ids = tile_ids(tile, TILE, GROUP, LINE)
+                words = tile_words(state, tile, TILE, GROUP, LINE)
             else:
-                ids = tl.load(token_ids + column, mask=inside, other=0).to(tl.uint32)
-            arrival = uniform_floor(token_words(state, ids)) * tl.exp2(-score)
+                column = tile_columns(tile, TILE, GROUP, LINE)
+                ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
+                words = token_words(state, ids.to(tl.uint32))
+            arrival = uniform_floor(words) * tl.exp2(below * -inverse)
             group = tile * TILE + tl.arange(0, TILE)
             tl.store(group_top + group, largest, mask=group < num_groups)
             if LANES == 1:
@@ -143,7 +156,7 @@ def scan_sampled(
                 tl.store(lane_floor + lane, tl.min(runs, 2), mask=(group < num_groups)[:, None])
         both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         if WITH_MASS:
-            part = group_sum(tl.exp2(score))
+            part = group_sum(tl.exp2(below * inverse))
             mass = mass * exponents(top, both, temperature)
             mass += part * exponents(largest, both, temperature)
         top = both
@@ -166,8 +179,9 @@ def scan_greedy(
     top = tl.full([TILE], -INFINITY, tl.float32)
     at = tl.full([TILE], NO_INDEX, tl.int32)
     for turn in range(TURNS):
-        column = tile_columns(split + turn * num_splits, TILE, GROUP, LINE)
-        x = load_logits(logits + column, column < num_columns)
+        tile = split + turn * num_splits
+        column = tile_columns(tile, TILE, GROUP, LINE)
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
         largest = group_maximum(x)
         lowest = group_minimum(tl.where(x == largest[:, None, None], column, NO_INDEX))
         at = tl.where(largest > top, lowest, at)
@@ -193,8 +207,7 @@ def scan_draft(
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for turn in range(TURNS):
-        column = tile_columns(split + turn * num_splits, TILE, GROUP, LINE)
-        x = load_logits(logits + column, column < num_columns)
+        x = load_tile(logits, split + turn * num_splits, num_columns, TILE, GROUP, LINE)
         both = tl.maximum(top, group_maximum(x), propagate_nan=tl.PropagateNan.ALL)
         mass = mass * exponents(top, both, temperature) + group_sum(exponents(x, both[:, None, None], temperature))
         top = both
@@ -224,6 +237,22 @@ def scan_list(
 
 
 @triton.jit
+def residuals(score, p_share, draft_score, q_share):
+    """p - q of tokens, and what it does not exceed whatever the rounding, from (logit - top) / temperature in units of
+    log 2 and 1 over the masses; `draft_score` None: p alone."""
+    score = tl.maximum(score, _LEAST_SCORE)
+    p = tl.exp2(score) * p_share
+    above = p * tl.fma(score, -_RELATIVE_MARGIN, 1.0 + _RESIDUAL_MARGIN)
+    residual = p
+    if draft_score is not None:
+        draft_score = tl.maximum(draft_score, _LEAST_SCORE)
+        q = tl.exp2(draft_score) * q_share
+        above = tl.fma(-q, tl.fma(draft_score, _RELATIVE_MARGIN, 1.0 - _RESIDUAL_MARGIN), above)
+        residual -= q
+    return residual, above
+
+
+@triton.jit
 def scan_residual(
     logits,
     draft_logits,  # None: the residual is weight p
@@ -246,26 +275,22 @@ def scan_residual(
     """Mass of max(weight p - q, 0) in every step-th tile; fills its groups with bounds of log residual + noise: the
     smallest uniform / residual, the residual rounded up by more than the error of its terms."""
     num_groups = tl.cdiv(num_columns, GROUP)
-    inverse = tl.minimum(_LOG2_E / temperature, MAX_FLOAT)
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)
     sums = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for tile in range(first_tile, tl.cdiv(num_columns, TILE * GROUP), step):
-        column = tile_columns(tile, TILE, GROUP, LINE)
-        inside = column < num_columns
-        score = (load_logits(logits + column, inside) - top) * inverse
-        p = tl.exp2(score) * p_share
-        above = tl.where(p > 0, p * (score * -_RELATIVE_MARGIN + _RESIDUAL_MARGIN), 0.0)
-        residual = p
+        score = (load_tile(logits, tile, num_columns, TILE, GROUP, LINE) - top) * inverse
+        draft_score = None
         if draft_logits is not None:
+            column = tile_columns(tile, TILE, GROUP, LINE)
             y = load_dense_draft(draft_logits, column_of, column, column < num_draft_columns)
             draft_score = (y - draft_top) * inverse
-            q = tl.exp2(draft_score) * q_share
-            above += tl.where(q > 0, q * (draft_score * -_RELATIVE_MARGIN + _RESIDUAL_MARGIN), 0.0)
-            residual -= q
-        above += residual
+        residual, above = residuals(score, p_share, draft_score, q_share)
         sums += group_sum(tl.maximum(residual, 0.0))
-        uniform = uniform_floor(token_words(state, tile_ids(tile, TILE, GROUP, LINE)))
-        arrival = tl.where(above > 0, uniform / above, INFINITY)
+        floor = uniform_floor(tile_words(state, tile, TILE, GROUP, LINE))
+        # The root loses nothing that can win: above 2**-126 it is exact to 1 in 2**22.
+        root = tl.rsqrt(above)
+        arrival = tl.where(above > 0, floor * root * root, INFINITY)
         group = tile * TILE + tl.arange(0, TILE)
         tl.store(group_floor + group, group_minimum(arrival), mask=group < num_groups)
     return tl.sum(sums, 0)

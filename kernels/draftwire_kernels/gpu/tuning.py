@@ -14,7 +14,7 @@ class Tuning:
     wave: int | None = None
     """Rows of a request that are read before its drafts are looked at; all rows by default."""
     registers: int | None = 128
-    """Most registers of a thread, so that 16 warps fit on a multiprocessor."""
+    """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
 
     def limit(self, is_wide: bool) -> dict[str, int]:
         """Options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
@@ -23,11 +23,25 @@ class Tuning:
 
 _ANY = 1 << 31
 # (largest number of rows for Gumbel sampling, of requests for the others; constants)
-GUMBEL = ((16, Tuning(group=512)), (_ANY, Tuning()))
-REJECTION = ((16, Tuning(group=512)), (31, Tuning()), (_ANY, Tuning(wave=2)))
-REJECTION_DENSE = ((31, Tuning()), (_ANY, Tuning(wave=2)))
-BLOCK_MASSES = ((_ANY, Tuning()),)
-BLOCK_TESTS = ((_ANY, Tuning(group=512, registers=168)),)
+GUMBEL = (
+    (16, Tuning(group=512, programs=1056, registers=96)),
+    (63, Tuning(group=512, programs=264, registers=96)),
+    (_ANY, Tuning(programs=1056, registers=96)),
+)
+REJECTION = (
+    (4, Tuning(group=512, programs=132)),
+    (31, Tuning(programs=528)),
+    (64, Tuning(wave=1, registers=80)),
+    (_ANY, Tuning(programs=4224, wave=1, registers=96)),
+)
+REJECTION_DENSE = (
+    (4, Tuning(programs=264)),
+    (31, Tuning(programs=1056)),
+    (64, Tuning(wave=1)),
+    (_ANY, Tuning(programs=4224, wave=1)),
+)
+BLOCK_MASSES = ((64, Tuning(programs=528)), (_ANY, Tuning()))
+BLOCK_TESTS = ((64, Tuning(group=512, programs=264)), (_ANY, Tuning(group=512, programs=1056)))
 
 TILE = 4
 SMALL_GROUP, LARGE_VOCABULARY = 128, 16384

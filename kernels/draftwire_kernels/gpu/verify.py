@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import close_wave, is_decided_before, is_last, request_rows
+from draftwire_kernels.gpu.batch import announce, at, close_wave, is_decided_before, is_last, request_rows
 from draftwire_kernels.gpu.block import begin_block
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.resolve import load_rows, resolve
@@ -16,6 +16,8 @@ from draftwire_kernels.gpu.scan import (
     scan_list,
     scan_sampled,
 )
+
+_SURE_MASS = tl.constexpr(1e-3)
 
 
 @triton.jit(do_not_specialize=["num_requests", "count"])
@@ -59,7 +61,9 @@ def verify_kernel(
     takes_list = split == num_splits
     if offset + takes_list.to(tl.int32) > num_drafts:
         return
+    # Loaded before the question whether the row is needed at all, which waits for memory too.
     temperature = tl.load(batch.temperature + request)
+    state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
@@ -70,12 +74,12 @@ def verify_kernel(
                     read_list(batch, draft, scratch, first_draft + offset, temperature, USE_FP64, LIST, LISTS)
             else:
                 read_row(
-                    batch, draft, scratch, request, first_row, first_draft, num_drafts, offset, split, temperature,
+                    batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state,
                     METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
                 )  # fmt: skip
         else:
             read_row(
-                batch, draft, scratch, request, first_row, first_draft, num_drafts, offset, split, temperature, METHOD,
+                batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state, METHOD,
                 HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
             )  # fmt: skip
 
@@ -99,6 +103,9 @@ def verify_kernel(
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
                 else:
                     refused, accepted = first_refusal(batch, rows, begin, num_drafts, METHOD)
+                    if WAVES > 1:
+                        is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
+                        announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
                         batch, draft, scratch, request, temperature, rows, refused, accepted, end, METHOD,
                         HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
@@ -119,13 +126,13 @@ def read_row(
     batch,
     draft,
     scratch,
-    request,
     first_row,
     first_draft,
     num_drafts,
     offset,
     split,
     temperature,
+    state,  # of the row's noise
     METHOD: tl.constexpr,
     WITH_DRAFT: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -143,7 +150,6 @@ def read_row(
     num_splits = scratch.num_splits
     part = row * num_splits + split
     if temperature > 0:
-        state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
         group_top, lane_floor = scratch.group_top, scratch.lane_floor
         if METHOD != "block":
             group_top += row * scratch.num_groups
@@ -199,6 +205,20 @@ def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
         refused = rows.drafted & ((usable & passes) == 0)
         accepted = tl.minimum(tl.min(tl.where(refused, rows.offset, NO_INDEX), 0), num_drafts)
     return refused, accepted
+
+
+@triton.jit
+def is_final_refusal(rows, refused, METHOD: tl.constexpr, HAS_DRAFT_LOGITS: tl.constexpr):
+    """Which refusals stand whatever is drawn.
+
+    One without anything left to draw would count as acceptance. Without q there is always something, since a draft that
+    has all the mass is not refused. With q the residual's mass is at least q - p at the draft, and where that is more
+    than `_SURE_MASS` it does not vanish in the rounding of its terms, 1 in 10**6.
+    """
+    is_final = refused
+    if HAS_DRAFT_LOGITS and METHOD != "synthetic":
+        is_final &= (rows.ended != 0) | ~(rows.top > -INFINITY) | (rows.q - rows.p > _SURE_MASS)
+    return is_final
 
 
 @triton.jit
