@@ -14,7 +14,7 @@ import grpc
 import pytest
 from addresses import free_address
 from drafters import Drafter
-from load import SAMPLED_AT_ONCE, FaultRecord
+from load import PATIENCE_S, SAMPLED_AT_ONCE, FaultRecord
 from services import Continuation, wait_for
 from stage import Stage
 
@@ -87,7 +87,9 @@ def test_clients_do_not_read_and_get_everything_when_they_do(stage: Stage, matri
         load.fault(f"{NUM_STREAMS} clients do not read for {UNREAD_ROUNDS} rounds", during_above=0.8) as record,
     ):
         before, began = _resident_bytes(unread.pid), time.monotonic()
-        calls = [generate_pb2_grpc.GenerationStub(channel).Generate(request) for _ in range(NUM_STREAMS)]
+        calls = [
+            generate_pb2_grpc.GenerationStub(channel).Generate(request, timeout=PATIENCE_S) for _ in range(NUM_STREAMS)
+        ]
         load.wait_for_rounds(UNREAD_ROUNDS)
         unread_s = time.monotonic() - began
         assert _resident_bytes(unread.pid) - before < MOST_UNREAD_BYTES
