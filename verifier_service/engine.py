@@ -56,6 +56,13 @@ class EngineLimits:
     adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
     prefix_caching: bool = True
 
+    @property
+    def max_open(self) -> int:
+        """Requests that are computed, wait, or are not read to their end. A whole batch may end at once, and its output
+        is still on its way when others have taken its places.
+        """
+        return 2 * self.max_num_seqs + self.max_queue
+
 
 @dataclass(frozen=True, eq=False)
 class _Arrived:
@@ -67,7 +74,12 @@ class _Cancelled:
     request: Request
 
 
-_Event = _Arrived | _Cancelled | LinkEvent
+@dataclass(frozen=True, eq=False)
+class _Refused:
+    """A request was, before it came here."""
+
+
+_Event = _Arrived | _Cancelled | _Refused | LinkEvent
 
 
 class Engine:
@@ -147,6 +159,10 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request without further output."""
         self._events.put(_Cancelled(request))
+
+    def count_refused(self) -> None:
+        """Counts a request that was not handed over."""
+        self._events.put(_Refused())
 
     def post(self, event: LinkEvent) -> None:
         """Hands over what happened on a drafter's stream."""
@@ -236,6 +252,8 @@ class Engine:
             if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
                 self.metrics.count_end("cancelled", time.monotonic() - event.request.arrived)
             self._forget(event.request)
+        elif isinstance(event, _Refused):
+            self.metrics.count_end("refused", 0.0)
         elif not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
             self.drafting.handle(event)

@@ -33,6 +33,11 @@ class Work:
         self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
 
 
+def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
+    """What a request is told that finds the queue full."""
+    return QueueFullError(f"the queue is full: {max_queue} requests are waiting; try again later", retry_after_s)
+
+
 class Scheduler:
     """Owns the queue, the running requests and the cache blocks.
 
@@ -76,8 +81,7 @@ class Scheduler:
             When max_queue requests wait besides the max_num_seqs that may run.
         """
         if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
-            text = f"the queue is full: {self._max_queue} requests are waiting; try again later"
-            raise QueueFullError(text, self._pace.retry_after_s())
+            raise queue_full(self._max_queue, self._pace.retry_after_s())
         self.waiting.append(request)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:

@@ -31,9 +31,11 @@ from verifier_service.drafter_pool import DrafterPool
 from verifier_service.engine import Engine, EngineLimits, Item
 from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
+from verifier_service.queue_pace import QueuePace
 from verifier_service.ranks import Followers
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.request_watch import RequestWatch
+from verifier_service.scheduler import queue_full
 from verifier_service.target import Target
 from verifier_service.tokenizer import TextCodec
 from verifier_service.unread import Unread
@@ -83,6 +85,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._unread: dict[Request, Unread] = {}
+        self._pace = QueuePace(limits.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._engine = Engine(target, config, limits, self._deliver, on_failure, followers)
@@ -149,6 +152,16 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         await context.send_initial_metadata(((REQUEST_ID_KEY, name),))
         watch = RequestWatch(name, context.invocation_metadata() or ())
+        failure = await self._serve(request, context, name, watch)
+        if failure is not None:
+            code = _STATUS_CODES.get(type(failure), grpc.StatusCode.INTERNAL)
+            # It ends once the client has read what is on its way, if ever: nothing of the request may be held here.
+            await context.abort(code, str(failure), _trailing_metadata(failure))
+
+    async def _serve(
+        self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext, name: str, watch: RequestWatch
+    ) -> DraftwireError | None:
+        """Has the request computed and writes its output; the error that it has ended with."""
         try:
             work = await asyncio.to_thread(self._prepare, request, name)
             work.traceparent = watch.traceparent
@@ -157,7 +170,12 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 raise UnavailableError(text)
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
-            await context.abort(_STATUS_CODES[type(error)], str(error))
+            return error.with_traceback(None)
+        if len(self._unread) >= self._limits.max_open:
+            self._engine.count_refused()
+            refusal = self._refusal()
+            watch.failed(refusal)
+            return refusal
         unread = self._unread[work] = Unread()
         self._engine.submit(work)
         last: generate_pb2.GenerateResponse | None = None
@@ -165,9 +183,11 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         try:
             last = await unread.write_to(context, name)
         except DraftwireError as error:
-            failure = error
+            failure = error.with_traceback(None)
         finally:
             del self._unread[work]
+            if not isinstance(failure, QueueFullError):
+                self._pace.count_end()
             if not self._unread and self._is_draining:
                 self._all_ended.set()
             if last is None:
@@ -178,8 +198,16 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             watch.finished(last)
         elif failure is not None:
             watch.failed(failure)
-            code = _STATUS_CODES.get(type(failure), grpc.StatusCode.INTERNAL)
-            await context.abort(code, str(failure), _trailing_metadata(failure))
+        return failure
+
+    def _refusal(self) -> QueueFullError:
+        """What a request is told when too many are open."""
+        retry_after_s = self._pace.retry_after_s()
+        num_finished = sum(unread.is_finished for unread in self._unread.values())
+        if num_finished <= self._limits.max_num_seqs:  # then the others fill the batch and the queue
+            return queue_full(self._limits.max_queue, retry_after_s)
+        text = f"{num_finished} outputs wait for clients that read slowly; try again later"
+        return QueueFullError(text, retry_after_s)
 
     def _prepare(self, request: generate_pb2.GenerateRequest, request_id: str) -> Request:
         """The validated request.

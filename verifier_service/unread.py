@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 
 import grpc
@@ -14,6 +16,8 @@ from draftwire.v1 import generate_pb2 as pb
 MAX_MESSAGES = 256
 # A client that takes no message for so long is given up. Flow control lets some hundred KiB pass that nobody has read.
 STALL_S = 60.0
+# So is one that has not taken everything so long after the last token, however steadily it reads. Not below STALL_S.
+READ_S = 600.0
 
 
 class Unread:
@@ -23,16 +27,25 @@ class Unread:
         self._messages: deque[pb.GenerateResponse] = deque()
         self._error: DraftwireError | None = None
         self._is_there = asyncio.Event()
+        self._must_be_read_by = math.inf  # of time.monotonic()
 
     def put(self, item: pb.GenerateResponse | DraftwireError) -> None:
         """Adds a message, or the error that ends the output."""
         if isinstance(item, DraftwireError):
             self._error = item
+            self._set_deadline()
         else:
+            if _is_last(item):
+                self._set_deadline()
             self._messages.append(item)
             if len(self._messages) > MAX_MESSAGES:
                 self._merge_neighbours()
         self._is_there.set()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last message."""
+        return self._must_be_read_by < math.inf and self._error is None
 
     async def take(self) -> pb.GenerateResponse:
         """The next message, once there is one.
@@ -57,24 +70,41 @@ class Unread:
         Raises
         ------
         DraftwireError
-            The one that has ended the output; StalledClientError when the client has stopped to read.
+            The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
+            too long.
         """
         while True:
             message = await self.take()
             message.request_id, request_id = request_id, ""
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await context.write(message)
-            except TimeoutError:
-                raise StalledClientError(f"the client has read nothing for {STALL_S:g} s") from None
-            if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            left_s = self._must_be_read_by - time.monotonic()
+            if not await _is_written(context, message, min(STALL_S, left_s)):
+                if left_s < STALL_S:
+                    raise StalledClientError(f"the client has not read all of the output {READ_S:g} s after its end")
+                raise StalledClientError(f"the client has read nothing for {STALL_S:g} s")
+            if _is_last(message):
                 return message
+
+    def _set_deadline(self) -> None:
+        self._must_be_read_by = time.monotonic() + READ_S
 
     def _merge_neighbours(self) -> None:
         messages = list(self._messages)
         for first, second in zip(messages[::2], messages[1::2], strict=False):
             _append(first, second)
         self._messages = deque(messages[::2])
+
+
+async def _is_written(context: grpc.aio.ServicerContext, message: pb.GenerateResponse, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.write(message)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _is_last(message: pb.GenerateResponse) -> bool:
+    return message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
 
 
 def _append(message: pb.GenerateResponse, following: pb.GenerateResponse) -> None:

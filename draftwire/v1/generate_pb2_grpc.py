@@ -54,8 +54,9 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
         Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-        google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; ABORTED when the
-        client reads nothing for 60 s; INTERNAL when this request alone failed.
+        google.rpc.RetryInfo, when the queue is full or too many outputs wait to be read; UNAVAILABLE while the server
+        drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
+        the last token; INTERNAL when this request alone failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

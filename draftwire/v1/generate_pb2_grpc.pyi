@@ -36,8 +36,9 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
     Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; ABORTED when the
-    client reads nothing for 60 s; INTERNAL when this request alone failed.
+    google.rpc.RetryInfo, when the queue is full or too many outputs wait to be read; UNAVAILABLE while the server
+    drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
+    the last token; INTERNAL when this request alone failed.
     """
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]
     """What the server serves and with which drafters."""
@@ -50,8 +51,9 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
     Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; ABORTED when the
-    client reads nothing for 60 s; INTERNAL when this request alone failed.
+    google.rpc.RetryInfo, when the queue is full or too many outputs wait to be read; UNAVAILABLE while the server
+    drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
+    the last token; INTERNAL when this request alone failed.
     """
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """What the server serves and with which drafters."""
@@ -67,8 +69,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
         """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
         Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-        google.rpc.RetryInfo, when the queue is full; UNAVAILABLE while the server drains or shuts down; ABORTED when the
-        client reads nothing for 60 s; INTERNAL when this request alone failed.
+        google.rpc.RetryInfo, when the queue is full or too many outputs wait to be read; UNAVAILABLE while the server
+        drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
+        the last token; INTERNAL when this request alone failed.
         """
 
     @_abc_1.abstractmethod

@@ -14,7 +14,8 @@ from draftwire import wire
 from draftwire.carriers import segment
 from draftwire.server import CONNECTION_LIMITS
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service import drafter_link, handshake
+from verifier_service import drafter_link, handshake, unread
+from verifier_service.engine import EngineLimits as VerifierLimits
 from verifier_service.options import VerifierOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -34,6 +35,7 @@ def mib(size: int) -> str:
 
 
 SAMPLING, OPTIONS, ENGINE = config_pb2.SamplingParams, VerifierOptions(target=""), EngineLimits()
+VERIFIER = VerifierLimits(OPTIONS.max_num_seqs, OPTIONS.max_queue, 1, 1, None)
 WORDS = {
     "a message to a verifier": [mib(wire.MAX_REQUEST_BYTES)],
     "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
@@ -52,6 +54,12 @@ WORDS = {
         f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"
     ],
     "requests computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
+    "requests whose output is not read to its end, those included": [
+        f"{VERIFIER.max_open}: twice `--max-num-seqs`, and `--max-queue`"
+    ],
+    "reading an output": [
+        f"{unread.STALL_S:g} s for a message", f"{unread.READ_S / 60:g} minutes after the last token"
+    ],
     "sessions of a drafter": [f"{ENGINE.max_sessions};"],
     "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
     "drafts of a sequence in a step": [f"at most {MAX_SPECULATIVE_TOKENS}"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,6 +14,7 @@ from engine_scene import make_target
 
 from draftwire.config import build_sampling_params, speculative_config_from_mapping
 from draftwire.errors import ServerError
+from draftwire.retry import retry_after_s
 from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
@@ -103,11 +106,12 @@ def request() -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=params)
 
 
-async def tokens_of(call: grpc.aio.UnaryStreamCall) -> list[int]:
-    """What is still to be read."""
+async def tokens_of(call: grpc.aio.UnaryStreamCall, pause_s: float = 0) -> list[int]:
+    """What is still to be read, with a pause after each message."""
     tokens: list[int] = []
     while (message := await call.read()) is not grpc.aio.EOF:
         tokens += message.token_ids
+        await asyncio.sleep(pause_s)
     return tokens
 
 
@@ -138,6 +142,70 @@ def test_a_client_that_never_reads_is_given_up(monkeypatch):
                 await tokens_of(call)
             assert ended.value.code() == grpc.StatusCode.ABORTED
             assert "has read nothing for 0.2 s" in ended.value.details()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
+    monkeypatch.setattr(unread_module, "STALL_S", 5.0)
+    monkeypatch.setattr(unread_module, "READ_S", 1.0)
+
+    async def run() -> None:
+        async with served() as (_, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+            call = GenerationStub(slow).Generate(request())
+            with pytest.raises(grpc.RpcError) as ended:
+                await tokens_of(call, pause_s=0.2)
+            assert ended.value.code() == grpc.StatusCode.ABORTED
+            assert "has not read all of the output 1 s after its end" in ended.value.details()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_nothing_is_kept_of_what_was_given_up_while_its_client_stays_away(monkeypatch):
+    monkeypatch.setattr(unread_module, "STALL_S", 2.0)
+
+    async def run() -> None:
+        async with served() as (servicer, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+            calls = [GenerationStub(slow).Generate(request()) for _ in range(4)]
+            for call in calls:
+                await call.read()
+            kept = [weakref.ref(one) for pair in servicer._unread.items() for one in pair]
+            assert len(kept) == 2 * len(calls)
+            while servicer._unread:
+                await asyncio.sleep(0.02)
+            while any(one() is not None for one in kept):
+                await asyncio.sleep(0.1)
+                gc.collect()
+            for call in calls:
+                call.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_no_more_requests_are_open_than_a_batch_besides_those_that_run_and_wait():
+    async def run() -> None:
+        async with served() as (servicer, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+            stub, held = GenerationStub(slow), []
+            most = 4 + 8 + 4  # a batch, a queue, and a batch that is on its way to its clients
+            while len(held) < most:
+                call = stub.Generate(request())
+                await call.read()
+                held.append(call)
+            while not all(unread.is_finished for unread in servicer._unread.values()):
+                await asyncio.sleep(0.02)
+            async with grpc.aio.insecure_channel(address) as channel:
+                refused = GenerationStub(channel).Generate(request())
+                with pytest.raises(grpc.RpcError) as told:
+                    await tokens_of(refused)
+                assert told.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert told.value.details() == "16 outputs wait for clients that read slowly; try again later"
+                assert retry_after_s(told.value.trailing_metadata()) > 0
+                assert len(servicer._unread) == most
+                await tokens_of(held.pop())
+                assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS
+            for call in held:
+                assert await tokens_of(call)
+            assert not servicer._unread
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
