@@ -17,8 +17,9 @@ from fuzz_requests import hostile_request
 from fuzz_requests import seeds as request_seeds
 from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
 from fuzz_steps import seeds as step_seeds
-from fuzz_world import PATIENCE_S, FindingError, World
-from google.protobuf.message import DecodeError
+from fuzz_streams import FindingError, Ledger
+from fuzz_theft import steal
+from fuzz_world import OWNERS, PATIENCE_S, World
 
 from draftwire.carriers import Lane, Rendezvous, TensorSender
 from draftwire.v1 import draft_pb2 as pb
@@ -169,13 +170,13 @@ async def greeting(world: World, rng: Random) -> Outcomes:
     return Counter(["accepted" if ending == "OK" else ending])
 
 
-async def _say(call: Any, one: pb.DraftRequest, own: set[int]) -> pb.DraftResponse | None:
-    """The answer to a message; None when the stream has ended. It must be about the stream's own sequences."""
+async def _say(call: Any, one: pb.DraftRequest, ledger: Ledger) -> pb.DraftResponse | None:
+    """The answer to a message; None when the stream has ended. It must be what follows from this stream alone."""
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
         await call.write(one)
         answer = await call.read()
         if isinstance(answer, pb.DraftResponse):
-            _check_own(answer, own)
+            ledger.judge(one.step, answer.drafts)
             return answer
     return None
 
@@ -187,12 +188,12 @@ async def steps(world: World, rng: Random) -> Outcomes:
     if not isinstance(answer, pb.DraftResponse):
         return Counter([judged(await call.code(), await call.details())])
     writer = Writer(rng, last_id=rng.choice((0, 2**40, 2**63)), scale=rng.choice((1.0, 1.0, 1e4, 1e30)))
-    own: set[int] = set()
+    ledger = Ledger()
     for _ in range(rng.randrange(2, 12)):
+        writer.others = world.open_rows
         step, _ = hostile_step(rng, writer) if rng.random() < 0.7 else (writer.step(), "")
         one = pb.DraftRequest(hello=hello()) if rng.random() < 0.02 else pb.DraftRequest(step=step)
-        own |= {*step.sequence_ids, *step.opened.ids, *writer.rows}
-        answer = await _say(call, one, own)
+        answer = await _say(call, one, ledger)
         if answer is None:
             outcomes[judged(await call.code(), await call.details())] += 1
             return outcomes
@@ -231,7 +232,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
         call, answer = await _open(world, first)
     shared = await settled
     sender = TensorSender(CPU, shared.outgoing)
-    writer = Writer(rng)
+    writer, ledger = Writer(rng), Ledger()
     outcomes: Outcomes = Counter()
     for _ in range(4):
         step = writer.step()
@@ -247,10 +248,10 @@ async def sharing(world: World, rng: Random) -> Outcomes:
                 scribble(rng, sender, shared)
         data = pb.DraftRequest(step=step).SerializeToString()
         if shared.lane is None:
-            answer = await _say(call, pb.DraftRequest(step=step), set(writer.rows))
+            answer = await _say(call, pb.DraftRequest(step=step), ledger)
         else:
             one = (hostile_message(rng, [data]) or b"\0") if rng.random() < 0.2 else data
-            answer = await _say_directly(call, shared.lane, one, set(writer.rows) | _named(one))
+            answer = await _say_directly(call, shared.lane, one, ledger)
         if answer is None:
             outcomes[judged(await call.code(), await call.details())] += 1
             break
@@ -261,7 +262,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
     return outcomes
 
 
-async def _say_directly(call: Any, lane: Lane, one: bytes, own: set[int]) -> pb.DraftResponse | None:
+async def _say_directly(call: Any, lane: Lane, one: bytes, ledger: Ledger) -> pb.DraftResponse | None:
     """As `_say`, from engine to engine; what ends the stream is told by the call."""
     if not lane.send(one):
         return None
@@ -271,24 +272,16 @@ async def _say_directly(call: Any, lane: Lane, one: bytes, own: set[int]) -> pb.
         except ConnectionError:
             return None
         for answer in answers:
-            _check_own(answer, own)
+            ledger.judge(pb.DraftRequest.FromString(one).step, answer.drafts)
             return answer
         await asyncio.sleep(0.005)
     return None
 
 
-def _named(data: bytes) -> set[int]:
-    """Ids of sequences that a message names, whatever it was made from."""
-    with contextlib.suppress(DecodeError):
-        step = pb.DraftRequest.FromString(data).step
-        return {*step.sequence_ids, *step.opened.ids}
-    return set()
-
-
-def _check_own(answer: pb.DraftResponse, own: set[int]) -> None:
-    foreign = set(answer.drafts.sequence_ids) - own
-    if foreign:
-        raise FindingError(f"an answer for the sequences {foreign} of another stream")
+async def theft(world: World, rng: Random) -> Outcomes:
+    """Messages in which one verifier names, closes and opens what another has open at that moment."""
+    which = rng.choice(OWNERS)
+    return await steal(world.to_drafter, rng, which, world.known[which], PATIENCE_S)
 
 
 async def answers(world: World, rng: Random) -> Outcomes:
@@ -318,6 +311,7 @@ KINDS: dict[str, tuple[int, Play]] = {
     "greeting": (6, greeting),
     "steps": (5, steps),
     "sharing": (1, sharing),
+    "theft": (2, theft),
     "answers": (5, answers),
     "introduction": (3, introduction),
 }

@@ -66,6 +66,7 @@ class Writer:
     last_id: int = 0
     rows: dict[int, int] = field(default_factory=dict)  # true rows of each open sequence
     scale: float = 1.0
+    others: list[tuple[int, int]] = field(default_factory=list)  # what other streams have open: ids and true rows
 
     def step(self, *, new: int = 1, most: int = 6) -> pb.DraftStep:
         """Opens `new` sequences and feeds some of those that are open; asks for drafts."""
@@ -164,11 +165,14 @@ def hostile_step(rng: Random, writer: Writer) -> tuple[pb.DraftStep, str]:
         step.first_rows[which] = rng.choice((0, first + 1, max(0, first - 1), CONTEXT, 2**32 - 1))
         return step, "first_rows"
     if kind == 2:
-        ids = [rng.choice((0, 1, 2, 1000, 2**32, 2**64 - 1)) for _ in range(3)]
+        ids = [rng.choice((0, 1, 2, 1000, 2**32, 2**64 - 1, _foreign(rng, writer)[0])) for _ in range(3)]
         step.closed_ids.extend(ids)
         return step, "closed_ids"
     if kind == 3 and step.sequence_ids:
-        step.sequence_ids[rng.randrange(len(step.sequence_ids))] = rng.choice((0, 1, 2, 3, 999, 2**63, 2**64 - 1))
+        which, (foreign, rows) = rng.randrange(len(step.sequence_ids)), _foreign(rng, writer)
+        step.sequence_ids[which] = rng.choice((0, 1, 2, 3, 999, 2**63, 2**64 - 1, *[foreign] * 7))
+        if step.sequence_ids[which] == foreign:
+            step.first_rows[which] = rows
         return step, "sequence_ids"
     if kind == 4:
         step.step_id = rng.choice((0, max(0, writer.step_id - 1), writer.step_id + 1, 2**64 - 1))
@@ -202,6 +206,12 @@ def hostile_step(rng: Random, writer: Writer) -> tuple[pb.DraftStep, str]:
             target.span.generation, target.span.offset = rng.choice(EDGES), rng.choice(EDGES)
         return step, "tensors"
     return step, set_hostile(rng, step)
+
+
+def _foreign(rng: Random, writer: Writer) -> tuple[int, int]:
+    """(id, number of rows) of a sequence of another stream; takes as much from `rng` however many there are."""
+    spot = rng.random()
+    return writer.others[int(spot * len(writer.others))] if writer.others else (1000, 0)
 
 
 def seeds() -> list[bytes]:

@@ -12,17 +12,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import grpc
 import numpy as np
 from fuzz_answers import FakeDrafter, Plan
-from fuzz_steps import DENSE, Writer, hello
+from fuzz_streams import OWNER_STEPS, FindingError, Owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.processes import ServiceProcess, start_drafter
-from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc
+from draftwire.v1 import config_pb2, draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire.wire import CHANNEL_OPTIONS
@@ -33,7 +31,8 @@ PATIENCE_S = 60.0
 START_S = 600.0
 NUM_FAKES = 4
 TOP_N = 8
-MARKER_STEPS = 6
+OWNERS = (1, 2)
+OWNER_PAUSE_S = 0.03
 # Growth that is none: caches of the allocator, and connections that are being closed.
 MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
 # A run of so many samples, one each 400 cases, is judged by the rise of a line through the second half of them, too: by
@@ -51,10 +50,6 @@ GRPC_TELLS = (
     b"ERROR grpc._cython.cygrpc: ExecuteBatchError raised in core ",
 )
 LOG_RECORD = re.compile(rb"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)
-
-
-class FindingError(AssertionError):
-    """Something that must not happen."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,8 @@ class World:
     to_drafter: grpc.aio.Channel
     to_verifier: grpc.aio.Channel
     metrics: dict[str, str]  # addresses, by name
-    markers: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)
+    known: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)  # what each owner got alone
+    owners: dict[int, Owner] = field(default_factory=dict)
     base: dict[str, Resources] = field(default_factory=dict)
     log_read: dict[str, int] = field(default_factory=dict)
     memory: dict[str, list[int]] = field(default_factory=dict)
@@ -140,9 +136,7 @@ class World:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 raise FindingError(f"the {name} says {answer.status}")
-        await asyncio.gather(
-            self.recite(0), self.recite(1), self.recite(2), self.check_markers(1), self.check_markers(2)
-        )
+        await asyncio.gather(*(self.recite(number) for number in range(3)), *(self.check_owner(one) for one in OWNERS))
         await pb_grpc.GenerationStub(self.to_verifier).GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=PATIENCE_S)
         for name, address in self.metrics.items():
             page = await asyncio.to_thread(_page, f"http://{address}/metrics")
@@ -181,39 +175,43 @@ class World:
         if got != ids[6:]:
             raise FindingError(f"sentence {which} came as {make_tokenizer().decode(got)!r}")
 
-    async def check_markers(self, which: int) -> None:
+    async def check_owner(self, which: int, pause_s: float = 0.0) -> None:
         """A verifier whose drafts are known: those of its own sequences, as without anybody else on the drafter."""
-        answers = await self._draft(which)
-        known = self.markers.setdefault(which, answers)
-        for answer, expected in zip(answers, known, strict=True):
-            same = all(
-                list(getattr(answer, name)) == list(getattr(expected, name))
-                for name in ("sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts")
-            )
-            logits = [np.frombuffer(one.logits.data, np.float32) for one in (answer, expected)]
-            if not same or answer.tokens.data != expected.tokens.data or not np.allclose(*logits, rtol=1e-3, atol=1e-3):
-                raise FindingError(f"marker {which} was answered {answer}, expected {expected}")
+        owner = self.owners[which] = Owner(self.to_drafter, which, PATIENCE_S)
+        try:
+            await owner.open()
+            answers = []
+            for _ in range(OWNER_STEPS):
+                answers.append(await owner.step())
+                await asyncio.sleep(pause_s)
+        finally:
+            await owner.close()
+        owner.compare(answers, self.known.setdefault(which, answers))
 
-    async def _draft(self, which: int) -> list[draft_pb2.Drafts]:
-        writer = Writer(Random(which), last_id=which * 1_000_000)
-        call = draft_pb2_grpc.DraftingStub(self.to_drafter).Draft(timeout=PATIENCE_S)
-        await call.write(draft_pb2.DraftRequest(hello=hello(DENSE)))
-        answers = []
-        if not isinstance(await call.read(), draft_pb2.DraftResponse):
-            raise FindingError(f"marker {which} was refused: {await call.details()}")
-        for _ in range(MARKER_STEPS):
-            step = writer.step()
-            await call.write(draft_pb2.DraftRequest(step=step))
-            response: Any = await call.read()
-            if not isinstance(response, draft_pb2.DraftResponse):
-                raise FindingError(f"marker {which} was ended: {await call.details()}")
-            foreign = set(response.drafts.sequence_ids) - set(writer.rows)
-            if foreign:
-                raise FindingError(f"marker {which} got the answer for sequences {foreign}")
-            answers.append(response.drafts)
-        await call.done_writing()
-        await call.code()
-        return answers
+    @property
+    def open_rows(self) -> list[tuple[int, int]]:
+        """(id, number of rows) of every sequence that an owner has open now."""
+        return [row for owner in self.owners.values() for row in owner.rows.items()]
+
+    @asynccontextmanager
+    async def owners_about(self) -> AsyncIterator[None]:
+        """Within it owners have sequences open all the time; at its end each has got right drafts at least once."""
+        turns = dict.fromkeys(OWNERS, 0)
+
+        async def repeat(which: int) -> None:
+            while not is_over.is_set():
+                await self.check_owner(which, OWNER_PAUSE_S)
+                turns[which] += 1
+
+        is_over = asyncio.Event()
+        tasks = [asyncio.ensure_future(repeat(which)) for which in OWNERS]
+        try:
+            yield
+        finally:
+            is_over.set()
+            await asyncio.gather(*tasks)
+        if not all(turns.values()):
+            raise FindingError(f"turns of the owners: {turns}")
 
 
 def _page(url: str) -> str:

@@ -10,14 +10,29 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import grpc
 import pytest
+import torch
 from fuzz_cases import KINDS, Outcomes
-from fuzz_world import LEAST_SAMPLES, MAX_RISE, PATIENCE_S, TOP_N, FindingError, Resources, World, opened_world, rise
+from fuzz_streams import OWNER_STEPS, FindingError, Owner
+from fuzz_theft import steal
+from fuzz_world import LEAST_SAMPLES, MAX_RISE, PATIENCE_S, TOP_N, Resources, World, opened_world, rise
 
-from models import ModelShelf, session_shelf
+from drafter_service import engine as engine_module
+from drafter_service.engine import DraftEngine
+from drafter_service.engine_thread import EngineThread
+from drafter_service.heads import load_head
+from drafter_service.limits import EngineLimits
+from drafter_service.service import DraftingService
+from drafter_service.session import Session
+from draftwire.v1.draft_pb2_grpc import add_DraftingServicer_to_server
+from draftwire.wire import CHANNEL_OPTIONS
+from models import CONTEXT, ModelShelf, session_shelf
 
 CASES = int(os.environ.get("FUZZ_CASES", "3000"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -67,9 +82,10 @@ class Campaign:
 
     async def _play(self, indices: range) -> None:
         turns = asyncio.Semaphore(AT_ONCE)
-        findings = await asyncio.gather(*(self._judge(index, turns) for index in indices))
-        self._findings += [text for text in findings if text]
         try:
+            async with self._world.owners_about():
+                findings = await asyncio.gather(*(self._judge(index, turns) for index in indices))
+                self._findings += [text for text in findings if text]
             await self._world.check()
             await self._world.check_resources()
         except Exception as error:
@@ -142,3 +158,64 @@ def test_hostile_input_harms_nobody(top_n: int, shelf: ModelShelf, tmp_path: Pat
             world.check_memory()
 
     asyncio.run(play())
+
+
+class CarelessSlots(dict[int, int]):
+    """Slots of a session by id, of a drafter that confuses sessions in one way."""
+
+    fault = ""
+    sessions: list[dict[int, int]] = []  # noqa: RUF012  # shared by all on purpose
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions.append(self)
+
+    def get(self, sequence_id: int, default: Any = None) -> Any:
+        holders = [slots for slots in self.sessions if sequence_id in slots]
+        if self.fault == "names" and sequence_id not in self and holders:
+            return holders[0][sequence_id]
+        if self.fault == "numbers" and holders:
+            return holders[0][sequence_id]
+        return super().get(sequence_id, default)
+
+    def pop(self, sequence_id: int, default: Any = None) -> Any:
+        holders = [slots for slots in self.sessions if sequence_id in slots]
+        if self.fault == "closes" and sequence_id not in self and holders:
+            return holders[0].pop(sequence_id)
+        return super().pop(sequence_id, default)
+
+
+@pytest.mark.parametrize("fault", ["", "names", "numbers", "closes"])
+def test_a_drafter_that_confuses_the_sequences_of_its_verifiers_is_found_out(
+    fault: str, shelf: ModelShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CarelessSlots, "fault", fault)
+    monkeypatch.setattr(CarelessSlots, "sessions", [])
+    monkeypatch.setattr(engine_module, "Session", lambda *terms: Session(*terms, slots=CarelessSlots()))
+    head_dir, target_dir = shelf.head("llama", "good"), shelf.target("llama")
+    cpu = torch.device("cpu")
+    head = load_head(head_dir, target_dir, torch.float32, cpu)
+    engine = EngineThread(DraftEngine(head, EngineLimits(max_model_len=CONTEXT), torch.float32, cpu), lambda: None)
+
+    async def play() -> None:
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        add_DraftingServicer_to_server(DraftingService(engine, "head", torch.float32), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+                owner = Owner(channel, 1, PATIENCE_S)
+                await owner.open()
+                known = [await owner.step() for _ in range(OWNER_STEPS)]
+                await owner.close()
+                for number in range(30):
+                    await steal(channel, Random(number), 1, known, PATIENCE_S)
+        finally:
+            await server.stop(None)
+
+    engine.start()
+    try:
+        with pytest.raises(FindingError) if fault else nullcontext():
+            asyncio.run(play())
+    finally:
+        engine.stop()
