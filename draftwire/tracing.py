@@ -59,8 +59,8 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
     Raises
     ------
     InvalidArgumentError
-        When the endpoint is not of that form, or would be plain text outside of loopback without having been asked for;
-        the latter for OpenTelemetry's variables too.
+        When the endpoint is not of that form, names a user, or would be plain text outside of loopback without having
+        been asked for; the last two for OpenTelemetry's variables too. What may be secret in it is not shown.
     ServerError
         When the libraries are missing.
     """
@@ -69,8 +69,8 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         yield
         return
     if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+", endpoint):
-        raise InvalidArgumentError("otlp_endpoint", endpoint, "must be http://HOST:PORT or https://HOST:PORT")
-    _refuse_plain_text(endpoint, insecure)
+        raise InvalidArgumentError("otlp_endpoint", _shown(endpoint), "must be http://HOST:PORT or https://HOST:PORT")
+    _check_endpoint(endpoint, insecure)
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -90,13 +90,25 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         provider.shutdown()
 
 
-def _refuse_plain_text(endpoint: str | None, insecure: bool) -> None:
+def _check_endpoint(endpoint: str | None, insecure: bool) -> None:
     given = {"otlp_endpoint": endpoint} if endpoint else {name: os.environ.get(name) for name in _ENDPOINT_VARIABLES}
     field, url = next((field, url) for field, url in given.items() if url)
+    if "@" in url:  # gRPC would take it for a part of the name, which the exporter logs when it is not found
+        raise InvalidArgumentError(field, _shown(url), "must name no user; OTEL_EXPORTER_OTLP_HEADERS is for secrets")
     if not insecure and is_plain_url_outside(url):
         raise InvalidArgumentError(
-            field, url, "plain text outside of loopback must be asked for with insecure; or give https://HOST:PORT"
+            field, _shown(url), "plain text outside of loopback must be asked for with insecure; or give https://HOST:PORT"
         )
+
+
+def _shown(url: str) -> str:
+    """A URL without user, password, query and fragment."""
+    scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
+    authority, *beyond = re.split(r"(?=[/?#])", rest, maxsplit=1)
+    if "@" in "".join(beyond):  # perhaps of a password with such a character
+        return f"{scheme}{separator}..."
+    path = re.split(r"[?#]", "".join(beyond), maxsplit=1)[0]
+    return scheme + separator + authority.rpartition("@")[2] + path
 
 
 def check_traceparent(value: str, field: str) -> None:

@@ -29,6 +29,9 @@ from verifier_service.request_watch import RequestWatch
 pytestmark = pytest.mark.xdist_group("observability")
 
 
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
 @dataclass
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Keeps the spans that it is sent, by service."""
@@ -55,6 +58,14 @@ def collecting() -> Iterator[Collector]:
     server.start()
     yield collector
     server.stop(None)
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, variable: str | None, url: str) -> None:
+    """Leaves no endpoint in the environment but this one, if it is to be there."""
+    for name in ENDPOINTS:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, url)
 
 
 def attributes(span: Span) -> dict[str, Any]:
@@ -126,19 +137,68 @@ def test_an_endpoint_that_is_none_is_refused(url):
         pass
 
 
-@pytest.mark.parametrize("url", ["http://collector:4317", "http://10.0.0.1:4317", "http://localhost@collector:4317"])
-@pytest.mark.parametrize("variable", [None, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"])
+@pytest.mark.parametrize("url", ["http://collector:4317", "http://10.0.0.1:4317"])
+@pytest.mark.parametrize("variable", [None, *ENDPOINTS])
 def test_plain_text_to_a_collector_outside_of_loopback_must_be_asked_for(monkeypatch, url, variable):
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, url)
+    set_endpoint(monkeypatch, variable, url)
     refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback must be asked for")
     with (
         pytest.raises(InvalidArgumentError, match=refused),
         exporting_traces("draftwire-verifier", None if variable else url),
     ):
         pass
+
+
+@pytest.mark.parametrize("is_plain_allowed", [False, True])
+@pytest.mark.parametrize("variable", [None, *ENDPOINTS])
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://me:hunter2@collector:4317", "http://collector:4317"),
+        ("https://hunter2@collector:4317", "https://collector:4317"),
+        ("https://me:hunter2@collector:4317?key=hunter2#hunter2", "https://collector:4317"),
+        ("https://me:hunter2#@collector:4317", "https://..."),
+        ("https://me:hunter2?hunter2@collector:4317", "https://..."),
+    ],
+)
+def test_an_endpoint_with_a_user_is_refused_and_its_secrets_are_not_shown(
+    monkeypatch, url, shown, variable, is_plain_allowed
+):
+    set_endpoint(monkeypatch, variable, url)
+    with (
+        pytest.raises(InvalidArgumentError, match=re.escape(f"{variable or 'otlp_endpoint'} = '{shown}': ")) as error,
+        exporting_traces("draftwire-verifier", None if variable else url, insecure=is_plain_allowed),
+    ):
+        pass
+    assert "hunter2" not in str(error.value)
+    assert "hunter2" not in str(error.value.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://collector:4317?key=hunter2", "http://collector:4317"),
+        ("http://collector:4317/v1/traces?key=hunter2", "http://collector:4317/v1/traces"),
+        ("http://collector:4317#hunter2", "http://collector:4317"),
+    ],
+)
+def test_the_query_of_a_plain_text_endpoint_is_not_shown(monkeypatch, url, shown):
+    set_endpoint(monkeypatch, ENDPOINTS[0], url)
+    with (
+        pytest.raises(InvalidArgumentError, match=re.escape(f"{ENDPOINTS[0]} = '{shown}': plain text outside")),
+        exporting_traces("draftwire-verifier", None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("url", ["me:hunter2@collector:4317", "http://me:hunter2@a/b", "ftp://me:hunter2@a:1?hunter2"])
+def test_what_is_secret_in_an_endpoint_that_is_none_is_not_shown(url):
+    with (
+        pytest.raises(InvalidArgumentError, match=r"must be http://HOST:PORT") as error,
+        exporting_traces("draftwire-verifier", url),
+    ):
+        pass
+    assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(
