@@ -40,7 +40,7 @@ class ServerSecurity:
         PEM file of the authorities whose clients are let in (mutual TLS); needs a certificate of one's own.
     token_file
         Text file with one bearer token a line, any of which lets a client in; empty lines and lines that begin with #
-        are ignored.
+        are ignored. A file without any is an error at start, and leaves the tokens of before in force later.
     insecure
         Whether plain text is allowed outside of the loopback interface.
     """
@@ -70,13 +70,14 @@ class ServerSecurity:
         if self.certificate is None or self.key is None:
             _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
             return None
-        # Read once beforehand: of files that are wrong gRPC says that the port cannot be bound.
-        _RenewedContext(self.certificate, self.key, self.client_ca)
+        # Tried by Python beforehand: of files that are wrong gRPC says that the port cannot be bound, and with wrong
+        # authorities that come later it turns everybody away.
+        tried = _RenewedContext(self.certificate, self.key, self.client_ca)
         files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
         watched = _Watched(files)
         return grpc.dynamic_ssl_server_credentials(
             _certificate_configuration(watched.read()),
-            lambda: _renewed(watched),  # type: ignore[arg-type,return-value]  # None keeps the old one
+            lambda: _renewed(watched, tried),  # type: ignore[arg-type,return-value]  # None keeps the old one
             require_client_authentication=self.client_ca is not None,
         )
 
@@ -210,8 +211,12 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     def _is_known(self, given: str | bytes) -> bool:
         changed = self._watched.changed()
         if changed is not None:
-            self._digests = _token_digests(changed[0])
-            logger.info("the tokens were read again: %d", len(self._digests))
+            digests = _token_digests(changed[0])
+            if digests:
+                self._digests = digests
+                logger.info("the tokens were read again: %d", len(digests))
+            else:  # perhaps about to be written
+                logger.warning("the tokens of before stay in force: there is none in the file")
         if not isinstance(given, str) or not given.startswith(_SCHEME):
             return False
         digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
@@ -258,12 +263,22 @@ class _RenewedContext:
         """The context of what the files hold now, or of what they held when they were last right."""
         with self._lock:
             if self._watched.changed() is not None:
-                try:
-                    self._context = self._load()
-                    logger.info("the certificates were read again")
-                except OSError as error:
-                    logger.warning("the certificates of before stay in force: %s", error)
+                self._try()
             return self._context
+
+    def is_right(self) -> bool:
+        """Whether a context can be made of what the files hold now; which is told in the log."""
+        with self._lock:
+            return self._try()
+
+    def _try(self) -> bool:
+        try:
+            self._context = self._load()
+        except OSError as error:
+            logger.warning("the certificates of before stay in force: %s", error)
+            return False
+        logger.info("the certificates were read again")
+        return True
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -275,12 +290,11 @@ class _RenewedContext:
         return context
 
 
-def _renewed(watched: _Watched) -> grpc.ServerCertificateConfiguration | None:
-    """A new configuration when the files have changed; None keeps the old one."""
+def _renewed(watched: _Watched, tried: _RenewedContext) -> grpc.ServerCertificateConfiguration | None:
+    """A new configuration when the files have changed and are right; None keeps the old one."""
     contents = watched.changed()
-    if contents is None:
+    if contents is None or not tried.is_right():
         return None
-    logger.info("the certificates were read again")
     return _certificate_configuration(contents)
 
 

@@ -148,15 +148,30 @@ def test_a_renewal_that_is_no_certificate_leaves_the_old_one_in_force_until_it_i
     assert version(address, ca=other.file) == "here"
 
 
-def test_a_token_file_that_is_emptied_lets_nobody_in(serve, tmp_path):
-    known = tmp_path / "tokens"
+@pytest.mark.parametrize("emptied", ["", "# all revoked\n"])
+def test_a_token_file_without_tokens_leaves_the_old_ones_in_force_until_there_is_one(serve, tmp_path, caplog, emptied):
+    known, own = tmp_path / "tokens", tmp_path / "own"
     known.write_text("first\n")
-    address = serve(ServerSecurity(token_file=known))
-    assert version(address, token_file=known) == "here"
-    own = tmp_path / "own"
     own.write_text("first\n")
-    known.write_text("")
+    address = serve(ServerSecurity(token_file=known))
+    assert version(address, token_file=own) == "here"
+    known.write_text(emptied)
+    assert version(address, token_file=own) == "here"
+    assert "the tokens of before stay in force" in caplog.text
+    known.write_text("that nobody has\n")  # how all are revoked
     assert "UNAUTHENTICATED" in refused(address, token_file=own)
+
+
+def test_an_authority_file_that_is_emptied_leaves_the_old_one_in_force(serve, authority, other):
+    trusted = authority.file.with_name("clients.pem")
+    trusted.write_bytes(authority.file.read_bytes())
+    address = serve(ServerSecurity(*authority.issue("localhost"), client_ca=trusted))
+    good, bad = ({"certificate": pair[0], "key": pair[1]} for pair in (authority.issue("v"), other.issue("v")))
+    assert version(address, ca=authority.file, **good) == "here"
+    trusted.write_text("")
+    assert version(address, ca=authority.file, **good) == "here"
+    refused(address, ca=authority.file, **bad)
+    refused(address, ca=authority.file)
 
 
 def test_a_token_of_the_file_lets_in_and_no_other(serve, tmp_path):
