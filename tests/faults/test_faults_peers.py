@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -19,8 +20,10 @@ from services import Continuation, wait_for
 from stage import Stage
 
 from draftwire import AsyncClient, Client
-from draftwire.client import Completion
+from draftwire.client import Completion, asynchronous
+from draftwire.client.request import CLIENT_CHANNEL_OPTIONS
 from draftwire.errors import QueueFullError
+from draftwire.processes import ServiceProcess
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2, generate_pb2_grpc
 
 Matrix = Callable[[FaultRecord], None]
@@ -105,7 +108,12 @@ def _resident_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
-def test_many_more_clients_come_at_once_than_may_wait(stage: Stage, matrix: Matrix) -> None:
+def test_many_more_clients_come_at_once_than_may_wait(
+    stage: Stage, matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Clients of one process share a connection otherwise.
+    own_connection = [*CLIENT_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    monkeypatch.setattr(asynchronous, "CLIENT_CHANNEL_OPTIONS", own_connection)
     drafter = stage.drafter()
     crowded = stage.verifier([drafter.address], "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE))
     with stage.load_on(crowded) as own:
@@ -115,7 +123,7 @@ def test_many_more_clients_come_at_once_than_may_wait(stage: Stage, matrix: Matr
     with load.fault(name, during_above=0.8) as record:
         greedy = stage.reference.continuations
         wanted = [greedy[number % len(greedy)] for number in range(NUM_CLIENTS)]
-        outcomes = asyncio.run(_ask_at_once(crowded.address, wanted))
+        outcomes = asyncio.run(_ask_at_once(crowded, wanted))
         ended = time.monotonic()
         refused = [one for one in outcomes if isinstance(one, QueueFullError)]
         served = [(one, want) for one, want in zip(outcomes, wanted, strict=True) if isinstance(one, Completion)]
@@ -132,17 +140,27 @@ def test_many_more_clients_come_at_once_than_may_wait(stage: Stage, matrix: Matr
     matrix(record)
 
 
-async def _ask_at_once(address: str, wanted: Sequence[Continuation]) -> list[Completion | QueueFullError]:
+async def _ask_at_once(verifier: ServiceProcess, wanted: Sequence[Continuation]) -> list[Completion | QueueFullError]:
     """What clients with a connection each get, all at once; any other error is raised."""
+    before = _num_sockets(verifier.pid)
+    are_connected = asyncio.Barrier(len(wanted))
 
     async def ask(one: Continuation) -> Completion | QueueFullError:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(verifier.address) as client:
+            await client.info()
+            if await are_connected.wait() == 0:
+                assert _num_sockets(verifier.pid) - before >= len(wanted)
             try:
                 return await client.complete(one.prompt, temperature=0, max_tokens=len(one.tokens))
             except QueueFullError as error:
                 return error
 
     return await asyncio.gather(*map(ask, wanted))
+
+
+def _num_sockets(pid: int) -> int:
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(link.startswith("socket:") for link in links)
 
 
 def test_a_verifier_is_killed_and_started_again_beside_another_at_its_drafter(stage: Stage, matrix: Matrix) -> None:
