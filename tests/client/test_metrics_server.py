@@ -6,8 +6,12 @@ import http.client
 import os
 import socket
 import ssl
+import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from certificates import Authority
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from draftwire import metrics
 from draftwire.errors import InvalidArgumentError, ServerError
 from draftwire.metrics import serving_metrics
 from draftwire.security import ServerSecurity
@@ -149,6 +154,61 @@ def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority):
         socket.create_connection(("127.0.0.1", port)),
     ):
         scrape_encrypted(port, authority.file)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_slow_connections_in_any_number_take_few_threads_and_keep_nobody_out(authority, encrypted):
+    security = ServerSecurity(*authority.issue("localhost")) if encrypted else PLAIN
+    before = threading.active_count()
+    with ExitStack() as slow:
+        port = slow.enter_context(serving_metrics("127.0.0.1:0", [Answer()], security))
+        for _ in range(300):
+            client = slow.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            with suppress(OSError):  # it may be cut already
+                client.sendall(b"\x16\x03\x01" if encrypted else b"GET /metrics HT")
+            assert threading.active_count() - before <= 1 + metrics.MAX_CONNECTIONS
+        text = scrape_encrypted(port, authority.file) if encrypted else scrape(port)
+        assert "\nanswer 42.0\n" in text
+        assert threading.active_count() - before <= 1 + metrics.MAX_CONNECTIONS
+    wait_until(lambda: threading.active_count() == before)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_connection_that_says_a_little_now_and_then_is_cut_in_time(authority, encrypted, monkeypatch):
+    monkeypatch.setattr(metrics, "TIMEOUT_S", 1.0)
+    security = ServerSecurity(*authority.issue("localhost")) if encrypted else PLAIN
+    with (
+        serving_metrics("127.0.0.1:0", [], security) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=0.1) as client,
+    ):
+        drops = iter(client_hello() if encrypted else b"GET /" + b"x" * 1000)
+        wait_until(lambda: is_cut(client, next(drops)))
+
+
+def client_hello() -> bytes:
+    """What a client says first."""
+    said = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), said, server_hostname="localhost").do_handshake()
+    return said.read()
+
+
+def is_cut(client: socket.socket, byte: int) -> bool:
+    """Whether the server has ended the connection, to which the byte is sent."""
+    try:
+        client.sendall(bytes([byte]))
+        return client.recv(1000) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_files_that_are_missing_or_no_certificates_are_told_at_start(tmp_path, authority):

@@ -10,7 +10,7 @@ from drafter_service import service as drafter
 from drafter_service import stream
 from drafter_service.limits import EngineLimits
 from drafter_service.options import MAX_SPECULATIVE_TOKENS
-from draftwire import wire
+from draftwire import metrics, wire
 from draftwire.carriers import segment
 from draftwire.server import CONNECTION_LIMITS
 from draftwire.v1 import config_pb2, generate_pb2
@@ -60,6 +60,7 @@ WORDS = {
     "reading an output": [
         f"{unread.STALL_S:g} s for a message", f"{unread.READ_S / 60:g} minutes after the last token"
     ],
+    "connections to the metrics": [f"{metrics.MAX_CONNECTIONS} at once", f"{metrics.TIMEOUT_S:g} s each"],
     "sessions of a drafter": [f"{ENGINE.max_sessions};"],
     "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
     "drafts of a sequence in a step": [f"at most {MAX_SPECULATIVE_TOKENS}"],
