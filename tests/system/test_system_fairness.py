@@ -1,22 +1,35 @@
-"""Two verifiers share a drafter that has room for a few sequences: the flood of one leaves the other its part."""
+"""Two verifiers share a drafter that has room for a few sequences: the flood of one leaves the other its part.
+
+Draft deadlines are off, and adaptive k with them: with either, how long a step takes on a busy machine decides how many
+steps have drafts, and the flood takes cores as well as slots (docs/operations.md has the figures). Without, what a
+verifier gets is decided by the drafter's slots and cache alone.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
-from services import acceptance_rate, crowd, drafted_share, drafter_status, wait_for, wait_for_drafter
+from services import acceptance_rate, crowd, drafter_status, wait_for, wait_for_drafter
 
-from draftwire import Client
+from draftwire import Client, Completion
 from draftwire.processes import start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("fairness")
 
 SLOTS = 4
 GREEDY = {"temperature": 0, "max_tokens": 48, "num_speculative_tokens": 4}
+MAX_LOSS = 0.05
 
 
-def test_the_flood_of_one_verifier_does_not_starve_the_sequences_of_another(shelf, references, tmp_path):
+def drafted_steps(completions: Sequence[Completion]) -> float:
+    """Share of the verify steps that had drafts."""
+    statistics = [completion.statistics for completion in completions]
+    return sum(one.drafted[0] for one in statistics) / sum(one.verify_steps for one in statistics)
+
+
+def test_the_flood_of_one_verifier_takes_no_drafts_from_the_sequences_of_another(shelf, references, tmp_path):
     target, head, cpu = shelf.target("llama"), shelf.head("llama", "good"), ("--device", "cpu")
     greedy = references("llama").continuations
     options = (*cpu, "--draft-deadline-ms", "off")
@@ -30,6 +43,7 @@ def test_the_flood_of_one_verifier_does_not_starve_the_sequences_of_another(shel
         for one in (flood, client):
             wait_for_drafter(one, drafter.address)
         calls = [(continuation.prompt, GREEDY) for continuation in greedy]
+        alone = crowd(client, calls, at_once=SLOTS // 2)
         is_done = threading.Event()
 
         def keep_flooding() -> None:
@@ -40,10 +54,13 @@ def test_the_flood_of_one_verifier_does_not_starve_the_sequences_of_another(shel
         flooder.start()
         try:
             wait_for(lambda: drafter_status(flood, drafter.address).sequences >= SLOTS, "the flood has all slots")
-            completions = crowd(client, calls, at_once=SLOTS // 2)
+            beside = crowd(client, calls, at_once=SLOTS // 2)
         finally:
             is_done.set()
             flooder.join()
-    assert [list(completion.token_ids) for completion in completions] == [c.tokens for c in greedy]
-    assert drafted_share(completions) > 0.5
-    assert acceptance_rate(completions) > 0.5
+    for completions in (alone, beside):
+        assert [list(completion.token_ids) for completion in completions] == [c.tokens for c in greedy]
+    figures = [(drafted_steps(completions), acceptance_rate(completions)) for completions in (alone, beside)]
+    print("steps with drafts and acceptance, alone and beside the flood:", figures)
+    assert drafted_steps(beside) >= drafted_steps(alone) - MAX_LOSS
+    assert acceptance_rate(beside) >= acceptance_rate(alone) - MAX_LOSS
