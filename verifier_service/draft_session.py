@@ -38,8 +38,6 @@ class DraftSession:
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
-    redrawn: int = 0
-    mismatches: int = 0
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
         """Notes what the drafter tells of its load."""

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,6 +24,7 @@ from verifier_service.draft_stream import Answered, Connected, Disconnected, Dra
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.pacing import NUM_SCOUTS, Load, Pace
+from verifier_service.redraws import Redraws
 from verifier_service.request import ReadyDrafts, Request
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepTimes
@@ -40,12 +41,8 @@ MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 MAX_PAUSED_ROWS = 256
 # A sequence that a drafter could not take is offered again after this long, twice as long each time.
 REOPEN_DELAY_S = (0.5, 30.0)
-# Share of answers with logits whose drafts are drawn again, and what expels a drafter: some mismatches that are a share
-# of what was drawn. A single one can be two scores within rounding on different devices; every answer is drawn again
-# until it is under that share.
+# Share of answers with logits whose drafts are drawn again, of a drafter at which there was no mismatch of late.
 REDRAW_SHARE = 1 / 8
-REDRAW_MISMATCHES = 3
-REDRAW_MISMATCH_SHARE = 0.01
 
 
 _STATES = {
@@ -98,6 +95,7 @@ class Drafting:
         self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
         self._drafted: Counter[str] = Counter()  # drafts verified, by the drafter's address
         self._accepted: Counter[str] = Counter()
+        self._redraws: defaultdict[str, Redraws] = defaultdict(Redraws)  # likewise: a new stream forgets nothing
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
         self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
@@ -488,19 +486,22 @@ class Drafting:
         InvalidArgumentError
             When there have been too many of those.
         """
+        address = session.stream.address
+        redraws = self._redraws[address]
         is_on_trial = session.breaker.is_on_trial
-        is_suspect = is_on_trial or session.mismatches > REDRAW_MISMATCH_SHARE * session.redrawn
-        chosen = [
+        is_suspect = is_on_trial or redraws.is_suspect
+        drawn = [
             (request, drafts)
             for request, drafts in answered
             if drafts.tokens and drafts.logits is not None and request.params.temperature > 0
-            if is_suspect or random.random() < REDRAW_SHARE
         ]
+        chosen = [one for one in drawn if is_suspect or random.random() < REDRAW_SHARE]
         belied = find_belied(chosen, self._config.use_fp64_gumbel)
-        session.redrawn += len(chosen)
-        session.mismatches += len(belied)
-        most = 1 if is_on_trial else max(REDRAW_MISMATCHES, REDRAW_MISMATCH_SHARE * session.redrawn)
-        if belied and session.mismatches >= most:
+        if belied and len(chosen) < len(drawn):
+            chosen, belied = drawn, find_belied(drawn, self._config.use_fp64_gumbel)
+        redraws.take(len(chosen), len(belied))
+        if belied and (is_on_trial or redraws.are_too_many):
+            del self._redraws[address]  # its trial begins with a clean slate
             count = Described(f"{len(belied[-1].tokens)} drafts")
             raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
         return belied

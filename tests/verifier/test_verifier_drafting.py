@@ -27,7 +27,7 @@ from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
-from verifier_service import draft_session, drafting
+from verifier_service import draft_session, drafting, redraws
 from verifier_service.draft_answer import find_belied
 from verifier_service.draft_stream import Loaded
 from verifier_service.features import FeatureKind
@@ -808,9 +808,9 @@ def test_drafts_that_are_drawn_from_their_logits_never_expel(config, ids, monkey
 
 
 @pytest.mark.parametrize(("config", "ids"), [HONEST[0], HONEST[1], HONEST[3]], ids=["dense", "dense reduced", "top_n"])
-def test_drafts_that_are_not_drawn_from_their_logits_are_not_used_and_expel_at_the_third(config, ids, monkeypatch):
+def test_drafts_that_are_not_drawn_from_their_logits_are_not_used_and_expel_when_too_many(config, ids, monkeypatch):
     scene, stream, one = start_sampled(monkeypatch, config, ids)
-    for _ in range(drafting.REDRAW_MISMATCHES):
+    for _ in range(redraws.TOO_MANY_MISMATCHES):
         assert stream.failure is None
         scene.answer(stream, replace_last(honest_answer(stream.last, one.keys.proposal, config, ids)))
         assert one.drafts is None
@@ -854,30 +854,6 @@ def replace_last(answer: pb.Drafts) -> pb.Drafts:
     answer.ClearField("tokens")
     encode_tensor(torch.tensor([*drawn[:-1], (drawn[-1] + 1) % VOCAB], dtype=torch.int32), answer.tokens)
     return answer
-
-
-def test_a_few_mismatches_among_many_answers_are_rounding_and_do_not_expel(monkeypatch):
-    monkeypatch.setattr(drafting, "REDRAW_MISMATCH_SHARE", 0.1)
-    scene, stream, one = start_sampled(monkeypatch, DENSE)
-    for number in range(1, 101):
-        answer = honest_answer(stream.last, one.keys.proposal, DENSE, None)
-        scene.answer(stream, replace_last(answer) if number % 20 == 0 else answer)
-        scene.verify(one, 3)
-        scene.flush()
-    assert stream.failure is None
-
-
-def test_after_a_mismatch_every_answer_is_drawn_again_until_it_is_one_of_many(monkeypatch):
-    monkeypatch.setattr(drafting, "REDRAW_MISMATCH_SHARE", 0.1)
-    scene, stream, one = start_sampled(monkeypatch, DENSE)
-    (session,) = scene.drafting._sessions.values()
-    for number in range(20):
-        answer = honest_answer(stream.last, one.keys.proposal, DENSE, None)
-        scene.answer(stream, replace_last(answer) if number == 0 else answer)
-        monkeypatch.setattr(drafting, "REDRAW_SHARE", 0)
-        assert session.redrawn == min(number + 1, 10)
-        scene.verify(one, 3)
-        scene.flush()
 
 
 def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
