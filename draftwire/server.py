@@ -95,7 +95,8 @@ async def serve(
     await server.start()
     for name in ("", service_name):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    print(f"listening on {host}:{port}", flush=True)
+    # With its end in one write, so that no log line of another thread comes between the two where output is unbuffered.
+    print(f"listening on {host}:{port}\n", end="", flush=True)
     await stop.wait()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)

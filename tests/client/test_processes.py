@@ -19,6 +19,7 @@ WAIT_S = 60.0
 SERVICE = """
 import asyncio
 import sys
+import threading
 import time
 import click
 from draftwire.errors import CheckpointError
@@ -36,7 +37,13 @@ async def hanging():
     while True:
         time.sleep(60)
 
+def chatter():
+    while True:
+        sys.stderr.write("of another thread\\n")
+
 async def run(arguments):
+    if "chatters" in arguments:
+        threading.Thread(target=chatter, daemon=True).start()
     drain = hanging if "hangs" in arguments else drained
     await serve(
         "127.0.0.1:0",
@@ -80,6 +87,12 @@ def test_service_is_healthy_when_it_is_there_and_stops_cleanly():
     assert drafter.returncode == 0
     assert "stopped" in drafter.log_text()
     assert not drafter.log_path.exists()
+
+
+def test_address_is_found_among_the_lines_of_other_threads():
+    for _ in range(3):
+        with start_drafter("chatters", "t", timeout_s=WAIT_S) as drafter:
+            drafter.kill()
 
 
 def test_verifier_gets_its_drafters():

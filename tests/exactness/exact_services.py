@@ -94,7 +94,7 @@ def serve_verifier(
 
     servicer, server, address = loop.run(start())
     try:
-        wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY, len(drafters))
+        wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY, count=len(drafters))
         yield address
     finally:
         loop.run(stop(servicer, server))
@@ -102,16 +102,16 @@ def serve_verifier(
 
 
 def wait_for_drafters(
-    address: str, state: generate_pb2.DrafterState, count: int = 1
+    address: str, *states: generate_pb2.DrafterState, count: int = 1
 ) -> list[generate_pb2.DrafterStatus]:
-    """Waits until a verifier has found `count` drafters and all are in `state`."""
+    """Waits until a verifier has found `count` drafters and all are in one of `states`."""
 
     async def wait() -> list[generate_pb2.DrafterStatus]:
         deadline = time.monotonic() + START_TIMEOUT_S
         async with AsyncClient(address) as client:
             while True:
                 drafters = list((await client.info()).drafters)
-                if len(drafters) >= count and all(drafter.state == state for drafter in drafters):
+                if len(drafters) >= count and all(drafter.state in states for drafter in drafters):
                     return drafters
                 assert time.monotonic() < deadline, drafters
                 await asyncio.sleep(0.02)

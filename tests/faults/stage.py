@@ -52,7 +52,7 @@ class Stage:
             log_path=self.logs / "verifier.log",
         )
         self._close.callback(verifier.kill)
-        wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY, len(drafters))
+        wait_for_drafters(verifier.address, generate_pb2.DRAFTER_STATE_READY, count=len(drafters))
         return verifier
 
     def load_on(self, *verifiers: ServiceProcess) -> Load:
