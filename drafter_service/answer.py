@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from drafter_service.traffic import Traffic
 from draftwire.carriers import Outgoing, TensorSender
 from draftwire.tensors import encode_tensor
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -71,7 +71,7 @@ class Answer:
         self._outgoing = [_begin(self.logits, sender), _begin(self.logits_token_ids, sender)]
         for outgoing in self._outgoing:
             if outgoing is not None:
-                traffic.count(outgoing.carrier, "logits", outgoing.tensor.nbytes)
+                traffic.count_tensor(outgoing.carrier, "sent", "logits", outgoing.tensor.nbytes)
 
     def encode(self) -> pb.DraftResponse:
         """Wire form, once `begin_sending` was called; waits until the logits are there."""

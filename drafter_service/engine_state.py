@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafter_service.answer import Load
-from drafter_service.engine_times import Phase
 
 
 @dataclass(frozen=True)
@@ -16,4 +14,4 @@ class EngineState:
     load: Load
     waiting_rows: int  # of steps that it has, in no batch yet
     evictions: int  # sequences taken away for another session's
-    seconds: Mapping[Phase, float]
+    idle_s: float  # time of its thread without a step

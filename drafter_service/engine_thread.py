@@ -36,7 +36,7 @@ class EngineThread:
         self.engine = engine
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
-        self._times = EngineTimes()
+        self.times = EngineTimes()
         self._commands: Mailbox[Callable[[], None] | None] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -58,7 +58,7 @@ class EngineThread:
     def state(self) -> EngineState:
         """What the metrics tell of it; from any thread."""
         engine = self.engine
-        return EngineState(engine.load, engine.waiting_rows, engine.num_evictions, self._times.read())
+        return EngineState(engine.load, engine.waiting_rows, engine.num_evictions, self.times.read()[Phase.IDLE])
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
         """Opens a session; `deliver` is called on the engine's thread."""
@@ -105,22 +105,23 @@ class EngineThread:
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
 
     def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
-        phase = self._times.phase
-        self._times.enter(Phase.ANSWER)
+        phase = self.times.phase
+        self.times.enter(Phase.ANSWER)
         deliver(answer)
-        self._times.enter(phase)
+        self.times.enter(phase)
 
     def _run(self) -> None:
         make_current(self.engine.device)
         try:
             while self._run_commands():
                 self._iterate()
+                self.times.end_step()
         except Exception as error:
             logger.exception("the draft engine failed")
             self._failure = EngineFailureError(f"the draft engine failed: {error}")
             self.engine.fail(self._failure)
             self._on_failure()
-            self._times.enter(Phase.IDLE)
+            self.times.enter(Phase.IDLE)
             while (command := self._commands.get()) is not None:
                 command()
 
@@ -128,19 +129,19 @@ class EngineThread:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
         while True:
             has_work = self.engine.has_work
-            self._times.enter(Phase.DECODE if has_work else Phase.IDLE)
+            self.times.enter(Phase.DECODE if has_work else Phase.IDLE)
             try:
                 command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
                 return True
             if command is None:
                 return False
-            self._times.enter(Phase.DECODE)
+            self.times.enter(Phase.DECODE)
             command()
             del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
 
     def _iterate(self) -> None:
-        self._times.enter(Phase.COMPUTE)
+        self.times.enter(Phase.COMPUTE)
         with self._ending_sessions_without_memory():
             self.engine.iterate()
 

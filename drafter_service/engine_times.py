@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
+from draftwire.step_histogram import StepHistogram
+
 
 class Phase(Enum):
     """What the engine's thread is doing."""
@@ -18,7 +20,13 @@ class Phase(Enum):
 
 
 class EngineTimes:
-    """Time of the engine's thread by phase, seconds. That thread calls `enter`, any thread calls `read`."""
+    """Time of the engine's thread by phase, seconds. That thread calls all but `read`, which any thread may call.
+
+    Attributes
+    ----------
+    histogram
+        Times of the steps by phase.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,6 +34,7 @@ class EngineTimes:
         self._phase = Phase.IDLE
         self._since = clock()
         self._seconds = dict.fromkeys(Phase, 0.0)
+        self.histogram = StepHistogram(phase.name.lower() for phase in Phase if phase is not Phase.IDLE)
 
     @property
     def phase(self) -> Phase:
@@ -38,6 +47,10 @@ class EngineTimes:
             with self._lock:
                 self._settle()
                 self._phase = phase
+
+    def end_step(self) -> None:
+        """Puts the time since the last step into the histogram."""
+        self.histogram.observe({phase.name.lower(): seconds for phase, seconds in self.read().items()})
 
     def read(self) -> dict[Phase, float]:
         """Seconds of each phase so far, the one that lasts included."""

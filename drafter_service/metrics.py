@@ -10,7 +10,9 @@ from prometheus_client.registry import Collector
 
 from drafter_service.answer import Answer
 from drafter_service.engine_state import EngineState
-from drafter_service.traffic import Traffic
+from draftwire.metrics import with_model_name
+from draftwire.step_histogram import StepHistogram
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -18,13 +20,20 @@ class DrafterCollector(Collector):
     """Counts answers as the engine's thread delivers them, and reads its state at each scrape."""
 
     def __init__(
-        self, state: Callable[[], EngineState], unanswered: Callable[[], int], traffic: Traffic
+        self,
+        head_name: str,
+        state: Callable[[], EngineState],
+        unanswered: Callable[[], int],
+        step_times: StepHistogram,
+        traffic: Traffic,
     ) -> None:
         """`unanswered` is the number of steps that have come and have no answer yet."""
+        self._head_name = head_name
         self._state = state
+        self._step_times = step_times
         self._unanswered = unanswered
         self._traffic = traffic
-        self._step_time = Histogram(
+        self._compute_time = Histogram(
             "draftwire_draft_step_seconds",
             "Time in which the head computed a step.",
             buckets=(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
@@ -39,19 +48,22 @@ class DrafterCollector(Collector):
         if isinstance(answer, Exception):
             self._failures += 1
             return
-        self._step_time.observe(answer.compute_time_s)
+        self._compute_time.observe(answer.compute_time_s)
         self._draft_tokens += sum(answer.num_drafts)
         for status in answer.statuses:
             self._answers[status] = self._answers.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus; from any thread."""
+        return with_model_name(self._collect(), self._head_name)
+
+    def _collect(self) -> Iterator[Metric]:
         state = self._state()
         load = state.load
         yield GaugeMetricFamily("draftwire_draft_sessions", "Verifiers connected.", value=load.sessions)
         yield GaugeMetricFamily("draftwire_draft_sequences", "Sequences open.", value=load.sequences)
         yield GaugeMetricFamily(
-            "draftwire_kv_cache_usage_ratio", "Cache blocks in use.", value=load.kv_cache_usage
+            "draftwire_kv_cache_usage_perc", "Share of the cache blocks in use, 1 for all.", value=load.kv_cache_usage
         )
         yield GaugeMetricFamily(
             "draftwire_draft_steps_unanswered", "Steps received and not answered.", value=self._unanswered()
@@ -62,19 +74,12 @@ class DrafterCollector(Collector):
         yield CounterMetricFamily(
             "draftwire_draft_evictions", "Sequences that made room for another verifier's.", value=state.evictions
         )
-        seconds = CounterMetricFamily(
-            "draftwire_draft_engine_seconds", "Time of the engine's thread.", labels=["phase"]
+        yield CounterMetricFamily(
+            "draftwire_idle_seconds", "Time of the engine's thread without a step.", value=state.idle_s
         )
-        for phase, value in state.seconds.items():
-            seconds.add_metric([phase.name.lower()], value)
-        yield seconds
-        wire = CounterMetricFamily(
-            "draftwire_wire_bytes", "Tensors exchanged with verifiers, bytes.", labels=["carrier", "tensor"]
-        )
-        for (carrier, tensor), num_bytes in self._traffic.read().items():
-            wire.add_metric([pb.Carrier.Name(carrier).removeprefix("CARRIER_").lower(), tensor], num_bytes)
-        yield wire
-        yield from self._step_time.collect()
+        yield self._step_times.collect()
+        yield self._traffic.collect()
+        yield from self._compute_time.collect()
         yield CounterMetricFamily("draftwire_drafted_tokens", "Draft tokens answered.", value=self._draft_tokens)
         answers = CounterMetricFamily("draftwire_draft_answers", "Sequences answered.", labels=["status"])
         for status, count in list(self._answers.items()):

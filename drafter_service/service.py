@@ -20,7 +20,6 @@ from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream
-from drafter_service.traffic import Traffic
 from draftwire.carriers import (
     ALL_CARRIERS,
     SharedSegments,
@@ -34,6 +33,7 @@ from draftwire.carriers import (
 from draftwire.config import DENSE, NONE, TOP_N
 from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError, UnavailableError
 from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 from draftwire.version import PROTOCOL_VERSION, VERSION
@@ -103,7 +103,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._drain_timeout_s: float | None = None  # set once it drains
         self._all_left = asyncio.Event()
         self._traffic = Traffic()
-        self.collector = DrafterCollector(lambda: engine.state, self._num_unanswered, self._traffic)
+        self.collector = DrafterCollector(
+            head_name, lambda: engine.state, self._num_unanswered, engine.times.histogram, self._traffic
+        )
         token_ids = engine.engine.head.draft_token_ids
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
@@ -125,12 +127,16 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
     ) -> pb.GetDrafterInfoResponse:
         """The head, what it needs from a target and the drafter's limits."""
-        return self._current_info()
+        info = self._current_info()
+        self._traffic.count_message("grpc", "received", request)
+        self._traffic.count_message("grpc", "sent", info)
+        return info
 
     async def GetFeatureFusion(  # noqa: N802
         self, request: pb.GetFeatureFusionRequest, context: Any
     ) -> AsyncIterator[pb.FeatureFusionChunk]:
         """The weights with which a verifier fuses features for the head."""
+        self._traffic.count_message("grpc", "received", request)
         head = self._engine.engine.head
         if head.fusion is None or request.head_fingerprint != head.fingerprint:
             await context.abort(
@@ -146,7 +152,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         try:
             chunks = head.fusion.chunks()
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                yield pb.FeatureFusionChunk(data=chunk)
+                message = pb.FeatureFusionChunk(data=chunk)
+                self._traffic.count_message("grpc", "sent", message)
+                yield message
         finally:
             self._num_fusions -= 1
 
@@ -172,6 +180,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             raise TimeoutError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
         if request is grpc.aio.EOF:
             raise InvalidArgumentError("message", None, "the first message must be the hello")
+        self._traffic.count_message("grpc", "received", request)
         terms = settle_terms(request, self._info)
         if self._drain_timeout_s is not None:
             raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
@@ -239,7 +248,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 carrier_name(sender.carrier),
                 "direct" if shared.lane else "by the stream",
             )
-            await context.write(self._hello(receiver.carrier, sender.carrier, is_direct=shared.lane is not None))
+            answer = self._hello(receiver.carrier, sender.carrier, is_direct=shared.lane is not None)
+            self._traffic.count_message("grpc", "sent", answer)
+            await context.write(answer)
             self._streams.add(stream)
             if self._drain_timeout_s is not None:  # it began after this session was let in
                 stream.drain(self._drain_timeout_s)

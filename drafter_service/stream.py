@@ -16,9 +16,9 @@ from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
-from drafter_service.traffic import Traffic
 from draftwire.carriers import Lane, TensorReceiver, TensorSender
 from draftwire.errors import InvalidArgumentError, QueueFullError
+from draftwire.traffic import MessageCarrier, Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class DraftStream:
         lane: Lane | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
-        becomes of the sequences, `traffic` counts the bytes of both.
+        becomes of the sequences, `traffic` counts the bytes of both and of the messages.
         """
         self._context = context
         self._decoder = decoder
@@ -143,7 +143,7 @@ class DraftStream:
 
     async def _read_steps(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._count(request)
+            self._count(request, "grpc", request.ByteSize())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)
 
@@ -154,7 +154,7 @@ class DraftStream:
     def _take_message(self, message: bytes) -> None:
         try:
             request = pb.DraftRequest.FromString(message)
-            self._count(request)
+            self._count(request, "direct", len(message))
         except DecodeError:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
         except QueueFullError as error:
@@ -168,7 +168,7 @@ class DraftStream:
             return
         try:
             step = self._decoder.decode(request)
-            self._traffic.count(step.features.carrier, "features", step.features.num_bytes)
+            self._traffic.count_tensor(step.features.carrier, "received", "features", step.features.num_bytes)
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
             size = sum(request.step.num_drafts) * self._answer_row_bytes
             if request.step.features.HasField("span"):
@@ -188,12 +188,13 @@ class DraftStream:
         self._has_failed = True
         self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
 
-    def _count(self, request: pb.DraftRequest) -> None:
+    def _count(self, request: pb.DraftRequest, carrier: MessageCarrier, num_bytes: int) -> None:
         """Takes note of a step where it arrives, so that no more are read than there is room for."""
+        self._traffic.count_message(carrier, "received", request, num_bytes)
         with self._lock:
             if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
                 raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
-        self._make_room(request.step.step_id, request.ByteSize())
+        self._make_room(request.step.step_id, num_bytes)
 
     def _make_room(self, step_id: int, size: int) -> None:
         """Counts bytes that a step takes until it is answered."""
@@ -214,7 +215,11 @@ class DraftStream:
 
     def _send_directly(self, response: pb.DraftResponse) -> bool:
         """Sends a response over the lane unless one has not fitted before; False when it must go over the stream."""
-        self._is_direct = self._is_direct and self._lane is not None and self._lane.send(response.SerializeToString())
+        if self._is_direct and self._lane is not None:
+            message = response.SerializeToString()
+            self._is_direct = self._lane.send(message)
+            if self._is_direct:
+                self._traffic.count_message("direct", "sent", response, len(message))
         return self._is_direct
 
     def _encode(self, answer: Answer) -> pb.DraftResponse:
@@ -230,9 +235,13 @@ class DraftStream:
                 finally:
                     del answer  # it will keep this frame: a cycle too
             if isinstance(answer, pb.Draining):
-                await self._context.write(pb.DraftResponse(draining=answer))
+                await self._write(pb.DraftResponse(draining=answer))
                 continue
             response = self._encode(answer)
             if not self._send_directly(response):
-                await self._context.write(response)
+                await self._write(response)
             self._settle(answer.step_id)
+
+    async def _write(self, response: pb.DraftResponse) -> None:
+        self._traffic.count_message("grpc", "sent", response)
+        await self._context.write(response)

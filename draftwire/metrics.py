@@ -8,13 +8,14 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -30,6 +31,15 @@ MAX_CONNECTIONS = 16
 TIMEOUT_S = 10.0
 # How long the thread of a connection that was cut may take to end.
 CUT_TIMEOUT_S = 1.0
+
+
+def with_model_name(metrics: Iterable[Metric], model_name: str) -> Iterator[Metric]:
+    """The metrics with the label that those of vLLM have, after their own."""
+    for metric in metrics:
+        metric.samples = [
+            sample._replace(labels={**sample.labels, "model_name": model_name}) for sample in metric.samples
+        ]
+        yield metric
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender
 from draftwire.fusion import FeatureFusion
+from draftwire.traffic import MessageCarrier, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
 from verifier_service.features import FeatureKind
 
@@ -108,11 +109,12 @@ class Stream:
         sender: TensorSender,
         receiver: TensorReceiver,
         report: Callable[[Stream, generate_pb2.DrafterState], None],
+        traffic: Traffic,
         lane: Lane | None = None,
         *,
         on_trial: bool = False,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted."""
+        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all drafters."""
         self.address = status.address
         self.head = head
         self.sender = sender
@@ -127,6 +129,7 @@ class Stream:
         self._status = status
         self._cancel = cancel
         self._report = report
+        self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # of the counts
         self._last_queued = 0  # step
@@ -140,9 +143,10 @@ class Stream:
             if features is not None:
                 features.finish(step.features)
                 features = None
-            message = self.request(step).SerializeToString()
+            request = self.request(step)
+            message = request.SerializeToString()
             if self.lane is not None and self.lane.send(message):
-                self.count_sent(len(message))
+                self.count_sent(request, "direct", len(message))
                 return
         self._last_queued = step.step_id
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
@@ -164,13 +168,15 @@ class Stream:
         step.logits_read = self.receiver.generation_read
         return draft_pb2.DraftRequest(step=step)
 
-    def count_sent(self, num_bytes: int) -> None:
+    def count_sent(self, request: draft_pb2.DraftRequest, carrier: MessageCarrier, num_bytes: int) -> None:
         """Counts the message of a step; from any thread."""
+        self._traffic.count_message(carrier, "sent", request, num_bytes)
         with self._lock:
             self._status.sent_message_bytes += num_bytes
 
-    def count_answer(self, num_bytes: int) -> bool:
+    def count_answer(self, answer: draft_pb2.DraftResponse, carrier: MessageCarrier, num_bytes: int) -> bool:
         """Counts an answer's message; whether there was a step to answer. From any thread."""
+        self._traffic.count_message(carrier, "received", answer, num_bytes)
         with self._lock:
             self._status.received_message_bytes += num_bytes
             self._num_unanswered -= 1
@@ -194,8 +200,9 @@ class Stream:
         events: list[LinkEvent] = []
         try:
             for message in self.lane.receive():
-                events.append(Answered(self, draft_pb2.DraftResponse.FromString(message).drafts))
-                if not self.count_answer(len(message)):
+                answer = draft_pb2.DraftResponse.FromString(message)
+                events.append(Answered(self, answer.drafts))
+                if not self.count_answer(answer, "direct", len(message)):
                     self.fail("answered more steps than it was sent", expel=True)
                     return None
         except ConnectionError:

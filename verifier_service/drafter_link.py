@@ -29,6 +29,7 @@ from draftwire.carriers import (
 from draftwire.errors import InvalidArgumentError, MismatchError
 from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
+from draftwire.traffic import Traffic
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.wire import MAX_MESSAGE_BYTES, receiving_at_most
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
@@ -68,6 +69,7 @@ class DrafterLink:
         config: config_pb2.SpeculativeConfig,
         max_sequences: int,
         post: Callable[[LinkEvent], None],
+        traffic: Traffic,
         security: ClientSecurity = LOOPBACK,
         host: str | None = None,
         carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
@@ -75,9 +77,9 @@ class DrafterLink:
         *,
         fuses_features: bool = True,
     ) -> None:
-        """`host` is the name that the drafter's certificate must have; by default that of the address. `carriers` are
-        those that the operator allows, best first; `rendezvous_dir` is the directory of `Rendezvous`. With
-        `fuses_features` features are fused where the head lets them be.
+        """`traffic` counts what is exchanged. `host` is the name that the drafter's certificate must have; by default
+        that of the address. `carriers` are those that the operator allows, best first; `rendezvous_dir` is that of
+        `Rendezvous`. With `fuses_features` features are fused where the head lets them be.
         """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
@@ -85,6 +87,7 @@ class DrafterLink:
         self._config = config
         self._max_sequences = max_sequences
         self._post = post
+        self._traffic = traffic
         self._security = security
         self._host = host
         self._rendezvous_dir = rendezvous_dir
@@ -138,8 +141,8 @@ class DrafterLink:
             options.append(("grpc.ssl_target_name_override", self._host))
         async with open_async_channel(self._address, self._security, options) as channel:
             stub = draft_pb2_grpc.DraftingStub(channel)
-            info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-            if info is None:  # what grpc gives for bytes that are no message
+            info = await self._get_info(stub)
+            if info is None:
                 raise MismatchError("the drafter's description of itself cannot be decoded")
             self._handshake.check(info)
             fusion = await self._fusion(stub, info)
@@ -170,6 +173,15 @@ class DrafterLink:
                 call.cancel()
                 self._post(Disconnected(stream))
 
+    async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
+        """The drafter's description of itself, or None, which is what grpc gives for bytes that are no message."""
+        request = draft_pb2.GetDrafterInfoRequest()
+        self._traffic.count_message("grpc", "sent", request)
+        info: draft_pb2.GetDrafterInfoResponse | None = await stub.GetDrafterInfo(request, timeout=CONNECT_TIMEOUT_S)
+        if info is not None:
+            self._traffic.count_message("grpc", "received", info)
+        return info
+
     async def _fusion(
         self, stub: draft_pb2_grpc.DraftingAsyncStub, info: draft_pb2.GetDrafterInfoResponse
     ) -> FeatureFusion | None:
@@ -184,7 +196,10 @@ class DrafterLink:
             size = fusion_bytes(info.fusion, info.features)
             data = bytearray()
             request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
+            self._traffic.count_message("grpc", "sent", request)
             async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
+                if chunk is not None:
+                    self._traffic.count_message("grpc", "received", chunk)
                 data += b"" if chunk is None else chunk.data
                 if chunk is None or not chunk.data or len(data) > size:
                     break  # told below
@@ -203,10 +218,13 @@ class DrafterLink:
                 rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
                 hello.rendezvous.CopyFrom(rendezvous.encode())
                 sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
-            await call.write(draft_pb2.DraftRequest(hello=hello))
+            request = draft_pb2.DraftRequest(hello=hello)
+            self._traffic.count_message("grpc", "sent", request)
+            await call.write(request)
             answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
         if answer is None:
             raise await _ending(call)
+        self._traffic.count_message("grpc", "received", answer)
         head = self._handshake.accept(answer, info, fusion)
         # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
         shared = SharedSegments() if sharing is None else await sharing
@@ -235,7 +253,7 @@ class DrafterLink:
             "direct" if lane else "by the stream",
         )
         return Stream(
-            self.status, head, call.cancel, sender, receiver, self._show, lane, on_trial=self._on_trial
+            self.status, head, call.cancel, sender, receiver, self._show, self._traffic, lane, on_trial=self._on_trial
         )
 
     @property
@@ -262,12 +280,14 @@ class DrafterLink:
 
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
         if answer.WhichOneof("message") == "draining":
+            self._traffic.count_message("grpc", "received", answer)
             if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
                 raise _ExpelledError("said twice that it drains")
             self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
             self._post(Draining(stream))
             return
-        if not stream.count_answer(answer.ByteSize()):  # before it queues up where the engine cannot tell yet
+        # Before it queues up where the engine cannot tell yet.
+        if not stream.count_answer(answer, "grpc", answer.ByteSize()):
             raise _ExpelledError("answered more steps than it was sent")
         self._post(Answered(stream, answer.drafts))
 
@@ -277,8 +297,8 @@ class DrafterLink:
             received = self.status.received_message_bytes
             await asyncio.sleep(INFO_EVERY_S)
             with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
-                info = await stub.GetDrafterInfo(draft_pb2.GetDrafterInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-                if info is None:  # what grpc gives for bytes that are no message
+                info = await self._get_info(stub)
+                if info is None:
                     continue
                 self._note_memory(info)
                 if self.status.received_message_bytes == received:
@@ -295,7 +315,7 @@ class DrafterLink:
             if features is not None:
                 features.finish(step.features)
             request = stream.request(step)
-            stream.count_sent(request.ByteSize())
+            stream.count_sent(request, "grpc", request.ByteSize())
             await call.write(request)
         await call.done_writing()
 

@@ -207,6 +207,8 @@ class Engine:
                 for request in requests:
                     if request.blocks:
                         self._end(request, ServerError(f"the step failed: {error}"))
+            if works:
+                self.times.end_step()
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
@@ -247,13 +249,13 @@ class Engine:
                 self.scheduler.add(event.request)
             except QueueFullError as error:
                 self._items.append((event.request, error))
-                self.metrics.count_end("refused", 0.0)
+                self.metrics.count_refused()
         elif isinstance(event, _Cancelled):
             if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
-                self.metrics.count_end("cancelled", time.monotonic() - event.request.arrived)
+                self.metrics.count_end("abort", time.monotonic() - event.request.arrived)
             self._forget(event.request)
         elif isinstance(event, _Refused):
-            self.metrics.count_end("refused", 0.0)
+            self.metrics.count_refused()
         elif not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
             self.drafting.handle(event)
@@ -415,6 +417,9 @@ class Engine:
             reason = generate_pb2.FinishReason.Name(emission.piece.finish_reason)
             reason = reason.removeprefix("FINISH_REASON_").lower()
             self.metrics.count_end(reason, emission.drawn_at - request.arrived)
+            if request.first_token is not None:
+                decode_s = emission.drawn_at - request.first_token
+                self.metrics.observe_decode(decode_s, emission.statistics.output_tokens)
 
     def _hand_out(self) -> None:
         """Turns the output of a step into text and messages."""

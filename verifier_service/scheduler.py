@@ -64,6 +64,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_reused_rows = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0  # tokens of requests that began, and those found
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
@@ -139,6 +140,9 @@ class Scheduler:
         if request.started is None:
             request.started = time.monotonic()
             request.num_prefix_hits = request.num_reused
+            if self._cache.is_enabled:
+                self.prefix_cache_queries += len(request.tokens)
+                self.prefix_cache_hits += request.num_reused
         self.running.append(self.waiting.popleft())
         return request
 

@@ -97,6 +97,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 config,
                 limits.max_num_seqs,
                 self._engine.post,
+                self._engine.times.traffic,
                 drafter_security,
                 host,
                 carriers,
@@ -131,7 +132,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     @property
     def collector(self) -> VerifierCollector:
         """The metrics."""
-        return VerifierCollector(self._engine, lambda: self._drafters.statuses)
+        return VerifierCollector(self._engine, self._target.name, lambda: self._drafters.statuses)
 
     def _deliver(self, items: list[tuple[Request, Item]]) -> None:
         self._loop.call_soon_threadsafe(self._spread, items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from enum import Enum, auto
 
 import torch
 
+from draftwire.step_histogram import StepHistogram
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
 
 
@@ -27,10 +30,18 @@ class StepTimes:
 
     The engine's thread calls everything but `read`. On a GPU a forward pass is only launched during VERIFY, and the
     thread waits for it during SAMPLE; two events on the stream tell them apart, read when the step's tokens are there.
+
+    Attributes
+    ----------
+    histogram
+        Times of the steps by phase.
+    traffic
+        Bytes to and from drafters, of which only tensors in shared memory are counted here.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()  # a reader between the fields of IDLE would show a counter that falls
         self._phase = Phase.IDLE
         self._since = clock()
         self._seconds = dict.fromkeys(Phase, 0.0)
@@ -42,17 +53,20 @@ class StepTimes:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
+        self.traffic = Traffic()
         self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
-        self._traffic: defaultdict[draft_pb2.Carrier, generate_pb2.CarrierTraffic] = defaultdict(
+        self._carriers: defaultdict[draft_pb2.Carrier, generate_pb2.CarrierTraffic] = defaultdict(
             generate_pb2.CarrierTraffic
         )
 
     def enter(self, phase: Phase) -> None:
         """Ends the current phase and begins another, or the same again."""
-        now = self._clock()
-        elapsed = now - self._since
-        left, self._phase, self._since = self._phase, phase, now
-        self._seconds[left] += elapsed
+        with self._lock:
+            now = self._clock()
+            elapsed = now - self._since
+            left, self._phase, self._since = self._phase, phase, now
+            self._seconds[left] += elapsed
         if left is Phase.WAIT:
             self._waited_s += elapsed
         elif left is Phase.VERIFY:
@@ -92,12 +106,26 @@ class StepTimes:
         self._verify_steps += verify_steps
         self._verify_rows += verify_rows
 
+    def end_step(self) -> None:
+        """Puts the time since the last step into the histogram; what is left of a step's HOST is the next one's."""
+        self.enter(Phase.HOST)
+        self.histogram.observe(
+            {
+                "draft": self._draft_s,
+                "wire": self._wire_s,
+                "verify": self._seconds[Phase.VERIFY],
+                "sample": self._seconds[Phase.SAMPLE],
+                "host": self._seconds[Phase.HOST],
+            }
+        )
+
     def count_sent(self, carrier: draft_pb2.Carrier, feature_rows: int, feature_bytes: int) -> None:
         """Counts a step sent to a drafter."""
-        traffic = self._traffic[carrier]
-        traffic.steps += 1
-        traffic.feature_rows += feature_rows
-        traffic.feature_bytes += feature_bytes
+        counts = self._carriers[carrier]
+        counts.steps += 1
+        counts.feature_rows += feature_rows
+        counts.feature_bytes += feature_bytes
+        self.traffic.count_tensor(carrier, "sent", "features", feature_bytes)
 
     def count_answer(self, compute_time_s: float) -> None:
         """Counts a drafter's answer, which took the drafter that time to compute."""
@@ -105,13 +133,17 @@ class StepTimes:
 
     def count_logits(self, carrier: draft_pb2.Carrier, num_bytes: int) -> None:
         """Counts draft logits that a drafter has sent."""
-        self._traffic[carrier].logits_bytes += num_bytes
+        self._carriers[carrier].logits_bytes += num_bytes
+        self.traffic.count_tensor(carrier, "received", "logits", num_bytes)
 
     def read(self) -> generate_pb2.EngineCounters:
         """The counters so far; from any thread. A step that runs may be counted in part."""
-        seconds = self._seconds
+        with self._lock:
+            seconds = self._seconds.copy()
+            if self._phase is Phase.IDLE:  # it may last for hours, which must not come all at once
+                seconds[Phase.IDLE] += self._clock() - self._since
         traffic = []
-        for carrier, counts in list(self._traffic.items()):
+        for carrier, counts in list(self._carriers.items()):
             traffic.append(generate_pb2.CarrierTraffic(carrier=carrier))
             traffic[-1].MergeFrom(counts)
         return generate_pb2.EngineCounters(

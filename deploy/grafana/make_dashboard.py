@@ -16,32 +16,48 @@ def _quantiles(metric: str) -> list[tuple[str, str]]:
     ]
 
 
+def _phases(job: str) -> list[tuple[str, str]]:
+    """Shares of the time of an engine's thread."""
+    selected = f'{{job="{job}"}}{WINDOW}'
+    return [
+        ("{{phase}}", f"avg by (phase) (rate(draftwire_step_time_seconds_sum{selected}))"),
+        ("idle", f"avg(rate(draftwire_idle_seconds_total{selected}))"),
+    ]
+
+
 # (title, unit, [(legend, query)])
 PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "Requests",
         "short",
-        [("running", "sum(draftwire_requests_running)"), ("waiting", "sum(draftwire_requests_waiting)")],
+        [("running", "sum(draftwire_num_requests_running)"), ("waiting", "sum(draftwire_num_requests_waiting)")],
     ),
     (
         "Tokens per second",
         "short",
         [
-            ("output", f"sum(rate(draftwire_output_tokens_total{WINDOW}))"),
+            ("generated", f"sum(rate(draftwire_generation_tokens_total{WINDOW}))"),
             ("prompt", f"sum(rate(draftwire_prompt_tokens_total{WINDOW}))"),
         ],
     ),
     ("Time to first token", "s", _quantiles("draftwire_time_to_first_token_seconds")),
     ("Inter-token latency", "s", _quantiles("draftwire_inter_token_latency_seconds")),
+    ("Time per output token", "s", _quantiles("draftwire_request_time_per_output_token_seconds")),
+    ("Latency of a whole request", "s", _quantiles("draftwire_e2e_request_latency_seconds")),
     (
         "Acceptance length",
         "short",
         [
             (
-                "tokens per verify step",
-                f"1 + sum(rate(draftwire_accepted_tokens_total{WINDOW})) "
-                f"/ sum(rate(draftwire_verify_steps_total{WINDOW}))",
-            )
+                "steps with drafts",
+                f"1 + sum(rate(draftwire_spec_decode_num_accepted_tokens_total{WINDOW})) "
+                f"/ sum(rate(draftwire_spec_decode_num_drafts_total{WINDOW}))",
+            ),
+            (
+                "all verify steps",
+                f"sum(rate(draftwire_acceptance_length_sum{WINDOW})) "
+                f"/ sum(rate(draftwire_acceptance_length_count{WINDOW}))",
+            ),
         ],
     ),
     (
@@ -61,20 +77,31 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             (
                 "position {{position}}",
-                f"sum by (position) (rate(draftwire_accepted_tokens_total{WINDOW})) "
-                f"/ sum by (position) (rate(draftwire_draft_tokens_total{WINDOW}))",
+                f"sum by (position) (rate(draftwire_spec_decode_num_accepted_tokens_per_pos_total{WINDOW})) "
+                f"/ sum by (position) (rate(draftwire_spec_decode_num_draft_tokens_per_pos_total{WINDOW}))",
             )
         ],
     ),
     (
         "Verifier's time by phase",
         "percentunit",
-        [("{{phase}}", f"avg by (phase) (rate(draftwire_engine_seconds_total{WINDOW}))")],
+        _phases("verifier"),
     ),
     (
         "Drafter's time by phase",
         "percentunit",
-        [("{{phase}}", f"avg by (phase) (rate(draftwire_draft_engine_seconds_total{WINDOW}))")],
+        _phases("drafter"),
+    ),
+    (
+        "Median of a verifier's step by phase",
+        "s",
+        [
+            (
+                "{{phase}}",
+                "histogram_quantile(0.5, sum by (le, phase) "
+                f'(rate(draftwire_step_time_seconds_bucket{{job="verifier"}}{WINDOW})))',
+            )
+        ],
     ),
     ("Time of a draft step", "s", _quantiles("draftwire_draft_step_seconds")),
     (
@@ -107,27 +134,40 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
             (
                 "{{cause}}",
                 f"sum by (cause) (rate(draftwire_fallback_tokens_total{WINDOW})) "
-                f"/ ignoring(cause) group_left sum(rate(draftwire_output_tokens_total{WINDOW}))",
+                f"/ ignoring(cause) group_left sum(rate(draftwire_generation_tokens_total{WINDOW}))",
             )
         ],
     ),
     (
-        "Wire, bytes per second",
+        "Wire, bytes per second, as the verifiers count them",
         "Bps",
         [
             (
-                "{{tensor}} by {{carrier}}, {{job}}",
-                f"sum by (job, carrier, tensor) (rate(draftwire_wire_bytes_total{WINDOW}))",
+                "{{content}} {{direction}} by {{carrier}}",
+                "sum by (carrier, direction, content) "
+                f'(rate(draftwire_wire_bytes_total{{job="verifier"}}{WINDOW}))',
             )
         ],
     ),
-    ("KV cache in use", "percentunit", [("{{job}} {{instance}}", "draftwire_kv_cache_usage_ratio")]),
+    ("KV cache in use", "percentunit", [("{{job}} {{instance}}", "draftwire_kv_cache_usage_perc")]),
+    (
+        "Share of prompt tokens found in the prefix cache",
+        "percentunit",
+        [
+            (
+                "hits",
+                f"sum(rate(draftwire_prefix_cache_hits_total{WINDOW})) "
+                f"/ sum(rate(draftwire_prefix_cache_queries_total{WINDOW}))",
+            )
+        ],
+    ),
     (
         "Requests ended per second, preemptions",
         "short",
         [
-            ("{{reason}}", f"sum by (reason) (rate(draftwire_requests_total{WINDOW}))"),
-            ("preemptions", f"sum(rate(draftwire_preemptions_total{WINDOW}))"),
+            ("{{finished_reason}}", f"sum by (finished_reason) (rate(draftwire_request_success_total{WINDOW}))"),
+            ("refused", f"sum(rate(draftwire_requests_refused_total{WINDOW}))"),
+            ("preemptions", f"sum(rate(draftwire_num_preemptions_total{WINDOW}))"),
         ],
     ),
 ]

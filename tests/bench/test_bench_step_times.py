@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftwire.step_histogram import StepHistogram
 from draftwire.v1 import draft_pb2
 from verifier_service.step_times import Phase, StepTimes
 
@@ -81,6 +82,25 @@ def test_of_several_drafters_the_slowest_counts(scene):
     assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (6, 4)
 
 
+def test_the_histogram_has_each_step_in_every_phase_and_all_of_its_time(scene):
+    for waited, computed in ((5, 3), (1, 3), (0, 0)):
+        scene.step(waited, computed)
+        scene.times.end_step()
+    phases = ("draft", "wire", "verify", "sample", "host")
+    observed = {
+        (sample.name.removeprefix("draftwire_step_time_seconds_"), sample.labels["phase"]): sample.value
+        for sample in scene.times.histogram.collect().samples
+    }
+    assert [observed["count", phase] for phase in phases] == [3] * 5
+    assert {f"{phase}_s": observed["sum", phase] for phase in phases} == times_of(scene)
+    assert observed["sum", "wire"] == 2
+
+
+def test_idle_time_counts_while_it_lasts(scene):
+    scene.spend(Phase.IDLE, 50)
+    assert scene.times.read().times.idle_s == 50
+
+
 def test_steps_and_rows_add_up(scene):
     scene.times.count_step(prompt_rows=7, verify_steps=0, verify_rows=0)
     scene.times.count_step(prompt_rows=2, verify_steps=3, verify_rows=11)
@@ -95,3 +115,11 @@ def test_traffic_is_counted_for_each_carrier(scene):
     (traffic,) = scene.times.read().traffic
     assert traffic.carrier == draft_pb2.CARRIER_BYTES
     assert (traffic.steps, traffic.feature_rows, traffic.feature_bytes, traffic.logits_bytes) == (2, 6, 144, 64)
+
+
+def test_a_bucket_has_the_steps_up_to_its_bound_and_the_last_one_all():
+    histogram = StepHistogram(["verify"])
+    for seconds in (0.001, 0.0035, 10.0035):  # steps of 1 ms, 2.5 ms and 10 s
+        histogram.observe({"verify": seconds})
+    counts = {sample.labels["le"]: sample.value for sample in histogram.collect().samples if "le" in sample.labels}
+    assert [counts[bound] for bound in ("0.0005", "0.001", "0.005", "5.0", "+Inf")] == [0, 1, 2, 2, 3]

@@ -14,7 +14,10 @@ from deployment import DEPLOY, ROOT, arguments, read, script, services
 
 from draftwire.cli.health import health
 
-METRIC_SOURCES = ("verifier_service/metrics.py", "verifier_service/request_metrics.py", "drafter_service/metrics.py")
+METRIC_SOURCES = (
+    *("verifier_service/metrics.py", "verifier_service/request_metrics.py", "drafter_service/metrics.py"),
+    *("draftwire/step_histogram.py", "draftwire/traffic.py"),
+)
 GENERATOR, CHECK = script("grafana/make_dashboard.py"), script("check.py")
 BOTH, OVERLAYS = ("drafter", "verifier"), ("gpu", "tls")
 
@@ -52,7 +55,7 @@ def test_every_metric_of_an_alert_is_exported():
 
 
 def test_every_metric_and_alert_is_documented_and_no_other():
-    metrics = (ROOT / "docs" / "deploy.md").read_text()
+    metrics = (ROOT / "docs" / "operations.md").read_text()
     assert {name for name in EXPORTED if name not in metrics} == set()
     documented = set(re.findall(r"^\| `(Draftwire\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
     assert documented == {alert["alert"] for alert in ALERTS}

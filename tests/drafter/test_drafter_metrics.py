@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,25 +16,25 @@ from drafter_service.answer import Answer, Load
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.metrics import DrafterCollector
-from drafter_service.traffic import Traffic
 from draftwire.config import DENSE, GUMBEL
+from draftwire.step_histogram import StepHistogram
+from draftwire.traffic import Traffic
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 
 
 def samples(collector: DrafterCollector) -> dict[str, float]:
-    """Value of each sample, its labels' values behind the name."""
+    """Value of each sample, its labels' values behind the name, but for the model's."""
     return {
-        " ".join([sample.name, *sample.labels.values()]): sample.value
+        " ".join([sample.name, *(value for name, value in sample.labels.items() if name != "model_name")]): sample.value
         for metric in collector.collect()
         for sample in metric.samples
     }
 
 
 def collector_of(traffic: Traffic | None = None) -> DrafterCollector:
-    seconds = {Phase.IDLE: 4.0, Phase.DECODE: 0.5, Phase.COMPUTE: 3.0, Phase.ANSWER: 0.25}
-    state = EngineState(Load(sessions=2, sequences=3, kv_cache_usage=0.25), 70, 5, seconds)
-    return DrafterCollector(lambda: state, lambda: 6, traffic or Traffic())
+    state = EngineState(Load(sessions=2, sequences=3, kv_cache_usage=0.25), 70, 5, idle_s=4.0)
+    return DrafterCollector("head", lambda: state, lambda: 6, StepHistogram(["compute"]), traffic or Traffic())
 
 
 def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
@@ -45,7 +46,7 @@ def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
     collector.count(RuntimeError("out of memory"))
     told = samples(collector)
     assert (told["draftwire_draft_sessions"], told["draftwire_draft_sequences"]) == (2, 3)
-    assert told["draftwire_kv_cache_usage_ratio"] == 0.25
+    assert told["draftwire_kv_cache_usage_perc"] == 0.25
     assert told["draftwire_drafted_tokens_total"] == 7
     assert told["draftwire_draft_answers_total ok"] == 2
     assert told["draftwire_draft_answers_total no_capacity"] == 1
@@ -54,32 +55,28 @@ def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
     assert told["draftwire_draft_step_seconds_sum"] == pytest.approx(0.003)
 
 
-def test_the_queue_the_evictions_and_the_time_by_phase_are_those_of_the_engine():
+def test_the_queue_the_evictions_and_the_idle_time_are_those_of_the_engine():
     told = samples(collector_of())
     assert (told["draftwire_draft_steps_unanswered"], told["draftwire_draft_rows_waiting"]) == (6, 70)
     assert told["draftwire_draft_evictions_total"] == 5
-    phases = {name: value for name, value in told.items() if name.startswith("draftwire_draft_engine_seconds_total")}
-    assert phases == {
-        "draftwire_draft_engine_seconds_total idle": 4.0,
-        "draftwire_draft_engine_seconds_total decode": 0.5,
-        "draftwire_draft_engine_seconds_total compute": 3.0,
-        "draftwire_draft_engine_seconds_total answer": 0.25,
-    }
+    assert told["draftwire_idle_seconds_total"] == 4.0
 
 
-def test_bytes_are_summed_by_carrier_and_tensor_and_named_as_the_verifier_names_them():
-    traffic = Traffic()
-    traffic.count(pb.CARRIER_SHM, "features", 100)
-    traffic.count(pb.CARRIER_BYTES, "features", 7)
-    traffic.count(pb.CARRIER_SHM, "features", 20)
-    traffic.count(pb.CARRIER_BYTES, "logits", 8)
-    told = samples(collector_of(traffic))
-    wire = {name: value for name, value in told.items() if name.startswith("draftwire_wire_bytes")}
-    assert wire == {
-        "draftwire_wire_bytes_total shm features": 120,
-        "draftwire_wire_bytes_total bytes features": 7,
-        "draftwire_wire_bytes_total bytes logits": 8,
-    }
+def test_each_step_is_in_the_histogram_once_with_the_time_since_the_last_one():
+    now = 10.0
+    times = EngineTimes(lambda: now)
+    for num_steps in (1, 2):
+        for seconds, phase in ((0.25, Phase.DECODE), (0.5, Phase.COMPUTE), (2.0, Phase.ANSWER), (4.0, Phase.IDLE)):
+            times.enter(phase)
+            now += seconds
+        times.end_step()
+        observed = {
+            (sample.name.removeprefix("draftwire_step_time_seconds_"), sample.labels["phase"]): sample.value
+            for sample in times.histogram.collect().samples
+        }
+        assert [observed["sum", phase] / num_steps for phase in ("decode", "compute", "answer")] == [0.25, 0.5, 2.0]
+        assert [observed["count", phase] for phase in ("decode", "compute", "answer")] == [num_steps] * 3
+        assert ("count", "idle") not in observed
 
 
 def test_time_goes_to_the_phase_that_lasts():
@@ -124,15 +121,15 @@ def test_a_served_drafter_counts_what_a_stream_brings(drafter: ServedDrafter):
     answer = stream.ask(step_message(1, [Rows(1, Text(1), 0, 5, drafts=4)], new=[1])).drafts
     stream.ask(step_message(2, [Rows(1, Text(1), 5, 2, drafts=3)]))
     assert list(answer.statuses) == [OK]
+    name = "draftwire_step_time_seconds"
+    wait_for(drafter, lambda told: told[f"{name}_count compute"] == 2)  # a step ends after its answer has gone out
     told = samples(drafter.collector)
-    assert told["draftwire_wire_bytes_total bytes features"] == 4 * (5 + 2) * WIDTH
-    assert told["draftwire_wire_bytes_total bytes logits"] == 4 * (4 + 3) * DRAFT_VOCAB
+    assert told["draftwire_wire_bytes_total grpc received features"] == 4 * (5 + 2) * WIDTH
+    assert told["draftwire_wire_bytes_total grpc sent logits"] == 4 * (4 + 3) * DRAFT_VOCAB
     assert told["draftwire_draft_rows_waiting"] == 0
     for phase in ("decode", "compute", "answer"):
-        name = f"draftwire_draft_engine_seconds_total {phase}"
-        assert told[name] > before[name]
-    computed = told["draftwire_draft_engine_seconds_total compute"]
-    assert computed >= told["draftwire_draft_step_seconds_sum"] > 0
+        assert told[f"{name}_sum {phase}"] > before[f"{name}_sum {phase}"]
+    assert told[f"{name}_sum compute"] >= told["draftwire_draft_step_seconds_sum"] > 0
     stream.end()
 
 
@@ -156,7 +153,11 @@ def test_a_step_is_unanswered_until_its_answer_goes_out(drafter: ServedDrafter):
 
 
 def wait_for_unanswered(drafter: ServedDrafter, count: int) -> None:
+    wait_for(drafter, lambda told: told["draftwire_draft_steps_unanswered"] == count)
+
+
+def wait_for(drafter: ServedDrafter, condition: Callable[[dict[str, float]], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while samples(drafter.collector)["draftwire_draft_steps_unanswered"] != count:
+    while not condition(samples(drafter.collector)):
         assert time.monotonic() < deadline
         time.sleep(0.005)

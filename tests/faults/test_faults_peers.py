@@ -74,8 +74,8 @@ def test_a_client_with_many_streams_is_killed(stage: Stage, matrix: Matrix) -> N
 def _num_cancelled(metrics: str) -> int:
     with urlopen(f"http://{metrics}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    name = 'draftwire_requests_total{reason="cancelled"} '
-    return next(int(float(line.removeprefix(name))) for line in lines if line.startswith(name))
+    name = 'draftwire_request_success_total{finished_reason="abort",'
+    return next(int(float(line.split()[-1])) for line in lines if line.startswith(name))
 
 
 def test_clients_do_not_read_and_get_everything_when_they_do(stage: Stage, matrix: Matrix) -> None:

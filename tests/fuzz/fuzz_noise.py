@@ -12,7 +12,7 @@ END_STREAM, END_HEADERS = 1, 4
 # What the port of metrics is asked in order.
 SCRAPES = (
     b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text; version=1.0.0,text/plain;q=0.5\r\n\r\n",
-    b"GET /metrics?name[]=draftwire_requests_running HTTP/1.0\r\nAccept-Encoding: gzip\r\n\r\n",
+    b"GET /metrics?name[]=draftwire_num_requests_running HTTP/1.0\r\nAccept-Encoding: gzip\r\n\r\n",
     b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nabcd",
     b"OPTIONS /favicon.ico HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
 )

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
+from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.fallbacks import cause_name
@@ -20,6 +21,7 @@ from verifier_service.pacing.plan import OFF
 from verifier_service.request import Request
 
 DEADLINE_S = 0.05
+STEP_TIME = "draftwire_step_time_seconds"
 
 Played = tuple[Scene, Request]
 
@@ -156,11 +158,13 @@ def test_an_expelled_drafter_is_the_cause_until_another_takes_the_sequence(monke
 
 
 def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = None) -> dict[str, float]:
-    """Value of each of a verifier's samples, its labels' values behind the name."""
+    """Value of each of a verifier's samples, its labels' values behind the name, but for the model's."""
     registry = CollectorRegistry()
-    registry.register(VerifierCollector(served.engine, lambda: drafters or []))
+    registry.register(VerifierCollector(served.engine, "tiny", lambda: drafters or []))
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {" ".join([one.name, *one.labels.values()]): one.value for family in families for one in family.samples}
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels.pop("model_name") for sample in samples} == {"tiny"}
+    return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
 def run(*requests: dict[str, Any], drafter: bool) -> tuple[Served, list[Request]]:
@@ -205,36 +209,30 @@ def test_drafts_are_counted_for_their_drafter():
 def test_the_pool_is_shown_drafter_by_drafter():
     served, _ = run({"max_tokens": 2}, drafter=False)
     drafters = [
-        generate_pb2.DrafterStatus(address="a:1", state=generate_pb2.DRAFTER_STATE_READY, sent_message_bytes=7),
+        generate_pb2.DrafterStatus(address="a:1", state=generate_pb2.DRAFTER_STATE_READY),
         generate_pb2.DrafterStatus(address="b:1", state=generate_pb2.DRAFTER_STATE_EXPELLED),
     ]
     samples = scrape(served, drafters)
     for address, state in (("a:1", "ready"), ("b:1", "expelled")):
         states = {name.split()[-1] for name, value in samples.items() if f"drafter_state {address}" in name and value}
         assert states == {state}
-    assert samples["draftwire_drafter_message_bytes_total sent a:1"] == 7
 
 
-NEEDED = {
-    "draftwire_requests_running",
-    "draftwire_requests_waiting",
-    "draftwire_requests_total",
-    "draftwire_time_to_first_token_seconds_bucket",
-    "draftwire_inter_token_latency_seconds_bucket",
-    "draftwire_request_duration_seconds_bucket",
-    "draftwire_prompt_tokens_total",
-    "draftwire_output_tokens_total",
-    "draftwire_draft_tokens_total",
-    "draftwire_accepted_tokens_total",
-    "draftwire_verify_steps_total",
-    "draftwire_engine_seconds_total",
-    "draftwire_wire_bytes_total",
-    "draftwire_fallback_tokens_total",
-    "draftwire_kv_cache_usage_ratio",
-    "draftwire_preemptions_total",
-}
-
-
-def test_a_verifier_tells_all_that_operators_need():
+def test_a_step_is_once_in_each_phase_of_the_histogram():
     served, _ = run({"max_tokens": 12}, drafter=True)
-    assert {name.split()[0] for name in scrape(served)} >= NEEDED
+    samples = scrape(served)
+    counted = {name.split()[1]: value for name, value in samples.items() if name.startswith(f"{STEP_TIME}_count")}
+    assert counted == dict.fromkeys(("draft", "wire", "verify", "sample", "host"), served.engine.counters().steps)
+    assert samples[f"{STEP_TIME}_sum verify"] == pytest.approx(served.engine.counters().times.verify_s)
+
+
+def test_the_prefix_cache_is_asked_for_each_prompt_once():
+    served = Served(make_target())
+    served.engine.start()
+    prompt = [3 + i % 7 for i in range(2 * BLOCK_SIZE + 1)]
+    for _ in range(2):
+        served.tokens(served.submit(prompt, max_tokens=2))
+    served.engine.stop()
+    samples = scrape(served)
+    assert samples["draftwire_prefix_cache_queries_total"] == 2 * len(prompt)
+    assert samples["draftwire_prefix_cache_hits_total"] == 2 * BLOCK_SIZE

@@ -20,6 +20,7 @@ from draftwire.carriers.lane import MAX_MESSAGE_BYTES
 from draftwire.config import speculative_config_from_mapping
 from draftwire.fusion import FeatureFusion
 from draftwire.tensors import encode_tensor
+from draftwire.traffic import Traffic
 from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.version import PROTOCOL_VERSION
@@ -147,7 +148,7 @@ class Linked:
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
         self.loads: list[pb.DrafterLoad] = []  # as told beside the answers
-        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self._post, **options)
+        self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self._post, Traffic(), **options)
         self.task = asyncio.create_task(self.link.run())
 
     def _post(self, event: LinkEvent) -> None:
@@ -601,7 +602,7 @@ async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake()
     sender, receiver = TensorSender(torch.device("cpu")), TensorReceiver(torch.device("cpu"))
     status = generate_pb2.DrafterStatus(address="drafter:1")
     head: Any = SimpleNamespace()
-    stream = Stream(status, head, lambda: None, sender, receiver, lambda *_: None, ours)
+    stream = Stream(status, head, lambda: None, sender, receiver, lambda *_: None, Traffic(), ours)
 
     def sent(step_id: int, num_bytes: int = 0) -> str:
         """Which way a step goes."""
@@ -639,7 +640,8 @@ async def test_answers_of_the_lane_are_read_until_nonsense_comes():
     cancelled = asyncio.Event()
     cpu = torch.device("cpu")
     status = generate_pb2.DrafterStatus()
-    stream = Stream(status, head, cancelled.set, TensorSender(cpu), TensorReceiver(cpu), lambda *_: None, ours)
+    sender, receiver = TensorSender(cpu), TensorReceiver(cpu)
+    stream = Stream(status, head, cancelled.set, sender, receiver, lambda *_: None, Traffic(), ours)
     for step_id in (1, 2):
         stream.send(pb.DraftStep(step_id=step_id))
         theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=step_id)).SerializeToString())

@@ -1,0 +1,55 @@
+"""Bytes between the services: every one is counted once, whatever carries it."""
+
+from __future__ import annotations
+
+import torch
+
+from draftwire.tensors import encode_tensor
+from draftwire.traffic import Traffic
+from draftwire.v1 import draft_pb2 as pb
+
+
+def counts(traffic: Traffic) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels.values()): sample.value for sample in traffic.collect().samples if sample.value}
+
+
+def test_tensors_in_a_message_and_the_rest_of_it_make_up_its_bytes():
+    traffic = Traffic()
+    request = pb.DraftRequest(step=pb.DraftStep(step_id=7, features=encode_tensor(torch.zeros(5, 6))))
+    traffic.count_message("grpc", "sent", request)
+    drafts = pb.Drafts(logits=encode_tensor(torch.zeros(2, 3)), logits_token_ids=encode_tensor(torch.zeros(2, 3).int()))
+    answer = pb.DraftResponse(drafts=drafts)
+    traffic.count_message("direct", "received", answer, answer.ByteSize())
+    assert counts(traffic) == {
+        ("grpc", "sent", "features"): 120,
+        ("grpc", "sent", "message"): len(request.SerializeToString()) - 120,
+        ("direct", "received", "logits"): 48,
+        ("direct", "received", "message"): len(answer.SerializeToString()) - 48,
+    }
+
+
+def test_a_tensor_in_shared_memory_is_counted_apart_from_its_message():
+    traffic = Traffic()
+    features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[5, 6], span=pb.SharedSpan(generation=1))
+    request = pb.DraftRequest(step=pb.DraftStep(features=features))
+    traffic.count_message("direct", "sent", request)
+    for carrier in (pb.CARRIER_SHM, pb.CARRIER_BYTES):  # of which the latter is in the message
+        traffic.count_tensor(carrier, "sent", "features", 120)
+    assert counts(traffic) == {
+        ("direct", "sent", "message"): request.ByteSize(),
+        ("shm", "sent", "features"): 120,
+    }
+
+
+def test_a_peer_that_lies_about_a_shape_has_no_more_bytes_counted_than_it_sent():
+    traffic = Traffic()
+    features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**31, 2**31], data=bytes(8))
+    request = pb.DraftRequest(step=pb.DraftStep(features=features))
+    traffic.count_message("grpc", "received", request)
+    assert sum(counts(traffic).values()) == request.ByteSize()
+
+
+def test_the_weights_of_a_fusion_are_no_message_of_a_step():
+    traffic = Traffic()
+    traffic.count_message("grpc", "received", pb.FeatureFusionChunk(data=bytes(100)))
+    assert list(counts(traffic)) == [("grpc", "received", "fusion")]
