@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,10 +46,26 @@ def law(pair: Pair) -> Law:
     return Law(pair, (3, 0, 6, 6, 4, 1))
 
 
-@pytest.fixture
-def stage(pair: Pair, other_head: Path, reference: Reference, law: Law, tmp_path: Path) -> Iterator[Stage]:
+@pytest.fixture(scope="session")
+def undisturbed(
+    pair: Pair, other_head: Path, reference: Reference, law: Law, tmp_path_factory: pytest.TempPathFactory
+) -> float:
+    """Accepted drafts per verify step of greedy rounds of which every draft is waited for."""
     with contextlib.ExitStack() as close:
-        yield Stage(pair, other_head, reference, law, tmp_path, close)
+        stage = Stage(pair, other_head, reference, law, math.nan, tmp_path_factory.mktemp("undisturbed"), close)
+        load = stage.load([stage.drafter().address], "--draft-deadline-ms", "off")
+        first, second = load.wait_for_rounds(2)
+    assert (first.accepted, first.verify_steps) == (second.accepted, second.verify_steps)
+    assert first.acceptance > 0.5, "hardly a draft is accepted without any fault"
+    return first.acceptance
+
+
+@pytest.fixture
+def stage(
+    pair: Pair, other_head: Path, reference: Reference, law: Law, undisturbed: float, tmp_path: Path
+) -> Iterator[Stage]:
+    with contextlib.ExitStack() as close:
+        yield Stage(pair, other_head, reference, law, undisturbed, tmp_path, close)
 
 
 @pytest.fixture
@@ -62,11 +79,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not records:
         return
     terminalreporter.section("fault matrix")
-    columns = "fault", "requests", "failures", "accepted before", "during", "after", "back after, s", "chi2"
+    columns = (
+        *("fault", "requests", "failures", "sampled during"),
+        *("accepted before", "during", "after", "back after, s", "chi2"),
+    )
     terminalreporter.write_line(f"| {' | '.join(columns)} |")
-    terminalreporter.write_line("|---|---:|---:|---:|---:|---:|---:|---:|")
+    terminalreporter.write_line(f"|---{'|---:' * (len(columns) - 1)}|")
     for one in records:
         terminalreporter.write_line(
-            f"| {one.fault} | {one.requests} | {one.failures} | {one.before:.2f} | {one.during:.2f} | {one.after:.2f} "
-            f"| {one.recovery_s:.1f} | {one.refutation:.2f} |"
+            f"| {one.fault} | {one.requests} | {one.failures} | {one.sampled_during} "
+            f"| {one.before:.2f} | {one.during:.2f} | {one.after:.2f} | {one.recovery_s:.1f} | {one.refutation:.2f} |"
         )

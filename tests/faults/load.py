@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,11 @@ from draftwire.v1 import generate_pb2
 SAMPLED_AT_ONCE = 6
 # Pause of a client between its requests: the services start and stop beside it.
 PAUSE_S = 0.02
-# Sampled outputs since the fault began whose law is tested.
+# Sampled outputs whose law is tested: of all since the fault began, and of those under way during it where it lasts
+# long enough for so many.
 ENOUGH_SAMPLES = 400
+# Rounds in a row within TOLERANCE of the undisturbed acceptance, without which no fault begins: a busy machine holds up
+# drafts.
 BASELINE_ROUNDS = 3
 # The project's plan: acceptance is back within this share of what it was, within so long of the fault's end.
 TOLERANCE = 0.05
@@ -49,17 +53,31 @@ class Round:
 
 
 @dataclass
+class Sample:
+    """A sampled request; times are monotonic."""
+
+    began: float
+    ended: float = math.inf  # while it runs
+    tokens: tuple[int, ...] = ()
+
+    def overlaps(self, begin: float, end: float = math.inf) -> bool:
+        """Whether it was under way at any time from `begin` to `end`."""
+        return self.began <= end and self.ended >= begin
+
+
+@dataclass
 class FaultRecord:
     """A row of the fault matrix."""
 
     fault: str
     requests: int = 0
     failures: int = 0
+    sampled_during: int = 0  # sampled outputs that were under way during the fault
     before: float = 0.0  # accepted drafts per verify step
     during: float = 0.0
     after: float = 0.0
     recovery_s: float = 0.0  # from the fault's end to the begin of the first round that is good, as are those after it
-    refutation: float = 0.0  # chi-square of the sampled outputs over its threshold
+    refutation: float = 0.0  # largest chi-square of sampled outputs over its threshold
 
 
 @dataclass
@@ -69,8 +87,9 @@ class Load:
     addresses: Sequence[str]  # of the verifiers, which share the requests evenly
     continuations: Sequence[Continuation]
     law: Law
+    undisturbed: float  # acceptance of a round all of whose drafts arrive
     rounds: list[Round] = field(default_factory=list)
-    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)  # (monotonic begin, tokens)
+    samples: list[Sample] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     num_requests: int = 0
 
@@ -113,11 +132,13 @@ class Load:
 
     async def _run_sampled(self, client: AsyncClient) -> None:
         while not self._is_stopping:
-            began = time.monotonic()
+            sample = Sample(time.monotonic())
+            self.samples.append(sample)
             options = {"seed": next(self._seeds), "temperature": 1.0, "max_tokens": LENGTH}
             completion = await self._complete(client, list(self.law.prompt), **options)
             if completion is not None:
-                self.samples.append((began, completion.token_ids))
+                sample.tokens = completion.token_ids
+                sample.ended = time.monotonic()
             await asyncio.sleep(PAUSE_S)
 
     async def _complete(self, client: AsyncClient, prompt: list[int], **options: int | float) -> Completion | None:
@@ -155,21 +176,28 @@ class Load:
         return [one for one in list(self.rounds) if one.began >= begin]
 
     def measure(self) -> float:
-        """Acceptance of rounds that begin after now."""
-        return _mean_acceptance(self.wait_for_rounds(BASELINE_ROUNDS))
+        """Acceptance of the first BASELINE_ROUNDS in a row, begun after now, that nothing disturbs."""
+        now = time.monotonic()
+        wanted = (1 - TOLERANCE) * self.undisturbed
+        what = (
+            f"{BASELINE_ROUNDS} rounds in a row with the acceptance of {self.undisturbed:.2f} that drafts in time have"
+        )
+        self.wait_for(lambda: bool(first_good(self._since(now), wanted, BASELINE_ROUNDS)), what)
+        return _mean_acceptance(first_good(self._since(now), wanted, BASELINE_ROUNDS))
 
-    def wait_until_recovered(self, before: float, ended: float) -> Sequence[Round]:
-        """Waits for the acceptance `before` a fault that ended at the monotonic time `ended`.
+    def wait_until_recovered(self, ended: float) -> Sequence[Round]:
+        """Waits for the undisturbed acceptance after a fault that ended at the monotonic time `ended`.
 
         It is back with the first round, begun after the end, that is within TOLERANCE of it as a whole and followed by
         others that are, RECOVERED_ROUNDS in a row. That round must begin within RECOVERY_S of the end; how long the
         others take is the machine's.
         """
-        wanted = (1 - TOLERANCE) * before
-        self.wait_for(lambda: bool(first_good(self._since(ended), wanted)), f"acceptance of {before:.2f} is back")
-        recovered = first_good(self._since(ended), wanted)
+        wanted = (1 - TOLERANCE) * self.undisturbed
+        what = f"acceptance of {self.undisturbed:.2f} is back"
+        self.wait_for(lambda: bool(first_good(self._since(ended), wanted, RECOVERED_ROUNDS)), what)
+        recovered = first_good(self._since(ended), wanted, RECOVERED_ROUNDS)
         seen = [(round(one.began - ended, 1), round(one.acceptance, 2)) for one in self._since(ended)]
-        assert recovered[0].began - ended <= RECOVERY_S, f"{before:.2f} is not back in time; (s, acceptance): {seen}"
+        assert recovered[0].began - ended <= RECOVERY_S, f"{what}, but not in time; (s, acceptance): {seen}"
         return recovered
 
     @contextlib.contextmanager
@@ -187,32 +215,44 @@ class Load:
         """
         record = FaultRecord(name)
         record.before = self.measure()
-        assert record.before > 0.5, "hardly a draft is accepted without any fault"
         began, first = time.monotonic(), self.num_requests
         yield record
         ended = time.monotonic()
-        recovered = self.wait_until_recovered(record.before, ended)
-        self.wait_for(lambda: len(self._samples_since(began)) >= ENOUGH_SAMPLES, "enough sampled outputs")
+        recovered = self.wait_until_recovered(ended)
+        self.wait_for(lambda: len(self._outputs(began)) >= ENOUGH_SAMPLES, "enough sampled outputs")
+        self.wait_for(lambda: all(one.tokens for one in self._samples(began, ended)), "those of the fault are complete")
         record.recovery_s = recovered[0].began - ended
         record.after = _mean_acceptance(recovered)
         during = [one for one in self._since(began) if one.began < ended]
         record.during = _mean_acceptance(during) if during else record.before
         record.requests, record.failures = self.num_requests - first, len(self.failures)
-        record.refutation = self.law.refutation(self._samples_since(began), Sampling())
+        record.sampled_during = len(self._outputs(began, ended))
+        record.refutation = self.refutation(began, ended)
         assert record.failures == 0, self.failures[:3]
+        assert record.sampled_during >= SAMPLED_AT_ONCE, record
         assert record.refutation < 1, record
         if during_below is not None:
             assert record.during < during_below * record.before, record
         assert record.during >= during_above * record.before, record
 
-    def _samples_since(self, begin: float) -> list[tuple[int, ...]]:
-        return [tokens for started, tokens in list(self.samples) if started >= begin]
+    def refutation(self, began: float, ended: float) -> float:
+        """Largest chi-square over its threshold: of all sampled outputs since a fault began, and of those during it."""
+        during = self._outputs(began, ended)
+        tested = [self._outputs(began), *([during] if len(during) >= ENOUGH_SAMPLES else [])]
+        return max(self.law.refutation(outputs, Sampling()) for outputs in tested)
+
+    def _samples(self, begin: float, end: float = math.inf) -> list[Sample]:
+        return [one for one in list(self.samples) if one.overlaps(begin, end)]
+
+    def _outputs(self, begin: float, end: float = math.inf) -> list[tuple[int, ...]]:
+        """Of the sampled requests that were under way between those times, those that are complete."""
+        return [one.tokens for one in self._samples(begin, end) if one.tokens]
 
 
-def first_good(rounds: Sequence[Round], wanted: float) -> Sequence[Round]:
-    """The first RECOVERED_ROUNDS in a row with that acceptance or more; none while there are not so many."""
-    for first in range(len(rounds) - RECOVERED_ROUNDS + 1):
-        some = rounds[first : first + RECOVERED_ROUNDS]
+def first_good(rounds: Sequence[Round], wanted: float, count: int) -> Sequence[Round]:
+    """The first `count` in a row with that acceptance or more; none while there are not so many."""
+    for first in range(len(rounds) - count + 1):
+        some = rounds[first : first + count]
         if all(one.acceptance >= wanted for one in some):
             return some
     return []

@@ -30,6 +30,7 @@ class Stage:
     other_head: Path  # of the pair's "full" head's kind
     reference: Reference
     law: Law
+    undisturbed: float  # acceptance of a round of the load all of whose drafts arrive
     logs: Path
     _close: contextlib.ExitStack
 
@@ -57,7 +58,7 @@ class Stage:
 
     def load_on(self, *verifiers: ServiceProcess) -> Load:
         """A load that they share, which begins when it is entered."""
-        return Load([one.address for one in verifiers], self.reference.continuations, self.law)
+        return Load([one.address for one in verifiers], self.reference.continuations, self.law, self.undisturbed)
 
     def load(self, drafters: Sequence[str], *options: str, **config: Any) -> Load:
         """A load on a `verifier` of its own, to the end of the test."""

@@ -117,7 +117,7 @@ def test_many_more_clients_come_at_once_than_may_wait(
     drafter = stage.drafter()
     crowded = stage.verifier([drafter.address], "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE))
     with stage.load_on(crowded) as own:
-        before = own.measure()
+        own.measure()
     load = stage.load([drafter.address])
     name = f"{NUM_CLIENTS} clients at once at another verifier, whose queue takes {MAX_QUEUE}"
     with load.fault(name, during_above=0.8) as record:
@@ -133,7 +133,7 @@ def test_many_more_clients_come_at_once_than_may_wait(
         assert len(served) >= MAX_NUM_SEQS + MAX_QUEUE
         assert [list(one.token_ids) for one, _ in served] == [want.tokens for _, want in served]
         with stage.load_on(crowded) as own:
-            own.wait_until_recovered(before, ended)
+            own.wait_until_recovered(ended)
         assert not own.failures
         with Client(crowded.address) as client:
             wait_for(lambda: client.info().requests_running + client.info().requests_waiting == 0, "nobody is left")
@@ -170,7 +170,7 @@ def test_a_verifier_is_killed_and_started_again_beside_another_at_its_drafter(st
     name = "another verifier at its drafter killed (SIGKILL) and started again"
     with stage.load_on(other) as load, load.fault(name, during_above=0.8) as record:
         with stage.load_on(verifier) as own:
-            before = own.measure()
+            own.measure()
             own.wait_for(lambda: _load_of(drafter).sequences > most_at_once, "both have sequences open")
             assert not own.failures
             verifier.kill()
@@ -181,7 +181,7 @@ def test_a_verifier_is_killed_and_started_again_beside_another_at_its_drafter(st
         verifier = stage.verifier([drafter.address], *listen)
         ended = time.monotonic()
         with stage.load_on(verifier) as own:
-            own.wait_until_recovered(before, ended)
+            own.wait_until_recovered(ended)
         assert not own.failures
     for one in (verifier, other):
         one.kill()
