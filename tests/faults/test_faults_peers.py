@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from drafters import Drafter
 from load import PATIENCE_S, SAMPLED_AT_ONCE, FaultRecord
 from services import Continuation, wait_for
 from stage import Stage
+from streaming_client import kill_client_in_mid_stream
 
 from draftwire import AsyncClient, Client
 from draftwire.client import Completion, asynchronous
@@ -30,17 +29,6 @@ Matrix = Callable[[FaultRecord], None]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 NUM_STREAMS = 16
-STREAMS = """
-import sys
-from draftwire import Client
-client = Client(sys.argv[1])
-streams = [client.generate([1, 2, 3], max_tokens=240, ignore_eos=True) for _ in range(int(sys.argv[2]))]
-for stream in streams:
-    next(stream)
-print("streaming", flush=True)
-for stream in streams:
-    list(stream)
-"""
 
 NUM_UNREAD_TOKENS = 120
 # While greedy requests of the load, of 40 tokens, come and go so often, the unread ones could be computed twice.
@@ -62,11 +50,7 @@ def test_a_client_with_many_streams_is_killed(stage: Stage, matrix: Matrix) -> N
         stage.load_on(left, stage.verifier([drafter.address])) as load,
         load.fault(f"client killed (SIGKILL) in the middle of {NUM_STREAMS} streams", during_above=0.8) as record,
     ):
-        command = [sys.executable, "-c", STREAMS, left.address, str(NUM_STREAMS)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-            assert client.stdout is not None
-            assert client.stdout.readline() == "streaming\n"
-            client.kill()
+        kill_client_in_mid_stream(left.address, NUM_STREAMS)
         load.wait_for(lambda: _num_cancelled(metrics) == NUM_STREAMS, "its requests are cancelled")
     matrix(record)
 
