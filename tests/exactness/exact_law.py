@@ -127,7 +127,7 @@ class Law:
             counts = np.zeros((VOCAB,) * (end - first))
             np.add.at(counts, tuple(drawn[:, first:end].T), 1)
             others = tuple(axis for axis in range(LENGTH) if not first <= axis < end)
-            ratios.append(_ratio(counts.flatten(), law.sum(others).flatten()))
+            ratios.append(chi_square_ratio(counts.flatten(), law.sum(others).flatten()))
         return max(*ratios, self._transitions(drawn, sampling))
 
     def _transitions(self, drawn: NDArray[np.int64], sampling: Sampling) -> float:
@@ -146,7 +146,8 @@ class Law:
         return float(statistic / stats.chi2.isf(REFUTED, int(common.sum())))
 
 
-def _ratio(counts: Array, law: Array) -> float:
+def chi_square_ratio(counts: Array, law: Array) -> float:
+    """The chi-square of `counts` over its quantile at 1 - REFUTED, rare cells merged; infinite for what cannot be."""
     if counts[law == 0].sum() > 0:
         return float("inf")
     order = np.argsort(-law)

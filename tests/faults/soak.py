@@ -2,49 +2,58 @@
 
     python tests/faults/soak.py --minutes 20 --seed 1
 
-One verifier and three drafters of the demo pair on the CPU. The first drafter is killed and started again; the second
-shares memory with the verifier; the network of the third is at fault. All but the first live through the whole run and
-are judged. Exit code 1 when a request failed, a greedy output changed or something grew.
+Two verifiers and three drafters of the demo pair on the CPU. The first verifier has the load and lives through the run;
+the second is killed and started again, as is the first drafter. The second drafter shares memory with the verifiers and
+is short of memory at times; answers and network of the third are at fault. What lives through the run is judged.
+Exit code 1 when a request failed, a greedy output changed, sampled outputs refuted their law or something grew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
-import signal
+import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
-from census import Census, judge, take_census
+import torch
+from addresses import free_address
+from census import MIB, Census, judge, take_census
+from demo_law import ROUNDING, DemoLaw, laws_after
+from draft_relay import DraftRelay
 from drafters import Drafter
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
+from soak_faults import MAX_TOKENS, Faults
 from tcp_proxy import TcpProxy
 
 from draftwire.bench.services import wait_for_drafters
 from draftwire.client import AsyncClient, Client
 from draftwire.demo import PROMPTS
 from draftwire.errors import DraftwireError
-from draftwire.processes import ServiceProcess, start_verifier
+from draftwire.processes import DRAFTWIRE, ServiceProcess, start_verifier
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+STARVING = (sys.executable, str(Path(__file__).parent / "starving_drafter.py"))
 CLIENTS = 6
-MAX_TOKENS = 48
-# Two log probabilities nearer than this are within rounding: drafted and draft-less steps may tell them apart.
-ROUNDING = 2e-4
+# What follows them is uncertain from token to token.
+LAW_PROMPTS = (PROMPTS[3][:20], PROMPTS[4][:40])
+# Outputs of each that a run must give: test_faults_demo_law.py shows what those of 20 minutes refute.
+LAW_SAMPLES_A_MINUTE = 15
 SAMPLE_EVERY_S = 5.0
-# Seconds between two faults, and how long one lasts.
-BETWEEN_S = (2.0, 10.0)
-LASTS_S = (0.5, 12.0)
 REPORT_EVERY_S = 60.0
+# Of the faults, at the end of each quarter of the run: what they ended comes back, and is counted.
+PAUSE_S = 30.0
 
 
 @dataclass
@@ -53,9 +62,11 @@ class Traffic:
 
     address: str
     expected: dict[str, tuple[int, ...]]  # greedy output by prompt
+    laws: list[DemoLaw]
     draw: random.Random
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    outputs: dict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # by number of the law
     accepted: int = 0
     verify_steps: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -70,13 +81,13 @@ class Traffic:
                 group.create_task(self._client(client))
 
     async def _client(self, client: AsyncClient) -> None:
-        kinds = {"greedy": 5, "sampled": 4, "cancelled": 1, "slow": 1}
-        ways = {"greedy": self._greedy, "sampled": self._sampled, "cancelled": self._cancelled, "slow": self._slow}
+        ways = [self._greedy, self._sampled, self._lawful, self._cancelled, self._slow]
         while not self.stopping.is_set():
-            (kind,) = self.draw.choices(list(kinds), list(kinds.values()))
+            (way,) = self.draw.choices(ways, [5, 4, 16, 1, 1])
+            kind = way.__name__.removeprefix("_")
             self.counts[kind] += 1
             try:
-                await ways[kind](client)
+                await way(client)
             except DraftwireError as error:
                 self.failures.append(f"{kind}: {error}")
             await asyncio.sleep(self.draw.uniform(0.0, 0.2))
@@ -97,6 +108,23 @@ class Traffic:
         if len(completion.token_ids) != length:
             self.failures.append(f"{len(completion.token_ids)} tokens instead of {length}")
 
+    async def _lawful(self, client: AsyncClient) -> None:
+        """A sampled output so short that its law can be tested."""
+        number = self.draw.randrange(len(self.laws))
+        law = self.laws[number]
+        completion = await client.complete(law.prompt, seed=self.draw.randrange(1 << 32), **law.options())
+        self.outputs[number].append(completion.token_ids)
+
+    def test_laws(self, least: int) -> list[float]:
+        """The refutation of each law; it is a failure above 1, or of fewer than `least` outputs."""
+        refutations = []
+        for number, law in enumerate(self.laws):
+            refutations.append(law.refutation(self.outputs[number]))
+            if len(self.outputs[number]) < least or refutations[-1] > 1:
+                what = f"{len(self.outputs[number])} sampled outputs have {refutations[-1]:.2f} of the threshold"
+                self.failures.append(f"{what}, at least {least} below 1 are needed")
+        return refutations
+
     async def _cancelled(self, client: AsyncClient) -> None:
         async with client.generate(self.draw.choice(PROMPTS), max_tokens=256) as stream:
             async for _ in stream:
@@ -107,81 +135,6 @@ class Traffic:
         async with client.generate(self.draw.choice(PROMPTS), max_tokens=MAX_TOKENS) as stream:
             async for _ in stream:
                 await asyncio.sleep(0.1)
-
-
-class Faults:
-    """One fault after another, drawn from a seed."""
-
-    def __init__(self, killed: Drafter, living: Sequence[Drafter], proxy: TcpProxy, draw: random.Random) -> None:
-        """`killed` is killed now and then; one of the `living` is behind the `proxy`."""
-        self._killed = killed
-        self._living = living
-        self._proxy = proxy
-        self._draw = draw
-        self.counts: Counter[str] = Counter()
-        self._untold: list[str] = []
-
-    def tell(self) -> str:
-        """The faults that have begun since the last time."""
-        told, self._untold = self._untold, []
-        return ", ".join(told) or "none"
-
-    def next(self) -> None:
-        """Waits a while, then has a fault come and go."""
-        time.sleep(self._draw.uniform(*BETWEEN_S))
-        faults: list[Callable[[float], None]] = [
-            self.kill, self.stop_one, self.stop_other, self.cut, self.delay, self.silence, self.narrow
-        ]  # fmt: skip
-        fault = self._draw.choice(faults)
-        self.counts[fault.__name__] += 1
-        seconds = self._draw.uniform(*LASTS_S)
-        self._untold.append(f"{fault.__name__} {seconds:.1f} s")
-        fault(seconds)
-
-    def kill(self, seconds: float) -> None:
-        """SIGKILL, and a new start later."""
-        self._killed.kill()
-        time.sleep(seconds)
-        self._killed.start()
-
-    def stop_one(self, seconds: float) -> None:
-        """SIGSTOP and SIGCONT."""
-        _stop(self._killed.process, seconds)
-
-    def stop_other(self, seconds: float) -> None:
-        """SIGSTOP and SIGCONT of one that lives through the run."""
-        _stop(self._draw.choice(self._living).process, seconds)
-
-    def cut(self, seconds: float) -> None:
-        """The connection is cut in mid-message, either way."""
-        self._proxy.cut(from_service=self._draw.random() < 0.5)
-        time.sleep(seconds)
-
-    def delay(self, seconds: float) -> None:
-        """What the drafter says comes late."""
-        self._proxy.delay_s = self._draw.uniform(0.05, 1.0)
-        time.sleep(seconds)
-        self._proxy.delay_s = 0.0
-
-    def silence(self, seconds: float) -> None:
-        """Nothing passes."""
-        self._proxy.is_silent = True
-        time.sleep(seconds)
-        self._proxy.is_silent = False
-
-    def narrow(self, seconds: float) -> None:
-        """A few bytes pass."""
-        self._proxy.bytes_per_s = self._draw.uniform(1e4, 1e6)
-        time.sleep(seconds)
-        self._proxy.bytes_per_s = None
-
-
-def _stop(process: ServiceProcess, seconds: float) -> None:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        time.sleep(seconds)
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 class Watch:
@@ -200,7 +153,8 @@ class Watch:
         began, told = time.monotonic(), 0.0
         while not self.stopping.wait(SAMPLE_EVERY_S):
             seconds = time.monotonic() - began
-            taken = {name: take_census(pid, seconds) for name, pid in self._pids().items()}
+            calm_s = max(0.0, time.monotonic() - self._faults.ended)
+            taken = {name: take_census(pid, seconds, calm_s) for name, pid in self._pids().items()}
             for name, census in taken.items():
                 if census is not None:
                     self.censuses.setdefault(name, []).append(census)
@@ -240,33 +194,73 @@ def _expected(client: Client) -> dict[str, tuple[int, ...]]:
     return expected
 
 
+def _other_head(directory: Path) -> Path:
+    """The demo's head with slightly other weights."""
+    shutil.copytree(DEMO / "head", directory)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: weight * (1 + 0.01 * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+        if weight.is_floating_point()
+        else weight
+        for name, weight in load_file(directory / "model.safetensors").items()
+    }
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
 @click.command()
-@click.option("--minutes", default=20.0, show_default=True, type=click.FloatRange(min=1.5))
+@click.option("--minutes", default=20.0, show_default=True, type=click.FloatRange(min=5))
 @click.option("--seed", default=1, show_default=True, help="Of the faults and of the clients' choices.")
 def main(minutes: float, seed: int) -> None:
     """Runs the soak and prints what grew."""
     console = Console(width=160)
+    # Services give large blocks back to the system when they free them, so that what is counted is what they hold.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     with contextlib.ExitStack() as close:
         logs = Path(close.enter_context(tempfile.TemporaryDirectory(prefix="draftwire-soak-")))
         models = DEMO / "head", DEMO / "target"
         # Of the third one the messages take the network, where the faults are, instead of shared memory.
+        kinds = (("auto", DRAFTWIRE), ("auto", STARVING), ("bytes", DRAFTWIRE))
         drafters = [
-            Drafter(*models, logs / f"drafter{number}.log", "--carriers", carriers)
-            for number, carriers in enumerate(("auto", "auto", "bytes"), 1)
+            Drafter(*models, logs / f"drafter{number}.log", "--carriers", carriers, program=program)
+            for number, (carriers, program) in enumerate(kinds, 1)
         ]
         for drafter in drafters:
             close.callback(lambda drafter=drafter: drafter.kill())
-        killed, living, distant = drafters
-        proxy = close.enter_context(TcpProxy(distant.address))
-        pool = [killed.address, living.address, proxy.address]
+        killed, starving, distant = drafters
+        relay = close.enter_context(DraftRelay(distant.address))
+        proxy = close.enter_context(TcpProxy(relay.address))
+        pool = [killed.address, starving.address, proxy.address]
         # Drafts are asked for whether they pay or not: it is the traffic with drafters that is to be watched.
         options = ("--device", "cpu", "--no-adaptive-k", "--kv-cache-tokens", "16384")
         verifier = start_verifier(DEMO / "target", pool, *options, log_path=logs / "verifier.log")
         close.callback(verifier.kill)
+        other_options = (*options, "--listen", free_address())
+
+        def start_other() -> ServiceProcess:
+            return start_verifier(DEMO / "target", pool, *other_options, log_path=logs / "other.log")
+
         with Client(verifier.address) as client:
             wait_for_drafters(client)
-            traffic = Traffic(verifier.address, _expected(client), random.Random(seed))
-        faults = Faults(killed, [living, distant], proxy, random.Random(seed + 1))
+            expected = _expected(client)
+            vocab_size = client.info().vocab_size
+        traffic = Traffic(verifier.address, expected, laws_after(LAW_PROMPTS, DEMO / "target"), random.Random(seed))
+        faults = Faults(
+            random.Random(seed + 1),
+            vocab_size,
+            killed,
+            models[0],
+            _other_head(logs / "head"),
+            starving,
+            distant,
+            relay,
+            proxy,
+            verifier,
+            start_other(),
+            start_other,
+            expected,
+        )
+        close.callback(lambda: faults.other.kill())
 
         def pids() -> dict[str, int]:
             numbered = {f"drafter {number}": one.process.pid for number, one in enumerate(drafters, 1)}
@@ -274,19 +268,32 @@ def main(minutes: float, seed: int) -> None:
 
         watch = Watch(console, traffic, faults, pids)
         with _running(traffic.run, traffic.stopping), _running(watch.run, watch.stopping):
-            ends = time.monotonic() + 60 * minutes
-            while time.monotonic() < ends:
-                faults.next()
-        is_flat = _print_result(console, traffic, faults, watch)
+            began = time.monotonic()
+            for quarter in range(1, 5):
+                # The last pause ends with the run; the others begin with the next quarter.
+                ends = began + 15 * minutes * quarter - (PAUSE_S if quarter == 4 else 0.0)
+                while time.monotonic() < ends:
+                    faults.next()
+                time.sleep(PAUSE_S)
+        with Client(verifier.address) as client:
+            info = client.info()
+        row_bytes = max(drafter.feature_row_bytes for drafter in info.drafters)
+        leak = f"a feature row ({row_bytes} bytes) left behind by each: {info.counters.steps * row_bytes / MIB:.1f} MiB"
+        console.print(f"steps of the verifier: {info.counters.steps}; {leak}", highlight=False)
+        is_flat = _print_result(console, traffic, faults, watch, minutes)
     sys.exit(0 if is_flat and not traffic.failures else 1)
 
 
-def _print_result(console: Console, traffic: Traffic, faults: Faults, watch: Watch) -> bool:
+def _print_result(console: Console, traffic: Traffic, faults: Faults, watch: Watch, minutes: float) -> bool:
+    refutations = traffic.test_laws(round(LAW_SAMPLES_A_MINUTE * minutes))
+    traffic.failures += faults.failures
     console.print(f"requests: {dict(traffic.counts)}; failed or changed: {len(traffic.failures)}", highlight=False)
     for failure in traffic.failures[:10]:
         console.print(f"  {failure}", highlight=False)
     console.print(f"faults: {dict(faults.counts)}", highlight=False)
     console.print(f"accepted drafts per verify step, faults included: {traffic.accepted / traffic.verify_steps:.2f}")
+    numbers = ", ".join(f"{refutation:.2f}" for refutation in refutations)
+    console.print(f"chi2 of short sampled outputs over its threshold, by prompt: {numbers}", highlight=False)
     table = Table("process", "what", "after warm-up", "at the end", "flat")
     is_flat = True
     for name in ("verifier", "drafter 2", "drafter 3"):

@@ -6,10 +6,25 @@ import os
 from dataclasses import replace
 
 import pytest
-from census import MAX_MORE_THREADS, MAX_RISE_MIB, Census, judge, take_census
+from census import MAX_MORE_THREADS, MIB, WARM_UP, Census, judge, take_census
 
-# 100 samples in 20 minutes that wander within bounds.
-WANDERING = [Census(12.0 * i, 300 + 4 * (i % 3), 40 + i % 5, 30 + i % 2, 2 * (i % 4 > 0)) for i in range(100)]
+# 240 samples in 20 minutes that wander within bounds. Of 20 each, five are between faults, two of them far from any.
+WANDERING = [
+    Census(
+        5.0 * i,
+        300 + 4 * (i % 3),
+        40 + (i % 20 > 1) * (i % 5),
+        30 + i % 2,
+        2 * (i % 4 > 0),
+        calm_s=4.0 * (i % 20 < 5) * (5 - i % 20),
+    )
+    for i in range(240)
+]
+# Of the soak: the fewest steps of its verifier and the fewest faults that it had a second, on machines that were busy.
+STEPS_A_SECOND = 8.0
+FAULTS_A_SECOND = 1 / 20
+# The demo target's hidden size, in float32.
+FEATURE_ROW_BYTES = 384 * 4
 
 
 def test_what_goes_up_and_down_is_flat() -> None:
@@ -17,34 +32,62 @@ def test_what_goes_up_and_down_is_flat() -> None:
 
 
 def test_a_rise_in_the_warm_up_alone_is_flat() -> None:
-    warming = [replace(one, memory_mib=one.memory_mib - 200, fds=one.fds - 20) for one in WANDERING[:20]]
-    assert all(verdict.is_flat for verdict in judge(warming + WANDERING[20:]))
+    warming = [replace(one, memory_mib=one.memory_mib - 200, fds=one.fds - 20) for one in WANDERING[:50]]
+    assert all(verdict.is_flat for verdict in judge(warming + WANDERING[50:]))
 
 
 @pytest.mark.parametrize(("name", "count"), [("fds", 1), ("threads", 1 + MAX_MORE_THREADS), ("segments", 1)])
 def test_what_is_never_given_back_is_growth(name: str, count: int) -> None:
-    leaking = WANDERING[:60] + [replace(one, **{name: getattr(one, name) + count}) for one in WANDERING[60:]]
+    leaking = WANDERING[:150] + [replace(one, **{name: getattr(one, name) + count}) for one in WANDERING[150:]]
     assert [verdict.is_flat for verdict in judge(leaking)].count(False) == 1
 
 
-def test_memory_that_creeps_is_growth() -> None:
-    per_sample = 2 * MAX_RISE_MIB / len(WANDERING)
-    creeping = [replace(one, memory_mib=one.memory_mib + i * per_sample) for i, one in enumerate(WANDERING)]
-    assert not judge(creeping)[0].is_flat
+def test_a_feature_row_left_behind_by_each_step_is_growth() -> None:
+    leak = STEPS_A_SECOND * FEATURE_ROW_BYTES / MIB
+    leaking = [replace(one, memory_mib=one.memory_mib + one.seconds * leak) for one in WANDERING]
+    assert not judge(leaking)[0].is_flat
+
+
+def test_a_leak_that_begins_half_way_is_growth() -> None:
+    """Two rows a step: of one the second half alone is as little as what allocators may keep."""
+    middle = (1 + WARM_UP) / 2 * WANDERING[-1].seconds
+    leak = 2 * STEPS_A_SECOND * FEATURE_ROW_BYTES / MIB
+    leaking = [replace(one, memory_mib=one.memory_mib + max(0.0, one.seconds - middle) * leak) for one in WANDERING]
+    assert not judge(leaking)[1].is_flat
+
+
+def test_memory_that_is_taken_by_jumps_of_an_allocator_is_flat() -> None:
+    """As a drafter's in a soak of 20 minutes: up by 2 MiB after 16, by 1 after 18.5 and by 1 after 19.5."""
+    jumps = {16.0: 2, 18.5: 1, 19.5: 1}
+    jumping = [
+        replace(one, memory_mib=one.memory_mib + sum(mib for at, mib in jumps.items() if one.seconds >= 60 * at))
+        for one in WANDERING
+    ]
+    assert all(verdict.is_flat for verdict in judge(jumping))
+
+
+def test_a_descriptor_left_behind_by_each_fault_is_growth() -> None:
+    leaking = [replace(one, fds=one.fds + int(one.seconds * FAULTS_A_SECOND)) for one in WANDERING]
+    assert [verdict.what for verdict in judge(leaking) if not verdict.is_flat] == ["file descriptors"]
+
+
+def test_counts_are_not_judged_near_faults_alone() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 0\] samples far from faults"):
+        judge([replace(one, calm_s=min(one.calm_s, 5.0)) for one in WANDERING])
 
 
 def test_too_few_samples_are_not_judged() -> None:
-    with pytest.raises(ValueError, match="3 samples"):
-        judge(WANDERING[:4])
+    with pytest.raises(ValueError, match=r"\[0, 5\] samples between faults"):
+        judge(WANDERING[:30])
 
 
 def test_a_census_counts_what_a_process_opens() -> None:
-    before = take_census(os.getpid(), 0.0)
+    before = take_census(os.getpid(), 0.0, calm_s=0.0)
     fds = os.pipe()
-    after = take_census(os.getpid(), 1.0)
+    after = take_census(os.getpid(), 1.0, calm_s=0.0)
     for fd in fds:
         os.close(fd)
     assert before is not None
     assert after is not None
     assert after.fds == before.fds + 2
-    assert take_census(1 << 30, 0.0) is None
+    assert take_census(1 << 30, 0.0, calm_s=0.0) is None

@@ -1,0 +1,159 @@
+"""The faults of the soak, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draft_relay import DraftRelay, corrupt_tokens
+from drafters import Drafter
+from streaming_client import kill_client_in_mid_stream
+from tcp_proxy import TcpProxy
+
+from draftwire.client import Client
+from draftwire.errors import DraftwireError
+from draftwire.processes import ServiceProcess
+
+# Seconds between two faults, and how long one lasts.
+BETWEEN_S = (2.0, 10.0)
+LASTS_S = (0.5, 12.0)
+# Streams of a client or to a verifier that is killed.
+NUM_STREAMS = 4
+MAX_TOKENS = 48
+
+
+@dataclass
+class Faults:
+    """One fault after another."""
+
+    draw: random.Random
+    vocab_size: int
+    killed: Drafter  # killed now and then
+    head: Path  # its own
+    other_head: Path  # for the same target
+    starving: Drafter  # runs starving_drafter.py, lives through the run
+    distant: Drafter  # behind the relay, that behind the proxy; lives through the run
+    relay: DraftRelay
+    proxy: TcpProxy
+    verifier: ServiceProcess
+    other: ServiceProcess  # one more verifier at the same drafters
+    start_other: Callable[[], ServiceProcess]
+    expected: Mapping[str, tuple[int, ...]]  # greedy output of MAX_TOKENS by prompt
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    ended: float = field(default_factory=time.monotonic)  # the last fault; infinite during one
+    _untold: list[str] = field(default_factory=list)
+
+    def tell(self) -> str:
+        """The faults that have begun since the last time."""
+        told, self._untold = self._untold, []
+        return ", ".join(told) or "none"
+
+    def next(self) -> None:
+        """Waits a while, then one fault from its begin to its end."""
+        time.sleep(self.draw.uniform(*BETWEEN_S))
+        fault = self.draw.choice(
+            [
+                *(self.kill, self.change_head, self.stop_one, self.stop_other, self.starve),
+                *(self.corrupt, self.cut, self.delay, self.silence, self.narrow),
+                *(self.kill_client, self.kill_verifier),
+            ]
+        )
+        self.counts[fault.__name__] += 1
+        seconds = self.draw.uniform(*LASTS_S)
+        self._untold.append(f"{fault.__name__} {seconds:.1f} s")
+        self.ended = float("inf")
+        fault(seconds)
+        self.ended = time.monotonic()
+
+    def kill(self, seconds: float) -> None:
+        """SIGKILL, and a new start later."""
+        self.killed.kill()
+        time.sleep(seconds)
+        self.killed.start()
+
+    def change_head(self, seconds: float) -> None:
+        """SIGKILL and a new start with another head; later the same with its own."""
+        self.killed.kill()
+        self.killed.start(self.other_head)
+        time.sleep(seconds)
+        self.killed.kill()
+        self.killed.start(self.head)
+
+    def stop_one(self, seconds: float) -> None:
+        """SIGSTOP and SIGCONT."""
+        _stop(self.killed.process, seconds)
+
+    def stop_other(self, seconds: float) -> None:
+        """SIGSTOP and SIGCONT of one that lives through the run."""
+        _stop(self.draw.choice([self.starving, self.distant]).process, seconds)
+
+    def starve(self, seconds: float) -> None:
+        """Every 20th batch asks for more memory than there is."""
+        self.starving.process.send_signal(signal.SIGUSR1)
+        time.sleep(seconds)
+        self.starving.process.send_signal(signal.SIGUSR2)
+
+    def corrupt(self, seconds: float) -> None:
+        """Half of the answers have wrong tokens."""
+        self.relay.alter = corrupt_tokens(self.vocab_size)
+        time.sleep(seconds)
+        self.relay.alter = None
+
+    def cut(self, seconds: float) -> None:
+        """The connection is cut in mid-message, either way."""
+        self.proxy.cut(from_service=self.draw.random() < 0.5)
+        time.sleep(seconds)
+
+    def delay(self, seconds: float) -> None:
+        """What the drafter says comes late."""
+        self.proxy.delay_s = self.draw.uniform(0.05, 1.0)
+        time.sleep(seconds)
+        self.proxy.delay_s = 0.0
+
+    def silence(self, seconds: float) -> None:
+        """Nothing passes."""
+        self.proxy.is_silent = True
+        time.sleep(seconds)
+        self.proxy.is_silent = False
+
+    def narrow(self, seconds: float) -> None:
+        """A few bytes pass."""
+        self.proxy.bytes_per_s = self.draw.uniform(1e4, 1e6)
+        time.sleep(seconds)
+        self.proxy.bytes_per_s = None
+
+    def kill_client(self, _seconds: float) -> None:
+        """SIGKILL of a client process while the verifier streams to it."""
+        kill_client_in_mid_stream(self.verifier.address, NUM_STREAMS)
+
+    def kill_verifier(self, seconds: float) -> None:
+        """SIGKILL of the other verifier while it streams, and a new start later; before that it has to be right."""
+        prompt = self.draw.choice(list(self.expected))
+        try:
+            with Client(self.other.address) as client:
+                completion = client.complete(prompt, temperature=0, max_tokens=MAX_TOKENS)
+                if completion.token_ids != self.expected[prompt]:
+                    self.failures.append(f"greedy output of the other verifier changed: {prompt!r}")
+                streams = [client.generate(prompt, max_tokens=256, ignore_eos=True) for _ in range(NUM_STREAMS)]
+                for stream in streams:
+                    next(stream)
+                self.other.kill()
+        except DraftwireError as error:
+            self.failures.append(f"the other verifier: {error}")
+            self.other.kill()
+        time.sleep(seconds)
+        self.other = self.start_other()
+
+
+def _stop(process: ServiceProcess, seconds: float) -> None:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGCONT)
