@@ -20,9 +20,9 @@ WANDERING = [
     )
     for i in range(240)
 ]
-# Of the soak: the fewest steps of its verifier and the fewest faults that it had a second, on machines that were busy.
+# A second of the soak: fewer than it had of either on busy machines.
 STEPS_A_SECOND = 8.0
-FAULTS_A_SECOND = 1 / 20
+FAULTS_A_SECOND = 1 / 40
 # The demo target's hidden size, in float32.
 FEATURE_ROW_BYTES = 384 * 4
 
@@ -49,20 +49,15 @@ def test_a_feature_row_left_behind_by_each_step_is_growth() -> None:
 
 
 def test_a_leak_that_begins_half_way_is_growth() -> None:
-    """Two rows a step: of one the second half alone is as little as what allocators may keep."""
     middle = (1 + WARM_UP) / 2 * WANDERING[-1].seconds
-    leak = 2 * STEPS_A_SECOND * FEATURE_ROW_BYTES / MIB
+    leak = STEPS_A_SECOND * FEATURE_ROW_BYTES / MIB
     leaking = [replace(one, memory_mib=one.memory_mib + max(0.0, one.seconds - middle) * leak) for one in WANDERING]
     assert not judge(leaking)[1].is_flat
 
 
-def test_memory_that_is_taken_by_jumps_of_an_allocator_is_flat() -> None:
-    """As a drafter's in a soak of 20 minutes: up by 2 MiB after 16, by 1 after 18.5 and by 1 after 19.5."""
-    jumps = {16.0: 2, 18.5: 1, 19.5: 1}
-    jumping = [
-        replace(one, memory_mib=one.memory_mib + sum(mib for at, mib in jumps.items() if one.seconds >= 60 * at))
-        for one in WANDERING
-    ]
+@pytest.mark.parametrize("minute", [8, 12, 16])
+def test_a_jump_of_an_allocator_is_flat(minute: int) -> None:
+    jumping = [replace(one, memory_mib=one.memory_mib + 1.5 * (one.seconds >= 60 * minute)) for one in WANDERING]
     assert all(verdict.is_flat for verdict in judge(jumping))
 
 
