@@ -208,6 +208,29 @@ def _other_head(directory: Path) -> Path:
     return directory
 
 
+def _start_drafters(logs: Path, close: contextlib.ExitStack) -> list[Drafter]:
+    # Of the third one the messages take the network, where the faults are, instead of shared memory.
+    kinds = (("auto", DRAFTWIRE), ("auto", STARVING), ("bytes", DRAFTWIRE))
+    drafters = []
+    for number, (carriers, program) in enumerate(kinds, 1):
+        log = logs / f"drafter{number}.log"
+        drafter = Drafter(DEMO / "head", DEMO / "target", log, "--carriers", carriers, program=program)
+        close.callback(drafter.kill)
+        drafters.append(drafter)
+    return drafters
+
+
+def _play(faults: Faults, minutes: float) -> None:
+    """Four quarters of the run."""
+    began = time.monotonic()
+    for quarter in range(1, 5):
+        # The last pause ends with the run; the others begin with the next quarter.
+        ends = began + 15 * minutes * quarter - (PAUSE_S if quarter == 4 else 0.0)
+        while time.monotonic() < ends:
+            faults.next()
+        time.sleep(PAUSE_S)
+
+
 @click.command()
 @click.option("--minutes", default=20.0, show_default=True, type=click.FloatRange(min=5))
 @click.option("--seed", default=1, show_default=True, help="Of the faults and of the clients' choices.")
@@ -218,16 +241,7 @@ def main(minutes: float, seed: int) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     with contextlib.ExitStack() as close:
         logs = Path(close.enter_context(tempfile.TemporaryDirectory(prefix="draftwire-soak-")))
-        models = DEMO / "head", DEMO / "target"
-        # Of the third one the messages take the network, where the faults are, instead of shared memory.
-        kinds = (("auto", DRAFTWIRE), ("auto", STARVING), ("bytes", DRAFTWIRE))
-        drafters = [
-            Drafter(*models, logs / f"drafter{number}.log", "--carriers", carriers, program=program)
-            for number, (carriers, program) in enumerate(kinds, 1)
-        ]
-        for drafter in drafters:
-            close.callback(lambda drafter=drafter: drafter.kill())
-        killed, starving, distant = drafters
+        killed, starving, distant = drafters = _start_drafters(logs, close)
         relay = close.enter_context(DraftRelay(distant.address))
         proxy = close.enter_context(TcpProxy(relay.address))
         pool = [killed.address, starving.address, proxy.address]
@@ -246,19 +260,19 @@ def main(minutes: float, seed: int) -> None:
             vocab_size = client.info().vocab_size
         traffic = Traffic(verifier.address, expected, laws_after(LAW_PROMPTS, DEMO / "target"), random.Random(seed))
         faults = Faults(
-            random.Random(seed + 1),
-            vocab_size,
-            killed,
-            models[0],
-            _other_head(logs / "head"),
-            starving,
-            distant,
-            relay,
-            proxy,
-            verifier,
-            start_other(),
-            start_other,
-            expected,
+            draw=random.Random(seed + 1),
+            vocab_size=vocab_size,
+            killed=killed,
+            head=DEMO / "head",
+            other_head=_other_head(logs / "head"),
+            starving=starving,
+            distant=distant,
+            relay=relay,
+            proxy=proxy,
+            verifier=verifier,
+            other=start_other(),
+            start_other=start_other,
+            expected=expected,
         )
         close.callback(lambda: faults.other.kill())
 
@@ -268,13 +282,7 @@ def main(minutes: float, seed: int) -> None:
 
         watch = Watch(console, traffic, faults, pids)
         with _running(traffic.run, traffic.stopping), _running(watch.run, watch.stopping):
-            began = time.monotonic()
-            for quarter in range(1, 5):
-                # The last pause ends with the run; the others begin with the next quarter.
-                ends = began + 15 * minutes * quarter - (PAUSE_S if quarter == 4 else 0.0)
-                while time.monotonic() < ends:
-                    faults.next()
-                time.sleep(PAUSE_S)
+            _play(faults, minutes)
         with Client(verifier.address) as client:
             info = client.info()
         row_bytes = max(drafter.feature_row_bytes for drafter in info.drafters)
