@@ -62,7 +62,7 @@ test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "" -v $(PYTEST_ARGS)
 
 test-soak: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 test-compose: $(STAMP)
 	$(BIN)/python deploy/check.py --build-args '$(BUILD_ARGS)'
