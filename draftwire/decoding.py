@@ -11,19 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from draftwire.errors import Described, InvalidArgumentError
-
-_FACTORIES: dict[tuple[bool, bool], Callable[..., Any]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-_NAMES = {
-    (False, False): "unary_unary",
-    (False, True): "unary_stream",
-    (True, False): "stream_unary",
-    (True, True): "stream_stream",
-}
+from draftwire.method_handlers import Behaviour, rebuild_handler
 
 
 @dataclass(frozen=True)
@@ -45,10 +33,8 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        kind = bool(handler.request_streaming), bool(handler.response_streaming)
-        behaviour = _refusing(getattr(handler, _NAMES[kind]))
-        decode = _decoding(handler.request_deserializer, is_stream=kind[0])
-        return _FACTORIES[kind](behaviour, decode, handler.response_serializer)
+        decode = _decoding(handler.request_deserializer, is_stream=handler.request_streaming)
+        return rebuild_handler(handler, decode, handler.response_serializer, _refusing)
 
 
 def _decoding(deserialize: Callable[[bytes], Any], *, is_stream: bool) -> Callable[[bytes], Any]:
@@ -64,7 +50,7 @@ def _decoding(deserialize: Callable[[bytes], Any], *, is_stream: bool) -> Callab
     return decode
 
 
-def _refusing(behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _refusing(behaviour: Behaviour) -> Behaviour:
     """The method, which is not called with what could not be decoded, nor has to handle it on a stream."""
 
     async def answer(request: Any, context: Any) -> Any:
