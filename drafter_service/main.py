@@ -111,6 +111,7 @@ async def _serve(
             stop=stop,
             drain=partial(service.drain, options.drain_timeout),
             on_stop=stop_engine,
+            interceptors=[service.interceptor],
         )
     if failed.is_set():
         raise ServerError("the draft engine failed; the log says why")

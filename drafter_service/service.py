@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import torch
+from google.protobuf.message import Message
 
 from drafter_service.answer import Answer
 from drafter_service.engine_thread import EngineFailureError, EngineThread
@@ -19,7 +20,7 @@ from drafter_service.metrics import DrafterCollector
 from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step_decoder import StepDecoder
-from drafter_service.stream import Context, DraftStream
+from drafter_service.stream import Context, DraftStream, last_read_bytes
 from draftwire.carriers import (
     ALL_CARRIERS,
     SharedSegments,
@@ -31,9 +32,10 @@ from draftwire.carriers import (
     segment_bytes,
 )
 from draftwire.config import DENSE, NONE, TOP_N
+from draftwire.counting import CountingInterceptor
 from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError, UnavailableError
 from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
-from draftwire.traffic import Traffic
+from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 from draftwire.version import PROTOCOL_VERSION, VERSION
@@ -80,7 +82,15 @@ def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -
 
 
 class DraftingService(draft_pb2_grpc.DraftingServicer):
-    """Serves the streams of all verifiers with one engine."""
+    """Serves the streams of all verifiers with one engine.
+
+    Attributes
+    ----------
+    collector
+        The drafter's metrics.
+    interceptor
+        Counts the messages of gRPC. The server must have it.
+    """
 
     def __init__(
         self,
@@ -103,6 +113,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._drain_timeout_s: float | None = None  # set once it drains
         self._all_left = asyncio.Event()
         self._traffic = Traffic()
+        self.interceptor = CountingInterceptor(SERVICE_NAME, self._count)
         self.collector = DrafterCollector(
             head_name, lambda: engine.state, self._num_unanswered, engine.times.histogram, self._traffic
         )
@@ -127,16 +138,12 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
     ) -> pb.GetDrafterInfoResponse:
         """The head, what it needs from a target and the drafter's limits."""
-        info = self._current_info()
-        self._traffic.count_message("grpc", "received", request)
-        self._traffic.count_message("grpc", "sent", info)
-        return info
+        return self._current_info()
 
     async def GetFeatureFusion(  # noqa: N802
         self, request: pb.GetFeatureFusionRequest, context: Any
     ) -> AsyncIterator[pb.FeatureFusionChunk]:
         """The weights with which a verifier fuses features for the head."""
-        self._traffic.count_message("grpc", "received", request)
         head = self._engine.engine.head
         if head.fusion is None or request.head_fingerprint != head.fingerprint:
             await context.abort(
@@ -152,9 +159,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         try:
             chunks = head.fusion.chunks()
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                message = pb.FeatureFusionChunk(data=chunk)
-                self._traffic.count_message("grpc", "sent", message)
-                yield message
+                yield pb.FeatureFusionChunk(data=chunk)
         finally:
             self._num_fusions -= 1
 
@@ -180,7 +185,6 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             raise TimeoutError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
         if request is grpc.aio.EOF:
             raise InvalidArgumentError("message", None, "the first message must be the hello")
-        self._traffic.count_message("grpc", "received", request)
         terms = settle_terms(request, self._info)
         if self._drain_timeout_s is not None:
             raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
@@ -249,7 +253,6 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 "direct" if shared.lane else "by the stream",
             )
             answer = self._hello(receiver.carrier, sender.carrier, is_direct=shared.lane is not None)
-            self._traffic.count_message("grpc", "sent", answer)
             await context.write(answer)
             self._streams.add(stream)
             if self._drain_timeout_s is not None:  # it began after this session was let in
@@ -276,6 +279,12 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             direct=is_direct,
         )
         return pb.DraftResponse(hello=hello)
+
+    def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
+        """Counts a message of gRPC."""
+        self._traffic.count_message("grpc", direction, message, num_bytes)
+        if direction == "received":
+            last_read_bytes.set(num_bytes)
 
     def _num_unanswered(self) -> int:
         return sum(stream.num_unanswered for stream in list(self._streams))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 
 import grpc
@@ -18,7 +19,7 @@ from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
 from draftwire.carriers import Lane, TensorReceiver, TensorSender
 from draftwire.errors import InvalidArgumentError, QueueFullError
-from draftwire.traffic import MessageCarrier, Traffic
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 
 Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
+# Of the message that the running task has read last. gRPC decodes it in that task, where the service counts it, and
+# hands it over without its size.
+last_read_bytes: ContextVar[int] = ContextVar("last_read_bytes")
 
 
 class DraftStream:
@@ -49,7 +53,7 @@ class DraftStream:
         lane: Lane | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
-        becomes of the sequences, `traffic` counts the bytes of both and of the messages.
+        becomes of the sequences, `traffic` counts the bytes of both and of the lane's messages.
         """
         self._context = context
         self._decoder = decoder
@@ -143,7 +147,7 @@ class DraftStream:
 
     async def _read_steps(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._count(request, "grpc", request.ByteSize())
+            self._note(request, last_read_bytes.get())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)
 
@@ -154,7 +158,8 @@ class DraftStream:
     def _take_message(self, message: bytes) -> None:
         try:
             request = pb.DraftRequest.FromString(message)
-            self._count(request, "direct", len(message))
+            self._traffic.count_message("direct", "received", request, len(message))
+            self._note(request, len(message))
         except DecodeError:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
         except QueueFullError as error:
@@ -188,9 +193,8 @@ class DraftStream:
         self._has_failed = True
         self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
 
-    def _count(self, request: pb.DraftRequest, carrier: MessageCarrier, num_bytes: int) -> None:
+    def _note(self, request: pb.DraftRequest, num_bytes: int) -> None:
         """Takes note of a step where it arrives, so that no more are read than there is room for."""
-        self._traffic.count_message(carrier, "received", request, num_bytes)
         with self._lock:
             if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
                 raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
@@ -235,13 +239,9 @@ class DraftStream:
                 finally:
                     del answer  # it will keep this frame: a cycle too
             if isinstance(answer, pb.Draining):
-                await self._write(pb.DraftResponse(draining=answer))
+                await self._context.write(pb.DraftResponse(draining=answer))
                 continue
             response = self._encode(answer)
             if not self._send_directly(response):
-                await self._write(response)
+                await self._context.write(response)
             self._settle(answer.step_id)
-
-    async def _write(self, response: pb.DraftResponse) -> None:
-        self._traffic.count_message("grpc", "sent", response)
-        await self._context.write(response)

@@ -39,6 +39,7 @@ async def serve(
     stop: asyncio.Event,
     drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], Awaitable[None]],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
     """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
@@ -60,6 +61,8 @@ async def serve(
         ended or has had its time.
     on_stop
         Called once no call is left.
+    interceptors
+        Of the service's own.
     max_message_bytes
         Larger messages are refused before they are read, as RESOURCE_EXHAUSTED.
 
@@ -72,7 +75,7 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)
-    interceptors: list[grpc.aio.ServerInterceptor] = [DecodingInterceptor()]
+    interceptors = [DecodingInterceptor(), *interceptors]
     if security.token_file:
         interceptors.insert(0, TokenInterceptor(security.token_file, service_name))
     options = [*receiving_at_most(max_message_bytes), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]

@@ -30,10 +30,10 @@ class Traffic:
         self._num_bytes: dict[tuple[str, Direction, Content], int] = {}
 
     def count_message(
-        self, carrier: MessageCarrier, direction: Direction, message: Message, num_bytes: int | None = None
+        self, carrier: MessageCarrier, direction: Direction, message: Message, num_bytes: int
     ) -> None:
-        """Counts a message, of `num_bytes` where that is known: finding it takes an encoding."""
-        left = message.ByteSize() if num_bytes is None else num_bytes
+        """Counts a message that is encoded in `num_bytes`."""
+        left = num_bytes
         for content, size in _tensors_inside(message):
             size = min(size, left)  # the peer's word for it, which nobody has checked yet
             left -= size

@@ -1,14 +1,41 @@
 """Settings that every test runs under."""
 
 import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 # Before torch or tokenizers are imported: two test processes share the machine's cores, and nothing is downloaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 
 # Triton reads it when it is first imported, which transformers does too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from draftwire.v1 import draft_pb2
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often messages of drafting streams were encoded, by kind; asking for a size encodes too.
+
+    Counts those of stubs and servers that are made after it.
+    """
+    counts: Counter[str] = Counter()
+
+    def counted(encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def count(message: Any) -> Any:
+            counts[message.DESCRIPTOR.name] += 1
+            return encode(message)
+
+        return count
+
+    for kind in (draft_pb2.DraftRequest, draft_pb2.DraftResponse):
+        for method in ("SerializeToString", "ByteSize"):
+            monkeypatch.setattr(kind, method, counted(getattr(kind, method)))
+    return counts

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender
 from draftwire.fusion import FeatureFusion
-from draftwire.traffic import MessageCarrier, Traffic
+from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
 from verifier_service.features import FeatureKind
 
@@ -114,7 +114,7 @@ class Stream:
         *,
         on_trial: bool = False,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all drafters."""
+        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all that go over lanes."""
         self.address = status.address
         self.head = head
         self.sender = sender
@@ -146,7 +146,8 @@ class Stream:
             request = self.request(step)
             message = request.SerializeToString()
             if self.lane is not None and self.lane.send(message):
-                self.count_sent(request, "direct", len(message))
+                self._traffic.count_message("direct", "sent", request, len(message))
+                self.count_bytes("sent", len(message))
                 return
         self._last_queued = step.step_id
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
@@ -168,17 +169,17 @@ class Stream:
         step.logits_read = self.receiver.generation_read
         return draft_pb2.DraftRequest(step=step)
 
-    def count_sent(self, request: draft_pb2.DraftRequest, carrier: MessageCarrier, num_bytes: int) -> None:
-        """Counts the message of a step; from any thread."""
-        self._traffic.count_message(carrier, "sent", request, num_bytes)
+    def count_bytes(self, direction: Direction, num_bytes: int) -> None:
+        """Counts the message of a step or of an answer in the drafter's status; from any thread."""
         with self._lock:
-            self._status.sent_message_bytes += num_bytes
+            if direction == "sent":
+                self._status.sent_message_bytes += num_bytes
+            else:
+                self._status.received_message_bytes += num_bytes
 
-    def count_answer(self, answer: draft_pb2.DraftResponse, carrier: MessageCarrier, num_bytes: int) -> bool:
-        """Counts an answer's message; whether there was a step to answer. From any thread."""
-        self._traffic.count_message(carrier, "received", answer, num_bytes)
+    def count_answer(self) -> bool:
+        """Counts an answer; whether there was a step for it. From any thread."""
         with self._lock:
-            self._status.received_message_bytes += num_bytes
             self._num_unanswered -= 1
             return self._num_unanswered >= 0
 
@@ -202,7 +203,9 @@ class Stream:
             for message in self.lane.receive():
                 answer = draft_pb2.DraftResponse.FromString(message)
                 events.append(Answered(self, answer.drafts))
-                if not self.count_answer(answer, "direct", len(message)):
+                self._traffic.count_message("direct", "received", answer, len(message))
+                self.count_bytes("received", len(message))
+                if not self.count_answer():
                     self.fail("answered more steps than it was sent", expel=True)
                     return None
         except ConnectionError:

@@ -9,10 +9,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc
 import torch
+from google.protobuf.message import Message
 
 from draftwire import config as cfg
 from draftwire.carriers import (
@@ -26,10 +28,11 @@ from draftwire.carriers import (
     offered_carriers,
     segment_bytes,
 )
+from draftwire.counting import CountingChannel
 from draftwire.errors import InvalidArgumentError, MismatchError
 from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
-from draftwire.traffic import Traffic
+from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.wire import MAX_MESSAGE_BYTES, receiving_at_most
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
@@ -140,7 +143,8 @@ class DrafterLink:
         if self._host is not None:
             options.append(("grpc.ssl_target_name_override", self._host))
         async with open_async_channel(self._address, self._security, options) as channel:
-            stub = draft_pb2_grpc.DraftingStub(channel)
+            counting: Any = CountingChannel(channel, self._count)
+            stub: draft_pb2_grpc.DraftingAsyncStub = draft_pb2_grpc.DraftingStub(counting)
             info = await self._get_info(stub)
             if info is None:
                 raise MismatchError("the drafter's description of itself cannot be decoded")
@@ -176,10 +180,7 @@ class DrafterLink:
     async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
         """The drafter's description of itself, or None, which is what grpc gives for bytes that are no message."""
         request = draft_pb2.GetDrafterInfoRequest()
-        self._traffic.count_message("grpc", "sent", request)
         info: draft_pb2.GetDrafterInfoResponse | None = await stub.GetDrafterInfo(request, timeout=CONNECT_TIMEOUT_S)
-        if info is not None:
-            self._traffic.count_message("grpc", "received", info)
         return info
 
     async def _fusion(
@@ -196,10 +197,7 @@ class DrafterLink:
             size = fusion_bytes(info.fusion, info.features)
             data = bytearray()
             request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
-            self._traffic.count_message("grpc", "sent", request)
             async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
-                if chunk is not None:
-                    self._traffic.count_message("grpc", "received", chunk)
                 data += b"" if chunk is None else chunk.data
                 if chunk is None or not chunk.data or len(data) > size:
                     break  # told below
@@ -218,13 +216,10 @@ class DrafterLink:
                 rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
                 hello.rendezvous.CopyFrom(rendezvous.encode())
                 sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
-            request = draft_pb2.DraftRequest(hello=hello)
-            self._traffic.count_message("grpc", "sent", request)
-            await call.write(request)
+            await call.write(draft_pb2.DraftRequest(hello=hello))
             answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
         if answer is None:
             raise await _ending(call)
-        self._traffic.count_message("grpc", "received", answer)
         head = self._handshake.accept(answer, info, fusion)
         # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
         shared = SharedSegments() if sharing is None else await sharing
@@ -278,16 +273,24 @@ class DrafterLink:
             self._target.device,
         )
 
+    def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
+        """Counts a message of gRPC."""
+        self._traffic.count_message("grpc", direction, message, num_bytes)
+        # In the status too when it is a step or an answer: hellos cross before there is a stream.
+        if self._stream is None or not isinstance(message, (draft_pb2.DraftRequest, draft_pb2.DraftResponse)):
+            return
+        if message.WhichOneof("message") != "draining":
+            self._stream.count_bytes(direction, num_bytes)
+
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
         if answer.WhichOneof("message") == "draining":
-            self._traffic.count_message("grpc", "received", answer)
             if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
                 raise _ExpelledError("said twice that it drains")
             self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
             self._post(Draining(stream))
             return
         # Before it queues up where the engine cannot tell yet.
-        if not stream.count_answer(answer, "grpc", answer.ByteSize()):
+        if not stream.count_answer():
             raise _ExpelledError("answered more steps than it was sent")
         self._post(Answered(stream, answer.drafts))
 
@@ -314,9 +317,7 @@ class DrafterLink:
             step, features = entry
             if features is not None:
                 features.finish(step.features)
-            request = stream.request(step)
-            stream.count_sent(request, "grpc", request.ByteSize())
-            await call.write(request)
+            await call.write(stream.request(step))
         await call.done_writing()
 
 class _ExpelledError(Exception):

@@ -16,7 +16,7 @@ def counts(traffic: Traffic) -> dict[tuple[str, ...], float]:
 def test_tensors_in_a_message_and_the_rest_of_it_make_up_its_bytes():
     traffic = Traffic()
     request = pb.DraftRequest(step=pb.DraftStep(step_id=7, features=encode_tensor(torch.zeros(5, 6))))
-    traffic.count_message("grpc", "sent", request)
+    traffic.count_message("grpc", "sent", request, request.ByteSize())
     drafts = pb.Drafts(logits=encode_tensor(torch.zeros(2, 3)), logits_token_ids=encode_tensor(torch.zeros(2, 3).int()))
     answer = pb.DraftResponse(drafts=drafts)
     traffic.count_message("direct", "received", answer, answer.ByteSize())
@@ -32,7 +32,7 @@ def test_a_tensor_in_shared_memory_is_counted_apart_from_its_message():
     traffic = Traffic()
     features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[5, 6], span=pb.SharedSpan(generation=1))
     request = pb.DraftRequest(step=pb.DraftStep(features=features))
-    traffic.count_message("direct", "sent", request)
+    traffic.count_message("direct", "sent", request, request.ByteSize())
     for carrier in (pb.CARRIER_SHM, pb.CARRIER_BYTES):  # of which the latter is in the message
         traffic.count_tensor(carrier, "sent", "features", 120)
     assert counts(traffic) == {
@@ -45,11 +45,12 @@ def test_a_peer_that_lies_about_a_shape_has_no_more_bytes_counted_than_it_sent()
     traffic = Traffic()
     features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**31, 2**31], data=bytes(8))
     request = pb.DraftRequest(step=pb.DraftStep(features=features))
-    traffic.count_message("grpc", "received", request)
+    traffic.count_message("grpc", "received", request, request.ByteSize())
     assert sum(counts(traffic).values()) == request.ByteSize()
 
 
 def test_the_weights_of_a_fusion_are_no_message_of_a_step():
     traffic = Traffic()
-    traffic.count_message("grpc", "received", pb.FeatureFusionChunk(data=bytes(100)))
+    chunk = pb.FeatureFusionChunk(data=bytes(100))
+    traffic.count_message("grpc", "received", chunk, chunk.ByteSize())
     assert list(counts(traffic)) == [("grpc", "received", "fusion")]

@@ -167,8 +167,8 @@ def serve_drafter(head: TinyHead, limits: EngineLimits = LIMITS) -> Iterator[Ser
     thread.start()
 
     async def start() -> tuple[grpc.aio.Server, DraftingService, int]:
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
         service = DraftingService(engine, "tiny/head", torch.float32)
+        server = grpc.aio.server(interceptors=[service.interceptor], options=CHANNEL_OPTIONS)
         add_DraftingServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,12 @@ def test_info_tells_memory_and_draft_logits_have_some_while_a_verifier_asks_for_
         stream = drafter.connect(config)
         assert memory().draft_logits_bytes == num_bytes
         stream.end()
+
+
+def test_a_message_is_encoded_once(head: TinyHead, encodings: Counter[str]) -> None:
+    with serve_drafter(head) as drafter:
+        drafter.connect().ask(step_message(1, [Rows(1, Text(1), 0, 4)], [1]))
+    assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # hellos, and what follows
 
 
 class TestFusion:

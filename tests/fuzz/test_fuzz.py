@@ -198,8 +198,9 @@ def test_a_drafter_that_confuses_the_sequences_of_its_verifiers_is_found_out(
     engine = EngineThread(DraftEngine(head, EngineLimits(max_model_len=CONTEXT), torch.float32, cpu), lambda: None)
 
     async def play() -> None:
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        add_DraftingServicer_to_server(DraftingService(engine, "head", torch.float32), server)
+        service = DraftingService(engine, "head", torch.float32)
+        server = grpc.aio.server(interceptors=[service.interceptor], options=CHANNEL_OPTIONS)
+        add_DraftingServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

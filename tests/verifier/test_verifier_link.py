@@ -7,6 +7,7 @@ import contextlib
 import functools
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +258,37 @@ async def test_steps_go_out_in_order_and_answers_are_posted():
             event = await own.next()
             assert isinstance(event, Answered)
             assert (event.stream, event.drafts.step_id) == (stream, step_id)
+
+
+@on_loop
+async def test_a_message_is_encoded_once(encodings: Counter[str]):
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        stream.send(pb.DraftStep(step_id=1))
+        assert isinstance(await own.next(), Answered)
+        assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # hellos, and what follows
+
+
+@on_loop
+async def test_the_status_counts_the_bytes_of_steps_and_answers_alone():
+    class Leaving(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            async for response in super().Draft(request_iterator, context):
+                yield response
+            yield pb.DraftResponse(draining=pb.Draining(timeout_s=5))
+
+    async with linked(Leaving()) as own:
+        stream = await own.connected()
+        for step_id in (1, 1000):
+            stream.send(pb.DraftStep(step_id=step_id))
+            assert isinstance(await own.next(), Answered)
+        stream.end()
+        assert isinstance(await own.next(), Draining)
+        status, ids = own.link.status, (1, 1000)
+        steps = [pb.DraftRequest(step=pb.DraftStep(step_id=step_id)) for step_id in ids]
+        assert status.sent_message_bytes == sum(len(step.SerializeToString()) for step in steps)
+        answers = [pb.DraftResponse(drafts=pb.Drafts(step_id=step_id)) for step_id in ids]
+        assert status.received_message_bytes == sum(len(answer.SerializeToString()) for answer in answers)
 
 
 # Features that are fused before they are sent.
