@@ -27,7 +27,15 @@ def test_the_dashboard_is_what_its_generator_writes():
     assert committed == GENERATOR.dashboard()
 
 
-EXPORTED = set(re.findall(r'"(draftwire_\w+)"', "".join((ROOT / path).read_text() for path in METRIC_SOURCES)))
+SOURCE = "".join((ROOT / path).read_text() for path in METRIC_SOURCES)
+EXPORTED = set(re.findall(r'"(draftwire_\w+)"', SOURCE))
+# What follows a metric's name in its samples, by what makes it; the first stands in the tables of docs/operations.md.
+HISTOGRAM = ("", "_bucket", "_sum", "_count")
+SAMPLES = {
+    "GaugeMetricFamily": ("",),
+    **dict.fromkeys(("CounterMetricFamily", "_by_position"), ("_total",)),
+    **dict.fromkeys(("HistogramMetricFamily", "Histogram"), HISTOGRAM),
+}
 ALERTS = read("prometheus/alerts.yml")["groups"][0]["rules"]
 PROMTOOL = (
     "check config prometheus.yml",
@@ -54,11 +62,28 @@ def test_every_metric_of_an_alert_is_exported():
     assert asked <= EXPORTED
 
 
+def derived_metrics() -> set[str]:
+    """Metrics that prometheus-adapter makes of ours under names of its own."""
+    derived = set()
+    for rule in read("helm/prometheus-adapter.yaml")["rules"]["custom"]:
+        if "name" in rule:
+            (series,) = re.findall(r"draftwire_\w+", rule["seriesQuery"])
+            name = rule["name"]["as"].replace("${1}", r"\1")
+            derived.add(re.sub(rule["name"]["matches"], name, series))
+    return derived
+
+
 def test_every_metric_and_alert_is_documented_and_no_other():
-    metrics = (ROOT / "docs" / "operations.md").read_text()
-    assert {name for name in EXPORTED if name not in metrics} == set()
-    documented = set(re.findall(r"^\| `(Draftwire\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
-    assert documented == {alert["alert"] for alert in ALERTS}
+    made = re.findall(r'(\w+)\(\s*"(draftwire_\w+)"', SOURCE)
+    assert {name for _, name in made} == EXPORTED
+    exported = {name + SAMPLES[maker][0] for maker, name in made}
+    samples = {name + suffix for maker, name in made for suffix in SAMPLES[maker]}
+    operations, deploy = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("operations", "deploy"))
+    assert exported - set(re.findall(r"draftwire_\w+", operations)) == set()
+    assert set(re.findall(r"draftwire_\w+", operations + deploy)) - samples - derived_metrics() == set()
+    alerts = {alert["alert"] for alert in ALERTS}
+    assert set(re.findall(r"^\| `(Draftwire\w+)`", operations, re.MULTILINE)) == alerts
+    assert set(re.findall(r"Draftwire[A-Z]\w+", operations + deploy)) == alerts
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of the package prometheus, is not on the PATH")
@@ -83,6 +108,11 @@ def compose_command() -> list[str]:
         return CHECK._compose_command()
     except (click.ClickException, FileNotFoundError) as error:
         pytest.skip(f"compose files are validated by compose itself: {error}")
+
+
+@pytest.mark.parametrize("page", ["docs/deploy.md", "docs/operations.md"])
+def test_no_documented_command_of_compose_leaves_out_the_files_that_env_names(page):
+    assert re.findall(r"docker-compose .*(?:-f|--file)\b.*", (ROOT / page).read_text()) == []
 
 
 @pytest.mark.parametrize("profiles", [[], ["--profile", "monitoring"]], ids=["", "monitoring"])
