@@ -110,7 +110,7 @@ class ClientSecurity:
     certificate, key
         PEM files of the client's own certificate and key, for mutual TLS; both or neither.
     token_file
-        File whose first line is the bearer token.
+        Text file whose first token is sent; a server's own file will do.
     insecure
         Whether plain text is allowed outside of the loopback interface.
     """
@@ -145,11 +145,21 @@ class ClientSecurity:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of a call: the bearer token, if there is one."""
+        """Metadata of a call: the bearer token, if there is to be one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the file has no token, or one that cannot be sent.
+        ServerError
+            When the file cannot be read.
+        """
         if self.token_file is None:
             return ()
-        lines = _read(self.token_file).decode().splitlines()
-        return ((AUTHORIZATION, _SCHEME + lines[0].strip()),) if lines else ()
+        tokens = _tokens(self.token_file, _read(self.token_file))
+        if not tokens:
+            raise InvalidArgumentError("token_file", str(self.token_file), "must have a bearer token on a line")
+        return ((AUTHORIZATION, _SCHEME + tokens[0]),)
 
 
 # Plain text, on loopback alone.
@@ -179,12 +189,15 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         """
         Raises
         ------
+        InvalidArgumentError
+            When a token cannot be sent by any client.
         ServerError
             When the file cannot be read or has no token.
         """
+        self._token_file = token_file
         self._watched = _Watched([token_file])
         self._prefix = f"/{service_name}/"
-        self._digests = _token_digests(self._watched.read()[0])
+        self._digests = self._digest(self._watched.read()[0])
         if not self._digests:
             raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
 
@@ -211,16 +224,23 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     def _is_known(self, given: str | bytes) -> bool:
         changed = self._watched.changed()
         if changed is not None:
-            digests = _token_digests(changed[0])
-            if digests:
-                self._digests = digests
-                logger.info("the tokens were read again: %d", len(digests))
-            else:  # perhaps about to be written
-                logger.warning("the tokens of before stay in force: there is none in the file")
+            try:
+                digests = self._digest(changed[0])
+            except InvalidArgumentError as error:
+                logger.warning("the tokens of before stay in force: %s", error)
+            else:
+                if digests:
+                    self._digests = digests
+                    logger.info("the tokens were read again: %d", len(digests))
+                else:  # perhaps about to be written
+                    logger.warning("the tokens of before stay in force: there is none in the file")
         if not isinstance(given, str) or not given.startswith(_SCHEME):
             return False
         digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all, whichever is equal
+
+    def _digest(self, text: bytes) -> list[bytes]:
+        return [hashlib.sha256(token.encode()).digest() for token in _tokens(self._token_file, text)]
 
 
 class _Watched:
@@ -303,9 +323,13 @@ def _certificate_configuration(contents: list[bytes]) -> grpc.ServerCertificateC
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
 
-def _token_digests(text: bytes) -> list[bytes]:
-    lines = (line.strip() for line in text.decode(errors="replace").splitlines())
-    return [hashlib.sha256(line.encode()).digest() for line in lines if line and not line.startswith("#")]
+def _tokens(path: Path, text: bytes) -> list[str]:
+    """Bearer tokens of a file, one a line; empty lines and those that begin with # are none. No error quotes them."""
+    lines = [line.strip() for line in text.splitlines()]
+    tokens = [line for line in lines if line and not line.startswith(b"#")]
+    if any(not 0x20 <= byte <= 0x7E for token in tokens for byte in token):
+        raise InvalidArgumentError("token_file", str(path), "must have printable ASCII alone, one token a line")
+    return [token.decode() for token in tokens]
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

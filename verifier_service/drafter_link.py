@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,12 @@ REFUSED_RETRY_S = 5.0
 # After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
 EXPELLED_RETRY_S = (60.0, 600.0)
 FUSION_TIMEOUT_S = 60.0
+CONNECTED_STATES = {
+    generate_pb2.DRAFTER_STATE_READY,
+    generate_pb2.DRAFTER_STATE_DRAINING,
+    generate_pb2.DRAFTER_STATE_SLOW,
+    generate_pb2.DRAFTER_STATE_PROBING,
+}
 # A drafter is asked for its memory so often, and for its load while no answers tell it.
 INFO_EVERY_S = 1.0
 # A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
@@ -96,6 +103,7 @@ class DrafterLink:
         self._rendezvous_dir = rendezvous_dir
         self._fuses_features = fuses_features
         self._on_trial = False
+        self._expelled_at = -math.inf
         self._stream: Stream | None = None
         self._carriers = offered_carriers(carriers, target.device)
         self._handshake = Handshake(target, config, max_sequences, self._carriers)
@@ -110,6 +118,7 @@ class DrafterLink:
             except _ExpelledError as error:
                 self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {error}")
                 self._on_trial = True
+                self._expelled_at = time.monotonic()
                 if time.monotonic() - began > EXPELLED_RETRY_S[1]:
                     expelled_delay = EXPELLED_RETRY_S[0]
                 delay, expelled_delay = expelled_delay, min(2 * expelled_delay, EXPELLED_RETRY_S[1])
@@ -124,6 +133,15 @@ class DrafterLink:
                     has_served = time.monotonic() - began > CONNECT_TIMEOUT_S
                     delay = BACKOFF_S[0] if has_served else min(2 * delay, BACKOFF_S[1])
             await asyncio.sleep(delay * random.uniform(0.5, 1))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it stays although its address is no longer named.
+
+        It does while it has a stream, and for the longest rest after an expulsion: a new link to the same address would
+        know nothing of that.
+        """
+        return self.status.state in CONNECTED_STATES or time.monotonic() < self._expelled_at + EXPELLED_RETRY_S[1]
 
     def _note(self, state: generate_pb2.DrafterState, detail: str) -> None:
         if detail and detail != self.status.detail:

@@ -15,28 +15,25 @@ from verifier_service.drafter_link import DrafterLink
 logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 2.0
-CONNECTED_STATES = {
-    generate_pb2.DRAFTER_STATE_READY,
-    generate_pb2.DRAFTER_STATE_DRAINING,
-    generate_pb2.DRAFTER_STATE_SLOW,
-    generate_pb2.DRAFTER_STATE_PROBING,
-}
 
 
 class DrafterPool:
     """Keeps a link to every drafter behind the given names.
 
     A name with several addresses, as a headless service or a scaled compose service has, stands for a drafter at each.
-    A link whose address is no longer named goes once its stream has ended: a name server that fails takes no drafter
-    away. The links run on an event loop and a thread of their own, so that drafts do not wait behind clients.
+    A link whose address is no longer named goes once it is of no more use (`DrafterLink.is_needed`); a name server that
+    fails takes none away. A name without an address is not dialled: its drafters would have a link too many once it
+    has some. The links run on an event loop and a thread of their own, so that drafts do not wait behind clients.
     """
 
     def __init__(self, names: Sequence[str], make_link: Callable[[str, str], DrafterLink]) -> None:
         """`names` are HOST:PORT; `make_link` gives the link to an address of a host."""
         self._names = names
+        self._unresolved: Sequence[str] = names
         self._make_link = make_link
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, DrafterLink] = {}
+        self._name_of: dict[str, str] = {}  # by address: that under which it was last found
         self._stopping: asyncio.Event | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="drafters", daemon=True)
@@ -55,19 +52,19 @@ class DrafterPool:
 
     @property
     def statuses(self) -> list[generate_pb2.DrafterStatus]:
-        """State of each link, of unresolvable names too, and of every name before the first look; from any thread."""
-        links = list(self._links.values())
-        if links:
-            return [link.status for link in links]
-        state = generate_pb2.DRAFTER_STATE_CONNECTING
-        return [generate_pb2.DrafterStatus(address=name, state=state) for name in self._names]
+        """State of each link, and of each name that has no address, or was not looked up yet; from any thread."""
+        state, detail = generate_pb2.DRAFTER_STATE_CONNECTING, "its name has no address"
+        unresolved = [
+            generate_pb2.DrafterStatus(address=name, state=state, detail=detail) for name in self._unresolved
+        ]
+        return [*(link.status for link in list(self._links.values())), *unresolved]
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._started.set()
         while not self._stopping.is_set():
-            self._update({address: host for name in self._names for address, host in await _resolve(name)})
+            self._update({name: await _resolve(name) for name in self._names})
             try:
                 await asyncio.wait_for(self._stopping.wait(), RESOLVE_INTERVAL_S)
             except TimeoutError:
@@ -76,30 +73,35 @@ class DrafterPool:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _update(self, addresses: dict[str, str]) -> None:
-        """Opens links to new addresses and drops those of addresses that are neither named nor connected."""
-        for address in [*self._links]:
-            is_connected = self._links[address].status.state in CONNECTED_STATES
-            if address not in addresses and not is_connected:
-                logger.info("drafter %s: no longer named, dropped", address)
-                del self._links[address]
-                self._tasks.pop(address).cancel()
+    def _update(self, found: dict[str, dict[str, str]]) -> None:
+        """Opens links to new addresses and drops those that are neither named nor needed.
+
+        `found` has for each name its addresses, and with each the host as it was named.
+        """
+        addresses = {address: host for hosts in found.values() for address, host in hosts.items()}
+        self._name_of.update({address: name for name, hosts in found.items() for address in hosts})
         for address, host in addresses.items():
             if address not in self._links:
                 link = self._make_link(address, host)
                 self._links[address] = link
                 self._tasks[address] = asyncio.create_task(link.run())
+        for address, link in list(self._links.items()):
+            if address not in addresses and found[self._name_of[address]] and not link.is_needed:
+                logger.info("drafter %s: no longer named, dropped", address)
+                del self._links[address], self._name_of[address]
+                self._tasks.pop(address).cancel()
+        self._unresolved = [name for name, hosts in found.items() if not hosts]
 
 
-async def _resolve(name: str) -> list[tuple[str, str]]:
-    """(HOST:PORT, host as it was named) of every address of a name; the name itself while it cannot be resolved."""
+async def _resolve(name: str) -> dict[str, str]:
+    """HOST:PORT of every address of a name, with the host as it was named; none while it cannot be resolved."""
     host, port = parse_address(name, "drafters")
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        entries = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError:
-        return [(name, host)]
+        return {}
     # A drafter that listens on both families is one drafter.
-    families = [family for family in (socket.AF_INET, socket.AF_INET6) if any(entry[0] == family for entry in found)]
-    hosts = dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == families[0])
-    return [(f"[{one}]:{port}" if ":" in one else f"{one}:{port}", host.strip("[]")) for one in hosts]
+    families = [family for family in (socket.AF_INET, socket.AF_INET6) if any(one[0] == family for one in entries)]
+    hosts = dict.fromkeys(str(one[4][0]) for one in entries if one[0] == families[0])
+    return {(f"[{one}]:{port}" if ":" in one else f"{one}:{port}"): host.strip("[]") for one in hosts}

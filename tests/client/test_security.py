@@ -185,8 +185,36 @@ def test_a_token_of_the_file_lets_in_and_no_other(serve, tmp_path):
     own.write_text("secon\n")
     assert "a bearer token that this server knows is needed" in refused(address, token_file=own)
     assert "UNAUTHENTICATED" in refused(address)
-    own.write_text("# of operations\n")
-    assert "UNAUTHENTICATED" in refused(address, token_file=own)
+
+
+def test_a_client_takes_the_first_token_of_a_servers_own_file(serve, tmp_path):
+    known = tmp_path / "tokens"
+    known.write_text("\n# of operations\nfirst\nsecond\n")
+    address = serve(ServerSecurity(token_file=known))
+    assert version(address, token_file=known) == "here"
+
+
+@pytest.mark.parametrize("text", ["", "# of operations\n", "g\u00e9heim\n", "geh\x00eim\n"])
+def test_a_token_file_that_cannot_be_sent_is_refused_by_name_without_its_text(tmp_path, text):
+    own = tmp_path / "own"
+    own.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"^token_file = '.*own': must have") as caught:
+        Client("127.0.0.1:1", ClientSecurity(token_file=own))
+    assert "eim" not in str(caught.value).removeprefix(f"token_file = {str(own)!r}")
+
+
+def test_a_token_that_no_client_can_send_is_refused_at_start_and_left_aside_later(serve, tmp_path, caplog):
+    known, own = tmp_path / "tokens", tmp_path / "own"
+    known.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InvalidArgumentError, match="token_file"):
+        TokenInterceptor(known, SERVICE)
+    for file in (known, own):
+        file.write_text("first\n")
+    address = serve(ServerSecurity(token_file=known))
+    assert version(address, token_file=own) == "here"
+    known.write_bytes(b"second\n\xff\xfe\n")
+    assert version(address, token_file=own) == "here"
+    assert "the tokens of before stay in force: token_file" in caplog.text
 
 
 def test_a_stream_needs_the_token_too(serve, tmp_path):

@@ -13,7 +13,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service import drafter_pool
 from verifier_service.drafter_pool import DrafterPool
 
-READY, CONNECTING = generate_pb2.DRAFTER_STATE_READY, generate_pb2.DRAFTER_STATE_CONNECTING
+CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
 
 
 class FakeLink:
@@ -22,6 +22,7 @@ class FakeLink:
     def __init__(self, address: str) -> None:
         self.status = generate_pb2.DrafterStatus(address=address, state=CONNECTING)
         self.ended = queue.SimpleQueue()
+        self.is_needed = False
 
     async def run(self) -> None:
         try:
@@ -115,31 +116,36 @@ def test_new_addresses_are_found(names, start):
     wait_for(pool, "10.0.0.1:1", "10.0.0.9:1")
 
 
-def test_a_link_goes_when_its_address_is_gone_and_its_stream_has_ended(names, start):
+def test_a_link_goes_when_its_address_is_gone_and_it_is_no_longer_needed(names, start):
     pool, links = start("many:2")
     wait_for(pool, "10.0.0.2:2", "10.0.0.3:2")
-    links["10.0.0.3:2"].status.state = READY
+    links["10.0.0.3:2"].is_needed = True
     names.hosts["many"] = ["10.0.0.4"]
     wait_for(pool, "10.0.0.3:2", "10.0.0.4:2")
     assert links["10.0.0.2:2"].ended.get(timeout=5)
-    links["10.0.0.3:2"].status.state = CONNECTING
+    links["10.0.0.3:2"].is_needed = False
     wait_for(pool, "10.0.0.4:2")
 
 
-def test_a_name_without_an_address_is_shown_until_it_has_one(names, start):
-    pool, _ = start("late:7")
+def test_a_name_without_an_address_is_shown_and_not_dialled(names, start):
+    pool, links = start("late:7")
     wait_for(pool, "late:7")
+    assert pool.statuses[0].detail == "its name has no address"
     names.hosts["late"] = ["10.0.0.7"]
     wait_for(pool, "10.0.0.7:7")
+    assert list(links) == ["10.0.0.7:7"]
 
 
-def test_a_name_server_that_fails_takes_no_connected_drafter_away(names, start):
-    pool, links = start("many:2")
-    wait_for(pool, "10.0.0.2:2", "10.0.0.3:2")
-    for link in links.values():
-        link.status.state = READY
+def test_a_name_server_that_fails_takes_no_drafter_away(names, start):
+    pool, links = start("many:2", "one:1")
+    wait_for(pool, "10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2")
     del names.hosts["many"]
-    wait_for(pool, "10.0.0.2:2", "10.0.0.3:2", "many:2")
+    wait_for(pool, "10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2", "many:2")
+    names.hosts["one"] = ["10.0.0.9"]  # other names are still followed
+    wait_for(pool, "10.0.0.2:2", "10.0.0.3:2", "10.0.0.9:1", "many:2")
+    names.hosts["many"] = ["10.0.0.2", "10.0.0.3"]
+    wait_for(pool, "10.0.0.2:2", "10.0.0.3:2", "10.0.0.9:1")
+    assert links["10.0.0.2:2"].ended.empty()
 
 
 def test_stopping_ends_all_links(names, start):  # noqa: ARG001

@@ -754,6 +754,23 @@ async def test_an_expelled_drafter_is_left_alone():
 
 
 @on_loop
+async def test_an_expulsion_is_remembered_whatever_the_name_server_says(monkeypatch):
+    """A link that is no longer needed goes with its name, and a new one takes the drafter for a new one."""
+    async with linked(Drafter()) as own:
+        stream = await own.connected()
+        assert own.link.is_needed
+        stream.fail("the connection broke")
+        assert isinstance(await own.next(), Disconnected)
+        await own.noted(CONNECTING)
+        assert not own.link.is_needed
+        (await own.connected()).fail("wrong answer", expel=True)
+        await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        assert own.link.is_needed
+        monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.0, 0.0))  # its time is over
+        assert not own.link.is_needed
+
+
+@on_loop
 async def test_an_expelled_drafter_is_taken_back_after_a_while(monkeypatch):
     monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.05, 0.1))
     async with linked(Drafter()) as own:
