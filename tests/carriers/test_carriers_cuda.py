@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fake_driver import GRANULARITY, FakeDriver
+from open_files import open_files
 
 from draftwire.carriers import Rendezvous, SharedSegments, cuda_segment, meet
 from draftwire.carriers import rendezvous as rendezvous_module
@@ -127,13 +128,8 @@ def test_a_tensor_shows_the_memory_at_an_address_and_outlives_nothing():
 # Segments.
 
 
-def num_files() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_segment_is_one_memory_for_both_and_is_given_up_with_its_last_reference():
-    driver, files = FakeDriver(), num_files()
+    driver, files = FakeDriver(), open_files()
     made, fds = CudaSegment.create(SIZE, CPU, driver)
     attached = CudaSegment.attach(fds, SIZE, CPU, driver)
     for fd in fds:
@@ -146,13 +142,13 @@ def test_a_segment_is_one_memory_for_both_and_is_given_up_with_its_last_referenc
     assert not any((made.is_stamped(192, 5, 64), made.is_stamped(128, 6, 64), made.is_stamped(128, 5, 65)))
     assert (len(driver.handles), len(driver.mappings)) == (0, 2)
     del made, attached
-    assert num_files() == files
+    assert not open_files() - files
     assert not driver.mappings
 
 
 @pytest.mark.parametrize("failing", ["allocate", "export", "map"])
 def test_a_segment_that_cannot_be_made_leaves_nothing(failing):
-    driver, files = FakeDriver(), num_files()
+    driver, files = FakeDriver(), open_files()
 
     def refuse(*_: object) -> int:
         raise SegmentError("no memory today")
@@ -160,7 +156,7 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(failing):
     setattr(driver, failing, refuse)
     with pytest.raises(SegmentError, match="no memory today"):
         CudaSegment.create(SIZE, CPU, driver)
-    assert (driver.handles, driver.mappings, num_files()) == ({}, {}, files)
+    assert (driver.handles, driver.mappings, open_files() - files) == ({}, {}, {})
 
 
 def null(_fds: list[int]) -> list[int]:

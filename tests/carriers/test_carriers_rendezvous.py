@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_files import open_files
 
 from draftwire.carriers import (
     Rendezvous,
@@ -273,8 +274,7 @@ def shared_mappings() -> int:
 
 
 def test_memory_is_free_when_both_have_let_go(pool):
-    gc.collect()  # what earlier tests have left behind
-    before, files = shared_mappings(), len(os.listdir("/proc/self/fd"))
+    files, before = open_files(), shared_mappings()
     verifier, drafter = both(pool)
     view = verifier.outgoing.memory[:10]
     assert shared_mappings() == before + 4
@@ -284,7 +284,7 @@ def test_memory_is_free_when_both_have_let_go(pool):
     assert view.tolist()[5:] != [0] * 5  # the complement of the nonce: still mapped
     del view
     assert shared_mappings() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert not open_files() - files
 
 
 def test_no_thread_is_left_at_a_rendezvous_that_is_closed():

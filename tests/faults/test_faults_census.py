@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from dataclasses import replace
+from subprocess import PIPE, Popen
 
 import pytest
 from census import MAX_MORE_THREADS, MIB, WARM_UP, Census, judge, take_census
@@ -76,12 +77,21 @@ def test_too_few_samples_are_not_judged() -> None:
         judge(WANDERING[:30])
 
 
+# Says that it runs, and opens a pipe when it is told to.
+OPENING = "import os; print(flush=True); input(); fds = os.pipe(); print(flush=True); input()"
+
+
 def test_a_census_counts_what_a_process_opens() -> None:
-    before = take_census(os.getpid(), 0.0, calm_s=0.0)
-    fds = os.pipe()
-    after = take_census(os.getpid(), 1.0, calm_s=0.0)
-    for fd in fds:
-        os.close(fd)
+    with Popen([sys.executable, "-c", OPENING], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = take_census(process.pid, 0.0, calm_s=0.0)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = take_census(process.pid, 1.0, calm_s=0.0)
+        process.kill()
     assert before is not None
     assert after is not None
     assert after.fds == before.fds + 2
