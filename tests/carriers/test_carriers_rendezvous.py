@@ -291,7 +291,7 @@ def test_no_thread_is_left_at_a_rendezvous_that_is_closed():
     with Rendezvous() as rendezvous:
         waiting = threading.Thread(target=rendezvous.serve, args=((SHM,), (SHM,), LOGITS, CPU))
         waiting.start()
-    waiting.join(5)
+    waiting.join(30)
     assert not waiting.is_alive()
 
 

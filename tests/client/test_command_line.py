@@ -181,7 +181,7 @@ def test_interrupt_cancels_and_ends_quietly_with_130(verifier):
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout.decode(), stderr) == (130, "é b ", b"")
-    assert verifier.left.wait(5)
+    assert verifier.left.wait(30)
 
 
 def test_statistics_without_drafts_and_with_synthetic_acceptance():

@@ -84,7 +84,7 @@ def other(tmp_path) -> Authority:
 
 def version(address: str, **security) -> str:
     with Client(address, ClientSecurity(**security)) as client:
-        return client.info(timeout=3).version
+        return client.info(timeout=30).version
 
 
 def refused(address: str, **security) -> str:

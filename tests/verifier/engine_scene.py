@@ -25,7 +25,7 @@ from verifier_service.target import Target
 VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
 CONTEXT = 64
 K = 3
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def make_target() -> Target:

@@ -35,8 +35,8 @@ from verifier_service.features import FeatureKind
 READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
 CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
-WAIT_S = 5.0
-AT_ONCE_S = 1.5
+WAIT_S = 30.0
+AT_ONCE_S = 4.0  # below what a link waits for a connection
 """Longer than anything that is to happen at once takes on a busy machine, and less than any time-out."""
 VOCAB, HIDDEN, NUM_LAYERS = 20, 2, 4
 TARGET: Any = SimpleNamespace(
