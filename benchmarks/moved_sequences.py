@@ -1,18 +1,21 @@
-"""Acceptance before, during and after a move: one of two drafters is killed while greedy requests run.
+"""Acceptance before, during and after a move: one of two drafters is ended while greedy requests run.
 
     python benchmarks/moved_sequences.py
+    python benchmarks/moved_sequences.py --by drain
 
-Runs the demo pair on the CPU and prints a table of tokens per verify step, by the number of steps since the kill, for
-the sequences that were at the killed drafter and for the others. The first are opened at the other drafter from the
-features that the verifier has kept; how many tokens were without drafts meanwhile is printed too. Acceptance varies
-with the text: beside each figure is that of a run without a kill, over the same tokens. There is no draft deadline, so
-that the table does not tell how fast the machine is. Exit code 1 when an output differs from the one without drafts.
+Runs the demo pair on the CPU and prints a table of tokens per verify step, by the number of steps since the kill, or
+the SIGTERM at which the drafter drains, for the sequences that were at that drafter and for the others. The first are
+opened at the other drafter from the features that the verifier has kept; how many tokens were without drafts meanwhile
+is printed too. Acceptance varies with the text: beside each figure is that of a run without a move, over the same
+tokens. There is no draft deadline, so that the table does not tell how fast the machine is. Exit code 1 when an output
+differs from the one without drafts.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -35,7 +38,8 @@ DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 CPU = ("--device", "cpu")
 NUM_DRAFTS = 4
 LOGGED = ("--log-format", "json", "--log-level", "debug")  # tells which sequence was opened where
-# Steps since the kill, first and past the last, of each row of the table; None is open.
+SIGNALS = {"kill": signal.SIGKILL, "drain": signal.SIGTERM}
+# Steps since the end of the drafter, first and past the last, of each row of the table; None is open.
 WINDOWS: Sequence[tuple[int | None, int | None]] = ((None, 0), (0, 4), (4, 8), (8, 16), (16, 32), (32, None))
 
 
@@ -59,7 +63,8 @@ class Run:
 @click.command()
 @click.option("--requests", "count", default=8, show_default=True)
 @click.option("--max-tokens", default=1400, show_default=True)
-def main(count: int, max_tokens: int) -> None:
+@click.option("--by", type=click.Choice(list(SIGNALS)), default="kill", show_default=True)
+def main(count: int, max_tokens: int, by: str) -> None:
     """Measures and prints."""
     target, head = DEMO / "target", DEMO / "head"
     with (
@@ -81,19 +86,19 @@ def main(count: int, max_tokens: int) -> None:
         times: list[float] = []
         undrafted: list[dict[str, int]] = []
 
-        def kill() -> None:
+        def end_first() -> None:
             undrafted.append(_undrafted(client))
             times.append(time.monotonic())
-            first.kill()
+            first.send_signal(SIGNALS[by])
 
-        run = _run(client, "killed", count, max_tokens, half_way=kill)
+        run = _run(client, "moved", count, max_tokens, half_way=end_first)
         undrafted.append(_undrafted(client))
-        moved = _moved(verifier, [f"killed-{number}" for number in range(count)])
+        moved = _moved(verifier, [f"moved-{number}" for number in range(count)])
     is_equal = alone.outputs == undisturbed.outputs == run.outputs
-    print(f"{count} greedy requests, {sum(moved)} of them at the drafter that is killed\n")
-    _print_table(run, undisturbed, times[0], moved)
+    print(f"{count} greedy requests, {sum(moved)} of them at the drafter that ends by a {by}\n")
+    _print_table(run, undisturbed, times[0], moved, by)
     causes = {cause: tokens - undrafted[0].get(cause, 0) for cause, tokens in undrafted[1].items()}
-    print("\ntokens without drafts since the kill:", ", ".join(f"{n} {cause}" for cause, n in causes.items() if n))
+    print("\ntokens without drafts since then:", ", ".join(f"{n} {cause}" for cause, n in causes.items() if n))
     print(f"output {'equal to' if is_equal else 'DIFFERENT from'} that without drafts")
     sys.exit(not is_equal)
 
@@ -142,16 +147,16 @@ def _moved(verifier: ServiceProcess, request_ids: Sequence[str]) -> list[bool]:
     return [sum(request_id == name for request_id, _ in opened) > 1 for name in request_ids]
 
 
-def _print_table(run: Run, undisturbed: Run, killed: float, moved: Sequence[bool]) -> None:
-    print("| steps since the kill | moved: steps | tokens per step | without a kill ", end="")
-    print("| others: steps | tokens per step | without a kill |\n|---|---:|---:|---:|---:|---:|---:|")
+def _print_table(run: Run, undisturbed: Run, ended: float, moved: Sequence[bool], by: str) -> None:
+    print(f"| steps since the {by} | moved: steps | tokens per step | without a {by} ", end="")
+    print(f"| others: steps | tokens per step | without a {by} |\n|---|---:|---:|---:|---:|---:|---:|")
     for low, high in WINDOWS:
         cells = [_name(low, high)]
         for is_moved in (True, False):
             own: list[Step] = []
             same_text: list[Step] = []
             for number in itertools.compress(range(len(moved)), [one is is_moved for one in moved]):
-                steps = _window(run.steps[number], killed, low, high)
+                steps = _window(run.steps[number], ended, low, high)
                 own += steps
                 if steps:
                     first, end = steps[0].first_token, steps[-1].first_token + steps[-1].num_tokens
@@ -160,8 +165,8 @@ def _print_table(run: Run, undisturbed: Run, killed: float, moved: Sequence[bool
         print(f"| {' | '.join(cells)} |")
 
 
-def _window(steps: Sequence[Step], killed: float, low: int | None, high: int | None) -> Sequence[Step]:
-    first = sum(step.at < killed for step in steps)
+def _window(steps: Sequence[Step], ended: float, low: int | None, high: int | None) -> Sequence[Step]:
+    first = sum(step.at < ended for step in steps)
     return steps[0 if low is None else first + low : None if high is None else first + high]
 
 

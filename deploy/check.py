@@ -4,9 +4,9 @@
     python deploy/check.py --tls           with deploy/tls.yml, and certificates and tokens made for it
 
 Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
-verifiers share two drafters, and one verifier is taken away while it works; with TLS, authorities and certificates are
-replaced at last. Every request must succeed, and every output must be what it was before, without drafts. Exits with
-status 1 otherwise.
+verifiers share two drafters, one verifier is taken away while it works, and the drafters change to another head, one
+after the other; with TLS, authorities and certificates are replaced at last. Every request must succeed, and every
+output must be what it was before, without drafts. Exits with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import click
 import trustme
+from safetensors.torch import load_file, save_file
 
 from draftwire import AsyncClient, Client
 from draftwire.errors import DraftwireError, RequestError
@@ -36,6 +37,8 @@ from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 
 HERE = Path(__file__).parent
+DEMO = HERE.parent / "models" / "demo"
+NEW_HEAD = "new-head"
 PROJECT = "draftwire-check"
 SERVICES = ("drafter", "verifier")
 PORTS = "127.0.0.1:50951-50952"
@@ -93,16 +96,28 @@ class Secrets:
                 (self.directory / f"{name}.key").write_bytes(issued.private_key_pem.bytes())
 
 
+def _make_models(directory: Path) -> None:
+    """The demo pair, and its head once more with other weights, readable by the containers' user."""
+    for name, source in (("target", "target"), ("head", "head"), (NEW_HEAD, "head")):
+        shutil.copytree(DEMO / source, directory / name)
+    file = directory / NEW_HEAD / "model.safetensors"
+    weights = load_file(file)
+    weights["norm.weight"] *= 1.125
+    save_file(weights, file)
+    directory.chmod(0o755)
+
+
 class Stack:
     """The compose project."""
 
-    def __init__(self, given: Secrets | None) -> None:
-        """With secrets the services run with TLS and tokens."""
+    def __init__(self, models: Path, given: Secrets | None) -> None:
+        """Serves the models; with secrets the services run with TLS and tokens."""
         self._command = _compose_command()
         self._files = [HERE / "docker-compose.yml"]
         # A busy machine has all the time that it needs to end its requests.
         drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
-        self._environment = {**os.environ, **drain, "VERIFIER_PORTS": PORTS}
+        served = {"MODELS": str(models), "TARGET": "target", "HEAD": "head"}
+        self._environment = {**os.environ, **drain, **served, "VERIFIER_PORTS": PORTS}
         self.security = LOOPBACK
         if given is not None:
             self._files.append(HERE / "tls.yml")
@@ -138,6 +153,15 @@ class Stack:
         """Kills the only drafter and starts another."""
         self.kill("drafter")
         self.scale(1)
+
+    def serve_head(self, head: str) -> None:
+        """Drafters that start from now on have this head."""
+        self._environment["HEAD"] = head
+
+    def end(self, container: str) -> None:
+        """Lets a container drain, and removes it."""
+        _run(["docker", "stop", "--time", "30", container])
+        _run(["docker", "rm", container])
 
 
 class Load:
@@ -211,9 +235,11 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
     """Runs the check and prints a line for each stage."""
     if build:
         _build(shlex.split(build_args))
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as other:
-        given = Secrets(Path(directory)) if tls else None
-        stack = Stack(given)
+    with ExitStack() as directories:
+        models, own, other = (Path(directories.enter_context(tempfile.TemporaryDirectory())) for _ in range(3))
+        _make_models(models)
+        given = Secrets(own) if tls else None
+        stack = Stack(models, given)
         with _running(stack):
             _inspect(stack)
             if tls:
@@ -222,8 +248,9 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
             load = Load(stack.security, _expected(stack))
             asyncio.run(_scale_drafters(stack, load, requests))
             asyncio.run(_scale_verifiers(stack, load, requests))
+            asyncio.run(_upgrade_head(stack, load, requests))
             if given is not None:
-                asyncio.run(_renew(stack, load, requests, given, Secrets(Path(other))))
+                asyncio.run(_renew(stack, load, requests, given, Secrets(other)))
                 _inspect(stack)
     click.echo(f"{load.requests} requests, {len(load.problems)} problems, {load.accepted} of {load.drafted} accepted")
     for problem in load.problems:
@@ -260,6 +287,33 @@ async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
         with load.stage("1 verifier, the other ends what it has"):
             load.stop()
             await asyncio.to_thread(stack.scale, 2, 1)
+
+
+async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
+    """Both drafters change to another head, in the order of docs/operations.md: the new ones start beside the old."""
+    old = stack.containers("drafter")
+    (old_head,) = _heads(stack)
+    stack.serve_head(NEW_HEAD)
+    async with load.running(stack.servers()):
+        for number, container in enumerate(old, 1):
+            with load.stage(f"{number} of 2 drafters with a new head") as remarks:
+                await asyncio.to_thread(stack.scale, 3)
+                settled_s = await asyncio.to_thread(_wait_for_drafters, stack, 3)
+                remarks.append(f"3 ready after {settled_s:.1f} s with {len(_heads(stack))} heads")
+                await load.wait_for(requests)
+                await asyncio.to_thread(stack.end, container)
+                await asyncio.to_thread(_wait_for_drafters, stack, 2)
+                await load.wait_for(requests)
+    heads = _heads(stack)
+    if len(heads) != 1 or old_head in heads or set(old) & set(stack.containers("drafter")):
+        raise click.ClickException(f"heads: {heads}, before: {old_head}; drafters before: {old}")
+
+
+def _heads(stack: Stack) -> set[str]:
+    """Fingerprints of the heads of the drafters that are ready at the first verifier."""
+    with Client(stack.servers()[0], stack.security) as client:
+        drafters = client.info().drafters
+    return {drafter.head_fingerprint for drafter in drafters if drafter.state == pb.DRAFTER_STATE_READY}
 
 
 async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: Secrets) -> None:
