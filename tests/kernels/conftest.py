@@ -1,12 +1,8 @@
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-try:
-    from triton.runtime import interpreter
-except ImportError:
-    interpreter = None
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -19,14 +15,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interpreter_of_numpy_2_4() -> None:
-    """Triton 3.6's interpreter holds loop bounds in arrays of one element; numpy 2.4 no longer takes one as an int."""
-    if interpreter is None:
-        return
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_with_index
+def interpreter() -> None:
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module("quick_interpreter").install()
