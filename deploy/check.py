@@ -104,7 +104,8 @@ def _make_models(directory: Path) -> None:
     weights = load_file(file)
     weights["norm.weight"] *= 1.125
     save_file(weights, file)
-    directory.chmod(0o755)
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 class Stack:

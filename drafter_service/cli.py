@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
+from draftwire.cli.lazy import importing
 from draftwire.cli.options import server_security_options, service_options
 from draftwire.logs import start_logging
 from draftwire.tracing import exporting_traces
@@ -51,7 +52,8 @@ def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     """Serve drafts from an EAGLE head to verifiers."""
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
-    from drafter_service.main import run
+    with importing():
+        from drafter_service.main import run
 
     with exporting_traces("draftwire-drafter", otlp_endpoint, insecure=options["insecure"]):
         run(DrafterOptions(**options))

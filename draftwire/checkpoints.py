@@ -90,10 +90,14 @@ def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, t
     Raises
     ------
     CheckpointError
-        When a file is missing, truncated or not a checkpoint.
+        When a file is missing, may not be read, is truncated or not a checkpoint.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(directory):
+        try:
+            path.open("rb").close()  # safetensors says of all reasons that there is no such file
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         try:
             tensors.update(_read_safetensors(path, names) if path.suffix == ".safetensors" else _read_bin(path, names))
         except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError, EOFError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from draftwire.cli.lazy import importing
 from draftwire.cli.options import FILE, server_security_options, service_options
 from draftwire.logs import start_logging
 from draftwire.tracing import exporting_traces
@@ -91,7 +92,8 @@ def verifier(log_level: str, log_format: str, otlp_endpoint: str | None, **optio
     """Serve generation from a target model, with drafts verified exactly."""
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
-    from verifier_service.main import run
+    with importing():
+        from verifier_service.main import run
 
     with exporting_traces("draftwire-verifier", otlp_endpoint, insecure=options["insecure"]):
         run(VerifierOptions(**options))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import click
@@ -11,6 +13,19 @@ import click
 from draftwire.errors import DraftwireError, InvalidArgumentError
 
 INTERRUPTED = 130
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For the import of what a service needs, torch and transformers among it. All of it stays for as long as the
+    process, so the collector of garbage looks at it neither while it is imported nor later.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Source(NamedTuple):

@@ -13,7 +13,7 @@ from stage import Stage
 
 from draftwire.v1 import generate_pb2
 
-pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
 BYTES = ("--carriers", "bytes")  # everything over the stream, where the relay sees it
@@ -32,7 +32,6 @@ def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> 
     matrix(record)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "alter"), [("tokens", corrupt_tokens(VOCAB)), ("logits", corrupt_logits)], ids=["tokens", "logits"]
 )
@@ -60,7 +59,6 @@ def _status(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> ge
     return next(one for one in statuses if one.address == relay.address)
 
 
-@pytest.mark.long
 def test_all_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
@@ -72,7 +70,6 @@ def test_all_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     matrix(record)
 
 
-@pytest.mark.long
 def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
@@ -84,7 +81,6 @@ def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) ->
     matrix(record)
 
 
-@pytest.mark.long
 def test_a_drafter_of_two_that_is_late_with_half_of_its_answers_is_left_alone(stage: Stage, matrix: Matrix) -> None:
     late, other = stage.drafter(), stage.drafter()
     with DraftRelay(late.address) as relay:

@@ -34,7 +34,7 @@ from draftwire.v1.draft_pb2_grpc import add_DraftingServicer_to_server
 from draftwire.wire import CHANNEL_OPTIONS
 from models import CONTEXT, ModelShelf, session_shelf
 
-CASES = int(os.environ.get("FUZZ_CASES", "3000"))
+CASES = int(os.environ.get("FUZZ_CASES", "1500"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 ONLY = os.environ.get("FUZZ_ONLY")
 MAX_FINDINGS = 20

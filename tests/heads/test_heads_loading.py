@@ -409,6 +409,15 @@ def test_truncated_weights(make: Callable[..., Pair]) -> None:
         pair.load()
 
 
+def test_weights_that_cannot_be_opened(make: Callable[..., Pair]) -> None:
+    pair = make()
+    path = pair.head_dir / "model.safetensors"
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read: Too many levels of symbolic links"):
+        pair.load()
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_missing_files(make: Callable[..., Pair], name: str) -> None:
     pair = make()
