@@ -12,7 +12,7 @@ from tcp_proxy import TcpProxy
 
 from draftwire.bench.link import Link, LinkQuality
 
-pytestmark = [pytest.mark.xdist_group("faults_quick"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
 BYTES = ("--carriers", "bytes")
@@ -34,7 +34,6 @@ def test_the_connection_is_cut_in_mid_message_again_and_again(stage: Stage, matr
     matrix(record)
 
 
-@pytest.mark.long
 def test_the_drafters_host_vanishes_and_comes_back(stage: Stage, matrix: Matrix, proxy: TcpProxy) -> None:
     load = stage.load([proxy.address], *BYTES)
     with load.fault("no byte passes for 15 s, no connection ends", during_below=0.5) as record:
@@ -44,7 +43,6 @@ def test_the_drafters_host_vanishes_and_comes_back(stage: Stage, matrix: Matrix,
     matrix(record)
 
 
-@pytest.mark.long
 def test_every_packet_of_a_drafter_is_a_second_late(stage: Stage, matrix: Matrix, proxy: TcpProxy) -> None:
     load = stage.load([proxy.address], *BYTES)
     with load.fault("the drafter's bytes 1 s late, for 5 s", during_below=0.5) as record:
@@ -54,7 +52,6 @@ def test_every_packet_of_a_drafter_is_a_second_late(stage: Stage, matrix: Matrix
     matrix(record)
 
 
-@pytest.mark.long
 def test_the_link_becomes_narrow(stage: Stage, matrix: Matrix, proxy: TcpProxy) -> None:
     load = stage.load([proxy.address], *BYTES)
     with load.fault("20 kB/s each way, for 5 s") as record:
@@ -74,7 +71,6 @@ def link() -> Iterator[Link]:
         yield link
 
 
-@pytest.mark.long
 def test_packets_are_lost(link: Link, stage: Stage, matrix: Matrix) -> None:
     drafter = stage.drafter(host=link.address, program=link.program)
     load = stage.load([drafter.address], *BYTES, "--insecure")
