@@ -98,6 +98,21 @@ def test_a_single_outlier_moves_nothing_and_a_change_is_believed_after_a_few():
     assert estimate.predict((1.0, 10)) == pytest.approx(9.0, rel=0.1)
 
 
+def test_a_step_that_stalls_is_forgotten_even_if_it_is_the_first_with_drafts():
+    """As one does in which a kernel is compiled: its seconds are not what feature rows cost from then on."""
+    noise = random.Random(0)
+    target = TargetCost()
+    for i in range(100):
+        target.observe(1, 0, 5.7e-3 * noise.uniform(0.97, 1.03), 0.01 * i)
+    target.observe(5, 3, 2.0, 1.0)
+    for i in range(20):
+        target.observe(5, 3, 6.9e-3 * noise.uniform(0.97, 1.03), 3.0 + 0.01 * i)
+    fixed, per_row, per_feature_row = target.coefficients
+    assert fixed + 5 * per_row + 3 * per_feature_row == pytest.approx(6.9e-3, rel=0.05)
+    assert fixed > 3e-3
+    assert Forecast(Load(8, ROW_BYTES), tokens_at(0.7), target, learnt_drafter(1e-3)).best(4).num_groups == 1
+
+
 def test_a_trip_that_grows_longer_is_no_slower_byte():
     """A drafter that answered large messages is far for a while and near again, seen through small ones alone."""
     drafter = learnt_drafter(1e-3, byte_s=8e-9)

@@ -101,8 +101,7 @@ class LinearEstimate:
         if abs(residual) <= limit:
             self._strays = 0
         elif self._is_change(residual):
-            # What is always there has changed; whether it was another cause shows when the load does.
-            self._covariance[0][0] += residual**2
+            self._loosen(causes, residual)
             gains, explained = self._gains(causes)
         else:
             residual = math.copysign(limit, residual)
@@ -117,6 +116,17 @@ class LinearEstimate:
         around = residual**2 * self._variance / total  # what is left of it when the line has moved
         self._variance += weight * (around - self._variance)
         self._variance = max(self._variance, (LEAST_NOISE * self._size) ** 2)
+
+    def _loosen(self, causes: Sequence[float], residual: float) -> None:
+        """Makes room for a change. What is always there has changed; whether it was another cause shows when the load
+        does. Where it would have to cost less than nothing, all causes that are there may have.
+        """
+        if residual >= -self.weights[0] * causes[0]:
+            self._covariance[0][0] += residual**2
+            return
+        for i, (weight, cause) in enumerate(zip(self.weights, causes, strict=True)):
+            if cause > 0:
+                self._covariance[i][i] += weight**2
 
     def _project(self) -> None:
         """Sets negative coefficients to 0 and moves those that they trade off with to match."""
