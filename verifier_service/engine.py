@@ -114,6 +114,10 @@ class Engine:
         self._sampler = TokenSampler(
             config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device
         )
+        if target.device.type == "cuda":
+            began = time.monotonic()
+            self._sampler.warm_up(target.dtype)
+            logger.info("sampling kernels in %.1f s", time.monotonic() - began)
         self._blocks = PrefixCache(limits.num_blocks, is_enabled=limits.prefix_caching)
         self.scheduler = Scheduler(
             self._blocks,

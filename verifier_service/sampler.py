@@ -82,9 +82,30 @@ class TokenSampler:
         self._use_fp64 = config.use_fp64_gumbel
         self._eos_token_ids = eos_token_ids
         self._device = device
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._most_rows = config.num_speculative_tokens + 1
         self._history = TokenHistory(max_num_seqs, vocab_size, device)
         self._rates = _conditional_rates(config, device)
         self._wishes: dict[Request, _Wishes] = {}
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Draws from batches of all sizes with logits of `dtype`, so that no step waits for its kernel to be compiled.
+
+        That is for requests without drafts, with all their drafts, and both together. Draft logits and processed logits
+        have kernels of their own, compiled when the first request needs them.
+        """
+        most = self._most_rows
+        logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
+        for count in range(1, self._max_num_seqs + 1):
+            for sizes in ([1] * count, [most] * count, [most] + [1] * (count - 1)):
+                num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
+                drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
+                arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
+                cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+                self._draw(logits[:num_rows], arrays, cu_rows, None)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request that has ended."""
@@ -174,23 +195,31 @@ class TokenSampler:
     def _reject(self, works: Sequence[Work], logits: torch.Tensor) -> torch.Tensor:
         """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
         requests = [work.request for work in works]
-        drafts, position, *keys, temperature = upload(
-            [
-                np.array(_draft_tokens(works), np.int64),
-                np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
-                *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
-                np.array([self._wishes[request].temperature for request in requests], np.float32),
-            ],
-            self._device,
-        )
+        arrays: list[np.ndarray] = [
+            np.array(_draft_tokens(works), np.int64),
+            np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
+            *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
+            np.array([self._wishes[request].temperature for request in requests], np.float32),
+        ]
+        return self._draw(logits, arrays, _cu_rows(works), self._draft_logits(works))
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        arrays: Sequence[np.ndarray],
+        cu_rows: torch.Tensor,
+        draft_logits: DraftLogits | None,
+    ) -> torch.Tensor:
+        """The same of drafts, positions, keys and temperatures."""
+        drafts, position, *keys, temperature = upload(arrays, self._device)
         result = rejection_sample(
             logits,
             drafts,
-            _cu_rows(works),
+            cu_rows,
             temperature,
             StreamKeys(*keys),
             position,
-            draft_logits=self._draft_logits(works),
+            draft_logits=draft_logits,
             method=self._method,
             synthetic_rates=self._rates,
             use_fp64=self._use_fp64,
