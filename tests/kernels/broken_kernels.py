@@ -24,13 +24,12 @@ def race_of_p(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     bound += tl.log(mass).to(tl.float32)
     score, token = race_of_target(
-        logits, None, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
+        logits, None, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
     )
     return score, token
 
@@ -47,12 +46,11 @@ def race_with_the_draft(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     score, token = race_of_target(
-        logits, token_ids, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
+        logits, token_ids, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
     )
     return score, token
 

@@ -11,9 +11,11 @@ from draftwire_kernels import DraftLogits, RejectionResult, StreamKeys, derive_s
 from draftwire_kernels import rejection_sample as public_rejection_sample
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
-from draftwire_kernels.gpu import counters, launch
+from draftwire_kernels.gpu import counters, launch, race
 from draftwire_kernels.gpu.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
@@ -87,6 +89,34 @@ def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int
     batch = Batch(12, requests=96, vocab=40_000, spread=0.4, max_k=5)
     for _ in range(10):
         _both(batch, batch.draft_logits(form), method, False, Tuning(programs=2112, wave=wave))
+
+
+@triton.jit
+def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, groups_ptr, GROUPS: tl.constexpr, LANES: tl.constexpr):  # noqa: N803
+    lane = tl.arange(0, LANES)
+    leading, highest = race.leaders(tl.load(bound_ptr + tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]))
+    bounds, groups = race._unpacked(leading, GROUPS)
+    tl.store(highest_ptr, highest)
+    tl.store(bounds_ptr + lane, bounds)
+    tl.store(groups_ptr + lane, groups)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
+def test_a_bound_that_shares_its_bits_with_an_index_is_never_below_itself(scale: float) -> None:
+    groups, lanes = 256, 16
+    bound = torch.randn(groups, lanes, generator=torch.Generator().manual_seed(3)) * scale
+    bound[:, 0] = -INF
+    bound[:, 1] = -bound[:, 1].abs()
+    bound[7, 2] = 0.0
+    highest, bounds = torch.empty(1, device=DEVICE), torch.empty(lanes, device=DEVICE)
+    found = torch.empty(lanes, dtype=torch.int32, device=DEVICE)
+    leaders_kernel[(1,)](bound.to(DEVICE), highest, bounds, found, groups, lanes)
+    exact = bound.max(0).values
+    assert (bounds.cpu() >= exact).all()
+    assert torch.allclose(bounds.cpu(), exact, rtol=groups * 2**-23, atol=0)
+    assert highest.item() == bounds.max().item()
+    own = bound.gather(0, found.cpu().long()[None])[0]
+    assert (own[1:] >= exact[1:] - groups * 2**-23 * exact[1:].abs()).all()
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs in a chosen order")

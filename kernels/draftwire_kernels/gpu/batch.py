@@ -47,6 +47,7 @@ class Scratch(NamedTuple):
     draft_top: Any  # [D, S] float32, [D, 1] when each row lists its own ids
     draft_mass: Any  # the same shape, as part_mass
     draft_token_mass: Any  # the same shape, of lists
+    target_at_ids: Any  # [D, n] float32, of lists: target logits at their ids
     num_splits: Any
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
@@ -141,12 +142,11 @@ def first_decision(state):
 
 
 @triton.jit
-def close_wave(batch, waves, out, request, wave, num_waves, accepted, token, decided, WAVES: tl.constexpr,
+def close_wave(waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
     """Notes what a wave has found; writes the request's tokens when that settles them (see `Waves`)."""
-    _, first_draft, _ = request_rows(batch, request)
     if WAVES == 1:
-        emit(batch, out, request, first_draft, accepted, token, WIDTH)
+        emit(out, request, drafts, accepted, token, WIDTH)
     else:
         decisions = waves.decision + request.to(tl.int64) * (2 * WAVES)
         tl.store(decisions + 2 * wave, accepted)
@@ -158,9 +158,10 @@ def close_wave(batch, waves, out, request, wave, num_waves, accepted, token, dec
         tl.debug_barrier()
         deciding = first_decision(before | bits)
         if (deciding >= 0) & (first_decision(before) < 0):
-            final = tl.load(decisions + 2 * deciding, cache_modifier=".cg")
-            emit(batch, out, request, first_draft, final, tl.load(decisions + 2 * deciding + 1, cache_modifier=".cg"),
-                 WIDTH)  # fmt: skip
+            if deciding != wave:
+                accepted = tl.load(decisions + 2 * deciding, cache_modifier=".cg")
+                token = tl.load(decisions + 2 * deciding + 1, cache_modifier=".cg")
+            emit(out, request, drafts, accepted, token, WIDTH)
         closed = (before | bits) & 0x7FFFFFFF
         tl.store(waves.state + request, 0, mask=closed == (one << num_waves) - 1)
 
@@ -172,10 +173,17 @@ def at(vector, index, place):
 
 
 @triton.jit
-def emit(batch, out, request, first_draft, accepted, token, WIDTH: tl.constexpr):
+def load_drafts(batch, request, WIDTH: tl.constexpr):
+    """Drafts of a request [WIDTH], -1 beyond."""
+    _, first_draft, num_drafts = request_rows(batch, request)
+    place = tl.arange(0, WIDTH)
+    return tl.load(batch.draft_tokens + first_draft + place, mask=place < num_drafts, other=-1)
+
+
+@triton.jit
+def emit(out, request, drafts, accepted, token, WIDTH: tl.constexpr):
     """Writes a request's accepted drafts and the token after them, -1 for none."""
     place = tl.arange(0, WIDTH)
-    drafts = tl.load(batch.draft_tokens + first_draft + place, mask=place < accepted, other=-1)
-    tokens = tl.where(place == accepted, token.to(tl.int64), drafts)
+    tokens = tl.where(place < accepted, drafts, tl.where(place == accepted, token.to(tl.int64), -1))
     tl.store(out.tokens + request.to(tl.int64) * out.width + place, tokens, mask=place < out.width)
     tl.store(out.num_emitted + request, accepted + (token >= 0).to(tl.int32))

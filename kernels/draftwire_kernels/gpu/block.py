@@ -13,17 +13,28 @@ each is a wave, left out when a longer one has been accepted. It sums s_i and bo
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import announce, at, close_wave, highest_bit, is_decided_before, is_last, request_rows
+from draftwire_kernels.gpu.batch import (
+    announce,
+    at,
+    close_wave,
+    highest_bit,
+    is_decided_before,
+    is_last,
+    load_drafts,
+    request_rows,
+)
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
+    load_list,
     probability,
+    race_of_list,
     race_of_residual,
-    race_of_sparse_residual,
     race_of_target,
+    race_of_unlisted,
     residual_bounds,
 )
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_logits, scan_residual
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual
 
 
 @triton.jit
@@ -61,7 +72,7 @@ def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.
 def listed_mass(
     batch,
     draft,
-    row,
+    scratch,
     draft_row,
     temperature,
     top,
@@ -74,18 +85,11 @@ def listed_mass(
     LISTS: tl.constexpr,
 ):
     """Mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
-    logits = batch.logits + row * batch.logits_stride
-    ids = draft.token_ids + draft_row * draft.token_ids_stride
     unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
-        place = turn * LIST + tl.arange(0, LIST)
-        listed = place < draft.width
-        token = tl.load(ids + place, mask=listed, other=-1)
-        listed &= (token >= 0) & (token < batch.vocab)
-        x = load_logits(logits + token, listed)
-        y = load_logits(draft.logits + draft_row * draft.logits_stride + place, listed)
-        p = probability(x, top, mass, temperature, USE_FP64)
+        listed, _, x, y = load_list(draft, scratch.target_at_ids, draft_row, batch.vocab, turn, LIST)
+        p = tl.where(listed, probability(x, top, mass, temperature, USE_FP64), 0.0)
         q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
         unlisted -= tl.sum(p, 0)
         kept += tl.sum(tl.maximum(weight * p - q, 0.0), 0)
@@ -129,8 +133,8 @@ def test_prefix(
     if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
-                batch, draft, row, draft_row, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64, LIST,
-                LISTS,
+                batch, draft, scratch, draft_row, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64,
+                LIST, LISTS,
             )  # fmt: skip
     total = left + 1.0 - weight
     threshold = tl.where(total > 0, left / tl.where(total > 0, total, 1.0), 0.0)
@@ -145,22 +149,25 @@ def test_prefix(
         logits = batch.logits + row * batch.logits_stride
         bound = residual_bounds(block.group_floor + row * num_groups, num_groups, GROUPS)
         if has_residual:
-            draft_logits = draft.logits + draft_row * draft.logits_stride
             if LISTS > 0:
-                ids = draft.token_ids + draft_row * draft.token_ids_stride
-                score, token = race_of_sparse_residual(
-                    logits, batch.vocab, draft_logits, ids, draft.width, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, GROUPS, LINE, 1, LIST, LISTS,
+                score, token = race_of_list(
+                    draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
+                    draft_mass, weight, state, USE_FP64, LIST, LISTS,
+                )  # fmt: skip
+                score, token = race_of_unlisted(
+                    logits, draft, draft_row, batch.vocab, temperature, top, mass, weight, state, score, token, bound,
+                    USE_FP64, GROUP, LINE, 1, LIST, LISTS,
                 )  # fmt: skip
             else:
+                draft_logits = draft.logits + draft_row * draft.logits_stride
                 score, token = race_of_residual(
                     logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, GROUPS, LINE, 1,
+                    weight, state, bound, USE_FP64, GROUP, LINE, 1,
                 )  # fmt: skip
         else:
             score, token = race_of_target(
                 logits, None, batch.vocab, temperature, top, state, -1, bound + tl.log(mass).to(tl.float32), USE_FP64,
-                GROUP, GROUPS, LINE, 1,
+                GROUP, LINE, 1,
             )  # fmt: skip
     return passes, tl.where(score > -INFINITY, token, -1)
 
@@ -250,6 +257,5 @@ def block_kernel(
                 split = tl.where(is_open, 0, split)
                 step = tl.where(is_open, 1, step)
     if is_closing:
-        close_wave(
-            batch, scratch.waves, out, request, wave, num_waves, accepted, token, passes, WAVES, WIDTH
-        )  # fmt: skip
+        drafts = load_drafts(batch, request, WIDTH)
+        close_wave(scratch.waves, out, request, drafts, wave, num_waves, accepted, token, passes, WAVES, WIDTH)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import is_last
 from draftwire_kernels.gpu.noise import row_state
-from draftwire_kernels.gpu.race import lane_bounds, race_of_target
+from draftwire_kernels.gpu.race import lane_bounds, load_groups, race_of_target
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, maximum_or_nan, scan_greedy, scan_sampled
 
 
@@ -58,13 +58,14 @@ def gumbel_kernel(
         splits = tl.arange(0, SPLITS)
         parts = row * num_splits + splits
         tops = tl.load(part_top + parts, mask=splits < num_splits, other=-INFINITY, cache_modifier=".cg")
+        largest, floor = load_groups(group_top + group, lane_floor + group, num_groups, GROUPS, 1)
         top = maximum_or_nan(tops, 0)
         winner = tl.full([], -1, tl.int32)
         if top > -INFINITY:
             if temperature > 0:
-                bound = lane_bounds(group_top + group, lane_floor + group, num_groups, top, temperature, GROUPS, 1)
+                bound = lane_bounds(largest, floor, top, temperature)
                 _, winner = race_of_target(
-                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, 1
+                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, 1
                 )
             else:
                 index = tl.load(part_index + parts, mask=splits < num_splits, other=0, cache_modifier=".cg")

@@ -156,7 +156,7 @@ def _verify(
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
     shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
     # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = 16 if has_dense and not is_block else 1
+    lanes = shape.group // 64 if has_dense and not is_block else 1
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -186,6 +186,7 @@ def _verify(
         draft_top=None if draft.logits is None else buffer(num_drafts, draft_splits),
         draft_mass=None if draft.logits is None else buffer(num_drafts, draft_splits, dtype=masses),
         draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
+        target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
         num_splits=shape.num_splits,
         waves=Waves(
             arrived=integers[begin:],

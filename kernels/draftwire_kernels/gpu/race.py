@@ -37,13 +37,18 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 
 @triton.jit
-def lane_bounds(group_top, lane_floor, num_groups, top, temperature, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """What no score (logit - top) / temperature + noise of a lane of a group exceeds: [GROUPS, LANES]."""
+def load_groups(group_top, lane_floor, num_groups, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """What `scan_sampled` left of a row: [GROUPS] and [GROUPS, LANES]."""
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
     largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
     lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    floor = tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
+    return largest, tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
+
+
+@triton.jit
+def lane_bounds(largest, floor, top, temperature):
+    """What no score (logit - top) / temperature + noise of a lane of a group exceeds: [GROUPS, LANES]."""
     score = (largest - top) / temperature
     bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - log_floor(floor)
     return tl.where((score > -INFINITY)[:, None], bound, -INFINITY)
@@ -58,22 +63,60 @@ def residual_bounds(group_floor, num_groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def leaders(bound, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
-    """The highest bound of each lane, the group that has it [LANES], and the lane's columns there."""
-    RUN: tl.constexpr = LINE // LANES  # neighbouring tokens of a lane
-    group = tl.argmax(bound, 0)
-    lane = tl.arange(0, LANES)
-    token = tl.arange(0, GROUP // LANES)
-    within = (token // RUN) * LINE + token % RUN
-    column = (group * GROUP + lane * RUN)[:, None] + within[None, :]
-    return tl.max(bound, 0), group, column
+def _in_order(bits):
+    """An int32 that is ordered as the float32 of these bits, and back."""
+    return bits ^ ((bits >> 31) & NO_INDEX)
 
 
 @triton.jit
-def first_token(ceiling, column):
-    """The highest ceiling and the lowest column that has it."""
-    highest = tl.max(ceiling)
-    return highest, tl.min(tl.where(ceiling == highest, column, NO_INDEX))
+def _packed(bound, index, SIZE: tl.constexpr):
+    """An int32 that is ordered as the bounds, whose last bits are rounded up to make room for an index below SIZE (a
+    power of two): one reduction finds the highest bound and where it is."""
+    return (_in_order(bound.to(tl.int32, bitcast=True)) | (SIZE - 1)) ^ index
+
+
+@triton.jit
+def _unpacked(packed, SIZE: tl.constexpr):
+    """The bound, rounded up, and the index."""
+    return _in_order(packed | (SIZE - 1)).to(tl.float32, bitcast=True), (packed & (SIZE - 1)) ^ (SIZE - 1)
+
+
+@triton.jit
+def leaders(bound):
+    """Of each lane the highest bound and the group that has it, packed [LANES], and the highest of all."""
+    GROUPS: tl.constexpr = bound.shape[0]
+    leading = tl.max(_packed(bound, tl.arange(0, GROUPS)[:, None], GROUPS), 0)
+    return leading, _unpacked(tl.max(leading, 0), GROUPS)[0]
+
+
+@triton.jit
+def without(bound, groups):
+    """The bounds that are left when each lane's group has been looked at."""
+    return tl.where(tl.arange(0, bound.shape[0])[:, None] == groups[None, :], -INFINITY, bound)
+
+
+@triton.jit
+def _columns(lane, place, group, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
+    RUN: tl.constexpr = LINE // LANES  # neighbouring tokens of a lane
+    return group * GROUP + lane * RUN + (place // RUN) * LINE + place % RUN
+
+
+@triton.jit
+def lane_columns(groups, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
+    """The columns of each lane in its group: [LANES, GROUP // LANES]."""
+    place = tl.arange(0, GROUP // LANES)[None, :]
+    return _columns(tl.arange(0, LANES)[:, None], place, groups[:, None], GROUP, LINE, LANES)
+
+
+@triton.jit
+def candidate_of(ceiling, groups, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
+    """The highest ceiling [LANES, GROUP // LANES], rounded up, and the column that has it."""
+    lanes = tl.arange(0, LANES)
+    place = tl.arange(0, GROUP // LANES)[None, :]
+    highest, index = _unpacked(tl.max(_packed(ceiling, lanes[:, None] * (GROUP // LANES) + place, GROUP)), GROUP)
+    lane = index // (GROUP // LANES)
+    group = tl.sum(tl.where(lanes == lane, groups, 0), 0)
+    return highest, _columns(lane, index % (GROUP // LANES), group, GROUP, LINE, LANES)
 
 
 @triton.jit
@@ -101,31 +144,31 @@ def race_of_target(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Draws from softmax(logits / temperature): the best score, -inf if nothing runs, and its column."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
-    highest = tl.max(bound)
+    leading, highest = leaders(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
+        bounds, groups = _unpacked(leading, bound.shape[0])
+        column = lane_columns(groups, GROUP, LINE, LANES)
         runs = (column < num_columns) & (column != excluded) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         ids = column if token_ids is None else tl.load(token_ids + column, mask=runs, other=0)
         floor = uniform_floor(token_words(state, ids.to(tl.uint32)))
         ceiling = tl.where(x > -INFINITY, target_ceiling(x, top, temperature, floor), -INFINITY)
-        candidate, token = first_token(ceiling, column)
+        candidate, token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
         while (candidate > -INFINITY) & (candidate >= best):
             score = scale(load_logits(logits + token, True), top, temperature, USE_FP64)
             id = token if token_ids is None else tl.load(token_ids + token)
             score += gumbel_noise(state, id.to(tl.uint32), USE_FP64)
             best, winner = ahead(best, winner, score, token)
             ceiling = tl.where(column == token, -INFINITY, ceiling)
-            candidate, token = first_token(ceiling, column)
-        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
-        highest = tl.max(bound)
+            candidate, token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
+        bound = without(bound, groups)
+        leading, highest = leaders(bound)
     return best, winner
 
 
@@ -145,7 +188,6 @@ def race_of_residual(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -154,16 +196,17 @@ def race_of_residual(
     p_share, q_share = (weight / mass).to(tl.float32), (1.0 / draft_mass).to(tl.float32)
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
-    highest = tl.max(bound)
+    leading, highest = leaders(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
+        bounds, groups = _unpacked(leading, bound.shape[0])
+        column = lane_columns(groups, GROUP, LINE, LANES)
         runs = (column < num_columns) & (bounds >= best)[:, None]
         x = load_logits(logits + column, runs)
         y = load_dense_draft(draft_logits, column_of, column, runs)
         _, above = residuals((x - top) * inverse, p_share, (y - draft_top) * inverse, q_share)
         floor = uniform_floor(token_words(state, column.to(tl.uint32)))
         ceiling = tl.where(above > 0, tl.log(above) - log_floor(floor) + _MARGIN, -INFINITY)
-        candidate, token = first_token(ceiling, column)
+        candidate, token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
         while (candidate > -INFINITY) & (candidate >= best):
             x_token = load_logits(logits + token, True)
             y_token = load_dense_draft(draft_logits, column_of, token, True)
@@ -172,19 +215,30 @@ def race_of_residual(
             score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
             best, winner = ahead(best, winner, tl.where(residual > 0, score, -INFINITY), token)
             ceiling = tl.where(column == token, -INFINITY, ceiling)
-            candidate, token = first_token(ceiling, column)
-        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
-        highest = tl.max(bound)
+            candidate, token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
+        bound = without(bound, groups)
+        leading, highest = leaders(bound)
     return best, tl.where(best > -INFINITY, winner, NO_INDEX)
 
 
 @triton.jit
-def race_of_sparse_residual(
-    logits,
+def load_list(draft, target_at_ids, draft_row, num_columns, turn, LIST: tl.constexpr):
+    """The turn-th piece of a row's list: which places count, their target ids, and the logits of target and draft."""
+    place = turn * LIST + tl.arange(0, LIST)
+    listed = place < draft.width
+    token = tl.load(draft.token_ids + draft_row * draft.token_ids_stride + place, mask=listed, other=-1)
+    y = load_logits(draft.logits + draft_row * draft.logits_stride + place, listed)
+    at_ids = target_at_ids + draft_row * draft.width + place
+    x = tl.load(at_ids, mask=listed, other=-INFINITY, cache_modifier=".cg")
+    return listed & (token >= 0) & (token < num_columns), token.to(tl.int32), x, y
+
+
+@triton.jit
+def race_of_list(
+    draft,
+    target_at_ids,  # target logits at the ids of the lists, -inf outside the vocabulary
+    draft_row,
     num_columns,
-    draft_logits,
-    draft_ids,
-    draft_width,
     temperature,
     top,
     mass,
@@ -192,55 +246,70 @@ def race_of_sparse_residual(
     draft_mass,
     weight,
     state,
+    USE_FP64: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Draws from max(weight p - q, 0) among the distinct ids on which q lies."""
+    best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
+    winner = tl.full([], NO_INDEX, tl.int32)
+    for turn in range(LISTS):
+        listed, token, x, y = load_list(draft, target_at_ids, draft_row, num_columns, turn, LIST)
+        p = probability(x, top, mass, temperature, USE_FP64)
+        residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
+        score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
+        score = tl.where(listed & (residual > 0), score, -INFINITY)
+        list_best = tl.max(score)
+        list_winner = tl.min(tl.where(score == list_best, token, NO_INDEX))
+        best, winner = ahead(best, winner, list_best, list_winner)
+    return best, winner
+
+
+@triton.jit
+def race_of_unlisted(
+    logits,
+    draft,
+    draft_row,
+    num_columns,
+    temperature,
+    top,
+    mass,
+    weight,
+    state,
+    best,  # what `race_of_list` has found
+    winner,
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for q on a list of distinct ids; `bound` is one of log (weight p) + noise.
-
-    First the listed tokens run; then the others, of which those that may win are looked up in the list.
-    """
-    best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
-    winner = tl.full([], NO_INDEX, tl.int32)
-    for turn in range(LISTS):
-        place = turn * LIST + tl.arange(0, LIST)
-        listed = place < draft_width
-        token = tl.load(draft_ids + place, mask=listed, other=-1)
-        listed &= (token >= 0) & (token < num_columns)
-        x = load_logits(logits + token, listed)
-        y = load_logits(draft_logits + place, listed)
-        p = probability(x, top, mass, temperature, USE_FP64)
-        residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
-        score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
-        list_best, list_winner = first_token(tl.where(residual > 0, score, -INFINITY), token.to(tl.int32))
-        best, winner = ahead(best, winner, list_best, list_winner)
-
+    """Goes on with the tokens outside the list, where the residual is weight p; `bound` is one of log (weight p) +
+    noise. Those that may win are looked up in the list."""
+    draft_ids = draft.token_ids + draft_row * draft.token_ids_stride
     log_weight = tl.log(weight) - tl.log(mass)
-    bound = compute_type(bound, USE_FP64)
-    highest = tl.max(bound)
+    leading, highest = leaders(bound)
     while (highest > -INFINITY) & (highest >= best):
-        bounds, group, column = leaders(bound, GROUP, LINE, LANES)
+        bounds, groups = _unpacked(leading, bound.shape[0])
+        column = lane_columns(groups, GROUP, LINE, LANES)
         x = load_logits(logits + column, (column < num_columns) & (bounds >= best)[:, None])
         floor = uniform_floor(token_words(state, column.to(tl.uint32)))
         ceiling = target_ceiling(x, top, temperature, floor) + log_weight.to(tl.float32) + _MARGIN
         ceiling = tl.where(x > -INFINITY, ceiling, -INFINITY)
-        candidate, candidate_token = first_token(ceiling, column)
+        candidate, candidate_token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
         while (candidate > -INFINITY) & (candidate >= best):
             is_listed = tl.full([], 0, tl.int32)
             for turn in range(LISTS):
                 place = turn * LIST + tl.arange(0, LIST)
-                token = tl.load(draft_ids + place, mask=place < draft_width, other=-1)
+                token = tl.load(draft_ids + place, mask=place < draft.width, other=-1)
                 is_listed += tl.sum((token == candidate_token).to(tl.int32), 0)
             score = scale(load_logits(logits + candidate_token, True), top, temperature, USE_FP64) + log_weight
             score += gumbel_noise(state, candidate_token.to(tl.uint32), USE_FP64)
             best, winner = ahead(best, winner, tl.where(is_listed == 0, score, -INFINITY), candidate_token)
             ceiling = tl.where(column == candidate_token, -INFINITY, ceiling)
-            candidate, candidate_token = first_token(ceiling, column)
-        bound = tl.where(tl.arange(0, GROUPS)[:, None] == group[None, :], -INFINITY, bound)
-        highest = tl.max(bound)
+            candidate, candidate_token = candidate_of(ceiling, groups, GROUP, LINE, LANES)
+        bound = without(bound, groups)
+        leading, highest = leaders(bound)
     return best, tl.where(best > -INFINITY, winner, NO_INDEX)

@@ -10,10 +10,12 @@ from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
     lane_bounds,
+    load_groups,
     probability,
+    race_of_list,
     race_of_residual,
-    race_of_sparse_residual,
     race_of_target,
+    race_of_unlisted,
 )
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
@@ -35,68 +37,146 @@ class Rows(NamedTuple):
     uniform: Any
 
 
+class Drafted(NamedTuple):
+    """What is known of the drafts of a wave without its masses, vectors [ROWS]."""
+
+    offset: Any  # place of the row in the request
+    exists: Any
+    drafted: Any  # the row verifies a draft
+    token: Any  # that draft
+    known: Any  # it is a token of the vocabulary
+    logit: Any  # of the target
+    draft_logit: Any  # of dense draft logits; else as `logit`
+
+
+class Parts(NamedTuple):
+    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]; of lists of draft logits [ROWS]."""
+
+    top: Any
+    mass: Any
+    draft_top: Any
+    draft_mass: Any
+    draft_token_mass: Any
+
+
 @triton.jit
-def combined(top_ptr, mass_ptr, row, exists, num_splits, temperature, SPLITS: tl.constexpr):
-    """Maximum and mass [ROWS] of rows whose parts [SPLITS] were left by several programs."""
+def load_tokens(batch, first_draft, num_drafts, begin, count, ROWS: tl.constexpr):
+    """Drafts of the rows begin .. begin + count - 1 of a request, -1 for none."""
+    place = tl.arange(0, ROWS)
+    drafted = (place < count) & (begin + place < num_drafts)
+    return tl.load(batch.draft_tokens + first_draft + begin + place, mask=drafted, other=-1)
+
+
+@triton.jit
+def load_drafted(
+    batch,
+    draft,
+    first_row,
+    first_draft,
+    num_drafts,
+    begin,
+    count,
+    token,
+    HAS_DRAFT_LOGITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Logits of the drafts `token` of the rows begin .. begin + count - 1 of a request."""
+    place = tl.arange(0, ROWS)
+    offset = begin + place
+    exists = (place < count) & (offset <= num_drafts)
+    drafted = exists & (offset < num_drafts)
+    known = (token >= 0) & (token < batch.vocab)
+    logit = load_logits(batch.logits + (first_row + offset) * batch.logits_stride + token, drafted & known)
+    draft_logit = logit
+    if HAS_DRAFT_LOGITS and draft.token_ids is None:
+        draft_logit = load_dense_draft(
+            draft.logits + (first_draft + offset) * draft.logits_stride, draft.column_of, token, drafted & known
+        )
+    return Drafted(offset, exists, drafted, token, known, logit, draft_logit)
+
+
+@triton.jit
+def _load_parts(top_ptr, mass_ptr, row, exists, num_splits, SPLITS: tl.constexpr):
     split = tl.arange(0, SPLITS)[None, :]
     index = row[:, None] * num_splits + split
     mask = exists[:, None] & (split < num_splits)
-    part_top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    part_mass = tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
+    return top, tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def load_parts(
+    draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """What the programs of a wave have left of its rows."""
+    row = first_row + drafted.offset
+    num_splits = scratch.num_splits
+    top, mass = _load_parts(scratch.part_top, scratch.part_mass, row, drafted.exists, num_splits, SPLITS)
+    draft_top, draft_mass, draft_token_mass = top, mass, mass
+    if HAS_DRAFT_LOGITS:
+        row = first_draft + drafted.offset
+        if draft.token_ids is None:
+            draft_top, draft_mass = _load_parts(
+                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, num_splits, SPLITS
+            )
+        else:
+            draft_top = tl.load(scratch.draft_top + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg")
+            draft_mass = tl.load(scratch.draft_mass + row, mask=drafted.drafted, other=1.0, cache_modifier=".cg")
+            draft_token_mass = tl.load(
+                scratch.draft_token_mass + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg"
+            )
+    return Parts(top, mass, draft_top, draft_mass, draft_token_mass)
+
+
+@triton.jit
+def _combined(part_top, part_mass, temperature):
+    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, SPLITS]."""
     top = maximum_or_nan(part_top, 1)
     return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature), 1)
 
 
 @triton.jit
-def load_rows(
+def combine_rows(
     batch,
     draft,
-    scratch,
     request,
-    begin,
-    count,
+    drafted,
+    parts,
     temperature,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
-    """Statistics of the rows begin .. begin + count - 1 of a request at a temperature above 0."""
-    first_row, first_draft, num_drafts = request_rows(batch, request)
-    index = tl.arange(0, ROWS)
-    offset = begin + index
-    exists = (index < count) & (offset <= num_drafts)
-    drafted = exists & (offset < num_drafts)
-    row = first_row + offset
-    draft_row = first_draft + offset
-    token = tl.load(batch.draft_tokens + draft_row, mask=drafted, other=-1)
-    known = (token >= 0) & (token < batch.vocab)
-    num_splits = scratch.num_splits
-    top, mass = combined(scratch.part_top, scratch.part_mass, row, exists, num_splits, temperature, SPLITS)
-    x = load_logits(batch.logits + row * batch.logits_stride + token, drafted & known)
-    p = probability(x, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
-    ended = ~known
+    """Statistics of the rows of a wave at a temperature above 0."""
+    offset = drafted.offset
+    top, mass = _combined(parts.top, parts.mass, temperature)
+    p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
+    ended = ~drafted.known
     if HAS_DRAFT_LOGITS:
         if draft.token_ids is None:
-            draft_top, draft_mass = combined(
-                scratch.draft_top, scratch.draft_mass, draft_row, drafted, num_splits, temperature, SPLITS
-            )
-            y = load_dense_draft(
-                draft.logits + draft_row * draft.logits_stride, draft.column_of, token, drafted & known
-            )
-            q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
+            draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
+            q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         else:
-            draft_top = tl.load(scratch.draft_top + draft_row, mask=drafted, other=0.0, cache_modifier=".cg")
-            draft_mass = tl.load(scratch.draft_mass + draft_row, mask=drafted, other=1.0, cache_modifier=".cg")
-            token_mass = tl.load(scratch.draft_token_mass + draft_row, mask=drafted, other=0.0, cache_modifier=".cg")
-            q = token_mass / draft_mass
+            draft_top, draft_mass = parts.draft_top, parts.draft_mass
+            q = parts.draft_token_mass / draft_mass
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass
         q = tl.full([ROWS], 1.0, tl.float32)
     position = tl.load(batch.position + request)
     uniform = accept_uniform(tl.load(batch.accept + request), position + offset, offset, USE_FP64)
-    return Rows(offset, exists, drafted, token, top, mass, draft_top, draft_mass, p, q, ended, uniform)
+    return Rows(
+        offset, drafted.exists, drafted.drafted, drafted.token, top, mass, draft_top, draft_mass, p, q, ended, uniform
+    )
+
+
+@triton.jit
+def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """What the scan left of a row's groups."""
+    group = row * scratch.num_groups
+    return load_groups(
+        scratch.group_top + group, scratch.lane_floor + group * LANES, scratch.num_groups, GROUPS, LANES
+    )
 
 
 @triton.jit
@@ -107,6 +187,7 @@ def draw(
     request,
     temperature,
     rows,
+    groups,
     place,
     wants_residual,
     HAS_DRAFT_LOGITS: tl.constexpr,
@@ -119,53 +200,55 @@ def draw(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Score and token of the draw from row `place` of the request: from the residual of its draft, or from p."""
+    """Score and token of the draw from row `place` of the request: from the residual of its draft, or from p. `groups`
+    is what the scan left of that row, or None where it is still to be loaded."""
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
     state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
-    group = row * scratch.num_groups
-    bound = lane_bounds(
-        scratch.group_top + group,
-        scratch.lane_floor + group * LANES,
-        scratch.num_groups,
-        top,
-        temperature,
-        GROUPS,
-        LANES,
-    )
+    if groups is None:
+        largest, floor = load_row_groups(scratch, row, GROUPS, LANES)
+    else:
+        largest, floor = groups
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     if HAS_DRAFT_LOGITS:
         if wants_residual:
             mass = at(rows.mass, rows.offset, place)
-            log_bound = bound - tl.log(mass).to(tl.float32)
             draft_top = at(rows.draft_top, rows.offset, place)
             draft_mass = at(rows.draft_mass, rows.offset, place)
-            draft_logits = draft.logits + (first_draft + place) * draft.logits_stride
+            draft_row = first_draft + place
             if draft.token_ids is None:
+                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                draft_logits = draft.logits + draft_row * draft.logits_stride
                 best, winner = race_of_residual(
                     logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
-                    1.0, state, log_bound, USE_FP64, GROUP, GROUPS, LINE, LANES,
+                    1.0, state, bound, USE_FP64, GROUP, LINE, LANES,
                 )  # fmt: skip
             else:
-                ids = draft.token_ids + (first_draft + place) * draft.token_ids_stride
-                best, winner = race_of_sparse_residual(
-                    logits, batch.vocab, draft_logits, ids, draft.width, temperature, top, mass, draft_top, draft_mass,
-                    compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, log_bound, USE_FP64, GROUP, GROUPS,
+                best, winner = race_of_list(
+                    draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
+                    draft_mass, 1.0, state, USE_FP64, LIST, LISTS,
+                )  # fmt: skip
+                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                best, winner = race_of_unlisted(
+                    logits, draft, draft_row, batch.vocab, temperature, top, mass,
+                    compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, best, winner, bound, USE_FP64, GROUP,
                     LINE, LANES, LIST, LISTS,
                 )  # fmt: skip
         else:
+            bound = lane_bounds(largest, floor, top, temperature)
             best, winner = race_of_target(
-                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
+                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
             )
     else:
         excluded = tl.full([], -1, tl.int64)
         if EXCLUDES_DRAFT:
             excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
+        bound = lane_bounds(largest, floor, top, temperature)
         best, winner = race_of_target(
-            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, GROUPS, LINE, LANES
+            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, LINE, LANES
         )
     return best, winner
 
@@ -178,6 +261,7 @@ def resolve(
     request,
     temperature,
     rows,
+    groups,  # of the wave's only row, or None: see `draw`
     refused,  # [ROWS]: the draft is not accepted
     accepted,  # number of accepted drafts to start from
     end,  # rows from here on belong to later waves
@@ -210,7 +294,7 @@ def resolve(
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
-                batch, draft, scratch, request, temperature, rows, accepted, wants_residual, HAS_DRAFT_LOGITS,
+                batch, draft, scratch, request, temperature, rows, groups, accepted, wants_residual, HAS_DRAFT_LOGITS,
                 METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":

@@ -3,10 +3,25 @@
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.batch import announce, at, close_wave, is_decided_before, is_last, request_rows
+from draftwire_kernels.gpu.batch import (
+    announce,
+    at,
+    close_wave,
+    is_decided_before,
+    is_last,
+    load_drafts,
+    request_rows,
+)
 from draftwire_kernels.gpu.block import begin_block
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.resolve import load_rows, resolve
+from draftwire_kernels.gpu.resolve import (
+    combine_rows,
+    load_drafted,
+    load_parts,
+    load_row_groups,
+    load_tokens,
+    resolve,
+)
 from draftwire_kernels.gpu.scan import (
     INFINITY,
     NO_INDEX,
@@ -64,6 +79,7 @@ def verify_kernel(
     # Loaded before the question whether the row is needed at all, which waits for memory too.
     temperature = tl.load(batch.temperature + request)
     state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
+    tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
@@ -71,7 +87,10 @@ def verify_kernel(
         if IS_LISTED:
             if takes_list:
                 if temperature > 0:
-                    read_list(batch, draft, scratch, first_draft + offset, temperature, USE_FP64, LIST, LISTS)
+                    read_list(
+                        batch, draft, scratch, first_row + offset, first_draft + offset, temperature, USE_FP64, LIST,
+                        LISTS,
+                    )  # fmt: skip
             else:
                 read_row(
                     batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state,
@@ -83,6 +102,10 @@ def verify_kernel(
                 HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
             )  # fmt: skip
 
+    # What the decision needs is loaded as soon as its address is known, by all programs: the last one waits for less.
+    drafted = load_drafted(
+        batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
+    )
     end = tl.minimum(begin + count, num_drafts + 1)
     expected = (end - begin) * num_splits
     if IS_LISTED:
@@ -91,13 +114,18 @@ def verify_kernel(
         accepted = end
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
+        drafts = load_drafts(batch, request, WIDTH)
+        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
+        groups = None
+        if ROWS == 1 and LANES == 1 and METHOD != "block":
+            groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
         if WAVES > 1:
             # Where a program of this wave has left out its row, this load sees what it saw.
             is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
-                rows = load_rows(
-                    batch, draft, scratch, request, begin, count, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS, SPLITS
+                rows = combine_rows(
+                    batch, draft, request, drafted, parts, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
                 )
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
@@ -107,7 +135,7 @@ def verify_kernel(
                         is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
-                        batch, draft, scratch, request, temperature, rows, refused, accepted, end, METHOD,
+                        batch, draft, scratch, request, temperature, rows, groups, refused, accepted, end, METHOD,
                         HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
                     )  # fmt: skip
             else:
@@ -118,7 +146,9 @@ def verify_kernel(
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
-            close_wave(batch, scratch.waves, out, request, wave, num_waves, accepted, token, decided, WAVES, WIDTH)
+            close_wave(
+                scratch.waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES, WIDTH
+            )
 
 
 @triton.jit
@@ -155,8 +185,8 @@ def read_row(
             group_top += row * scratch.num_groups
             lane_floor += row * scratch.num_groups * LANES
         top, mass = scan_sampled(
-            logits, None, batch.vocab, temperature, state, split, num_splits, group_top, lane_floor, METHOD != "block",
-            METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, TURNS,
+            logits, None, batch.vocab, temperature, state, split, num_splits, group_top, lane_floor,
+            METHOD != "block", METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, TURNS,
         )  # fmt: skip
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
@@ -178,12 +208,21 @@ def read_row(
 
 @triton.jit
 def read_list(
-    batch, draft, scratch, draft_row, temperature, USE_FP64: tl.constexpr, LIST: tl.constexpr, LISTS: tl.constexpr
+    batch,
+    draft,
+    scratch,
+    row,
+    draft_row,
+    temperature,
+    USE_FP64: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     """Statistics of the draft logits that a row lists."""
     top, mass, token_mass = scan_list(
-        draft.logits + draft_row * draft.logits_stride, draft.token_ids + draft_row * draft.token_ids_stride,
-        draft.width, temperature, tl.load(batch.draft_tokens + draft_row), USE_FP64, LIST, LISTS,
+        batch.logits + row * batch.logits_stride, batch.vocab, draft.logits + draft_row * draft.logits_stride,
+        draft.token_ids + draft_row * draft.token_ids_stride, draft.width, temperature,
+        tl.load(batch.draft_tokens + draft_row), scratch.target_at_ids + draft_row * draft.width, USE_FP64, LIST, LISTS,
     )  # fmt: skip
     tl.store(scratch.draft_top + draft_row, top)
     tl.store(scratch.draft_mass + draft_row, mass)
