@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from draftwire import config as cfg
 from draftwire.carriers import TensorReceiver
 from draftwire.errors import Described, InvalidArgumentError
-from draftwire.tensors import decode_tensor
+from draftwire.tensors import decode_ids
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
 from verifier_service.request import AnswerLogits, ReadyDrafts, Request
@@ -18,8 +18,7 @@ from verifier_service.request import AnswerLogits, ReadyDrafts, Request
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class AnsweredSequence:
+class AnsweredSequence(NamedTuple):
     """The answer for one sequence; `drafts` is None when the drafter has no state of it."""
 
     sequence_id: int
@@ -58,8 +57,7 @@ def decode_answer(
         given = len(getattr(answer, name))
         if given != count:
             raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
-    drafted, logits = _decode_tensors(answer, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
-    tokens = drafted.tolist()
+    tokens, logits = _decode_tensors(answer, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
     start = 0
     columns = (answer.sequence_ids, answer.statuses, answer.committed_lengths, answer.last_tokens, answer.num_drafts)
     for sequence_id, status, committed_length, last_token, num_drafts in zip(*columns, strict=True):
@@ -78,13 +76,13 @@ def _decode_tensors(
     draft_vocab_size: int,
     draft_token_ids: torch.Tensor | None,
     receiver: TensorReceiver,
-) -> tuple[torch.Tensor, AnswerLogits | None]:
-    """Tokens int32 [D] and, as configured, their logits."""
+) -> tuple[list[int], AnswerLogits | None]:
+    """Tokens [D] and, as configured, their logits."""
     total = sum(answer.num_drafts)
     if total == 0:
-        return torch.empty(0, dtype=torch.int32), None
-    tokens = decode_tensor(answer.tokens, "drafts.tokens", torch.int32, (total,))
-    _check_ids(tokens, "drafts.tokens", vocab_size)
+        return [], None
+    tokens = decode_ids(answer.tokens, "drafts.tokens", total)
+    _check_range(min(tokens), max(tokens), "drafts.tokens", vocab_size)
     form = config.draft_logits.form
     if form == cfg.NONE:
         return tokens, None
@@ -95,7 +93,7 @@ def _decode_tensors(
         return tokens, AnswerLogits(logits, None, draft_token_ids, claimed.carrier)
     claimed_ids = receiver.claim(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
     ids = claimed_ids.load(CPU)  # checked where the drafter cannot change them any more
-    _check_ids(ids, "drafts.logits_token_ids", vocab_size)
+    _check_range(int(ids.min()), int(ids.max()), "drafts.logits_token_ids", vocab_size)
     ordered = ids.sort(1).values
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):  # q would be another than the one that drafts are drawn from
         rows = Described(f"{total} rows")
@@ -103,8 +101,7 @@ def _decode_tensors(
     return tokens, AnswerLogits(logits, ids, draft_token_ids, claimed.carrier)
 
 
-def _check_ids(ids: torch.Tensor, name: str, vocab_size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
+def _check_range(low: int, high: int, name: str, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         raise InvalidArgumentError(name, low if low < 0 else high, f"token ids must be in [0, {vocab_size})")
 

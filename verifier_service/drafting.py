@@ -14,7 +14,7 @@ import torch
 from draftwire import config as cfg
 from draftwire.errors import Described, InvalidArgumentError
 from draftwire.logs import fields
-from draftwire.tensors import encode_tensor
+from draftwire.tensors import encode_ids
 from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
@@ -174,7 +174,7 @@ class Drafting:
         self._watch_circuits(now)
         if any(session.takes_more for session in self._sessions.values()):
             for request in requests:
-                if request not in self._bindings and request.num_speculative_tokens > 0:
+                if request.num_speculative_tokens > 0 and request not in self._bindings:
                     self._bind(request, stores, now)
         for session in list(self._sessions.values()):
             store = stores[session.stream.head.kind]
@@ -186,8 +186,7 @@ class Drafting:
                 self._send(session, store, self._pieces(session, session.bindings, now))
             else:
                 self._hold(session, now)
-        for request in requests:
-            self._old_rows[request] = request.num_feature_rows
+        self._old_rows = {request: request.num_feature_rows for request in requests}
         self._plan(requests, now)
 
     def _leave_drained(self) -> None:
@@ -238,13 +237,20 @@ class Drafting:
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
         return Load(own, session.stream.head.row_bytes, rows, tokens)
 
+    def settle_costs(self) -> None:
+        """Works in what has been learnt of costs, which the next use would wait for."""
+        self.gate.target_cost.settle()
+        for session in self._sessions.values():
+            session.pace.cost.settle()
+
     def count_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns what became of a request's drafts."""
         binding = self._bindings.get(request)
         if binding is not None and num_drafts > 0 and num_accepted >= 0:
-            binding.session.pace.acceptance.count(num_drafts, num_accepted)
-            self._drafted[binding.session.stream.address] += num_drafts
-            self._accepted[binding.session.stream.address] += num_accepted
+            session = binding.session
+            session.pace.acceptance.count(num_drafts, num_accepted)
+            self._drafted[session.stream.address] += num_drafts
+            self._accepted[session.stream.address] += num_accepted
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
@@ -323,6 +329,7 @@ class Drafting:
         session.closed_ids = []
         spans = []
         tokens: list[int] = []
+        wanted: list[int] = []
         for binding, rows in pieces:
             request = binding.request
             if not binding.sequence_id:
@@ -331,10 +338,11 @@ class Drafting:
             binding.next_row = last
             spans.append((request.blocks, first, last))
             tokens += request.tokens[first + 1 : last + 1]
-            step.sequence_ids.append(binding.sequence_id)
-            step.first_rows.append(first)
-            step.num_rows.append(rows)
-            step.num_drafts.append(self._ask(binding, num_drafts))
+            wanted.append(self._ask(binding, num_drafts))
+        step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
+        step.first_rows.extend([first for _, first, _ in spans])
+        step.num_rows.extend([rows for _, rows in pieces])
+        step.num_drafts.extend(wanted)
         num_bytes = num_rows = 0
         features, carrier = None, draft_pb2.CARRIER_BYTES
         if pieces:
@@ -343,9 +351,7 @@ class Drafting:
             store.read(spans, features.tensor)
             features.seal()
             num_bytes, num_rows, carrier = features.tensor.nbytes, len(tokens), features.carrier
-            encode_tensor(torch.tensor(tokens, dtype=torch.int32), step.tokens)
-        self._times.count_sent(carrier, num_rows, num_bytes)
-        self.gate.count_sent(num_rows)
+            encode_ids(tokens, step.tokens)
         asked = [binding for binding, _ in pieces if binding.asked_step == step.step_id]
         most = max((binding.asked_drafts for binding in asked), default=0)
         message = session.pace.send(time.monotonic(), num_bytes, num_rows, most, len(asked), waits=waits)
@@ -353,6 +359,8 @@ class Drafting:
         for binding in asked:
             binding.wait_until = message.wait_until if waits else None
         session.stream.send(step, features)
+        self._times.count_sent(carrier, num_rows, num_bytes)
+        self.gate.count_sent(num_rows)
         if sum(message.num_bytes for message in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
             self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
 
@@ -364,15 +372,19 @@ class Drafting:
         """
         row_bytes = session.stream.head.row_bytes
         room = max(MAX_HISTORY_BYTES // row_bytes, 1)
-        backlog = session.pace.backlog_rows(now, row_bytes)
+        backlog = None
         pieces = []
         for binding in bindings:
             request = binding.request
             rows = binding.rows_behind
+            if rows <= 0:
+                continue
             if binding.next_row < min(self._old_rows.get(request, request.num_reused), request.num_feature_rows):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
             if rows > self._most_verified:
+                if backlog is None:
+                    backlog = session.pace.backlog_rows(now, row_bytes)
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:
@@ -405,9 +417,9 @@ class Drafting:
     def _ask(self, binding: Binding, num_drafts: int) -> int:
         """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
         request = binding.request
-        wanted = min(request.num_drafts_wanted, num_drafts)
         if not request.is_decoding or binding.next_row < len(request.tokens) - 1:
             return 0
+        wanted = min(request.num_drafts_wanted, num_drafts)
         binding.wait_until = None
         if wanted > 0:
             binding.asked_length, binding.asked_drafts = len(request.tokens), wanted

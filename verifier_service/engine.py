@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -304,31 +304,35 @@ class Engine:
         self.times.enter(Phase.SAMPLE)
         pending = self._sampler.launch(sampling, logits) if sampling else None
         self._hand_out()
+        self.drafting.settle_costs()
         drawn = self._sampler.finish(pending) if pending is not None else []
         self.times.enter(Phase.HOST)
         self.drafting.gate.count_step(
             sum(len(work.tokens) for work in works),
-            has_prompts=not all(work.request.is_decoding for work in works),
+            has_prompts=not all(work.is_decoding for work in works),
             busy_s=self.times.busy_s,
         )
         for work in works:
             if not work.samples:
                 work.request.num_computed = work.start + len(work.tokens)
+        now = time.monotonic()
         for work, result in zip(sampling, drawn, strict=True):
-            self._commit(work, result)
+            self._commit(work, result, now)
 
     def _forward(self, works: Sequence[Work]) -> torch.Tensor:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
-        ends = list(accumulate(len(work.tokens) for work in works))
-        rows = [row for work, end in zip(works, ends, strict=True) for row in range(end - work.num_logit_rows, end)]
-        token_ids = [token for work in works for token in work.tokens]
-        positions = [position for work in works for position in range(work.start, work.start + len(work.tokens))]
-        step = StepRows(
-            np.array(token_ids, np.int64),
-            np.array(positions, np.int64),
-            [SequenceRows(work.request.blocks, work.start, len(work.tokens)) for work in works],
-            np.array(rows, np.int64),
-        )
+        token_ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        sequences = []
+        for work in works:
+            count = len(work.tokens)
+            token_ids += work.tokens
+            positions += range(work.start, work.start + count)
+            rows += range(len(token_ids) - work.num_logit_rows, len(token_ids))
+            sequences.append(SequenceRows(work.request.blocks, work.start, count))
+        ids, places, logit_rows = (np.array(values, np.int64) for values in (token_ids, positions, rows))
+        step = StepRows(ids, places, sequences, logit_rows)
         self._count(works)
         self.times.enter(Phase.VERIFY)
         output = self._run_rows(step)
@@ -337,21 +341,22 @@ class Engine:
         return output.logits
 
     def _count(self, works: Sequence[Work]) -> None:
-        verified = [len(work.tokens) for work in works if work.request.is_decoding]
+        verified = [len(work.tokens) for work in works if work.is_decoding]
         prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
         self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
-    def _commit(self, work: Work, drawn: Drawn) -> None:
-        """Appends the drawn tokens to the request; drafts past the accepted ones are rolled back by length."""
+    def _commit(self, work: Work, drawn: Drawn, now: float) -> None:
+        """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length."""
         request = work.request
         if not request.blocks:
             return  # ended since: its former output could not be handed out
-        if request.is_decoding:
+        if work.is_decoding:
             request.count_step(work.num_drafts, len(drawn.tokens))
             self.metrics.count_step(work.num_drafts, max(len(drawn.tokens) - 1, 0))
-            if work.num_drafts == 0 and drawn.tokens:
+            if work.num_drafts > 0:
+                self.drafting.count_verified(request, work.num_drafts, len(drawn.tokens) - 1)
+            elif drawn.tokens:
                 self.metrics.count_fallback(self._fallback_cause(work))
-            self.drafting.count_verified(request, work.num_drafts, len(drawn.tokens) - 1)
             request.num_computed = work.start + len(drawn.tokens)
         else:
             request.num_computed = work.start + len(work.tokens)
@@ -364,7 +369,6 @@ class Engine:
             self._end(request, _undecodable(request, error))
             return
         request.tokens += piece.token_ids
-        now = time.monotonic()
         if request.first_token is None:
             request.first_token = now
         has_ended = piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
@@ -444,8 +448,7 @@ class Engine:
             self._deliver(items)
 
 
-@dataclass(frozen=True)
-class _Emission:
+class _Emission(NamedTuple):
     """Output of one request in a step, whose text is still to be written."""
 
     work: Work

@@ -49,7 +49,7 @@ class FeatureStore:
 
     def first_row(self, request: Request) -> int:
         """First row of the request from which on all have features."""
-        missing = np.flatnonzero(~self._is_written[_slots(request.blocks, 0, request.num_feature_rows)])
+        missing = np.flatnonzero(~self._is_written[_slots([(request.blocks, 0, request.num_feature_rows)])])
         return int(missing[-1]) + 1 if len(missing) else 0
 
     def holds(self, block: int) -> bool:
@@ -73,15 +73,22 @@ class FeatureStore:
             [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
             the current stream, and the host does not wait.
         """
-        (index,) = upload([np.concatenate([_slots(*span) for span in spans])], self._rows.device)
+        (index,) = upload([_slots(spans)], self._rows.device)
         if out.device == self._rows.device and out.dtype == self._rows.dtype:
             torch.index_select(self._rows, 0, index, out=out)
         else:
             out.copy_(self._rows.index_select(0, index), non_blocking=True)
 
 
-def _slots(blocks: Sequence[int], first: int, last: int) -> np.ndarray:
-    rows = np.arange(first, last)
-    first_block = first // BLOCK_SIZE  # a long context has thousands
-    own = np.asarray(blocks[first_block : -(-last // BLOCK_SIZE)], np.int64)
-    return own[rows // BLOCK_SIZE - first_block] * BLOCK_SIZE + rows % BLOCK_SIZE
+def _slots(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:
+    """Where rows first .. last - 1 of each (blocks, first, last) are in the cache, sequence after sequence."""
+    shifts, counts = [], []  # of each piece in one block: from a row's place in the result to its slot, and its rows
+    num_rows = 0
+    for blocks, first, last in spans:
+        for block in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
+            begin = max(first, block * BLOCK_SIZE)
+            count = min(last, (block + 1) * BLOCK_SIZE) - begin
+            shifts.append((blocks[block] - block) * BLOCK_SIZE + begin - num_rows)
+            counts.append(count)
+            num_rows += count
+    return np.arange(num_rows) + np.repeat(np.array(shifts, np.int64), np.array(counts, np.int64))

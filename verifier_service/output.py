@@ -40,7 +40,7 @@ class OutputBuilder:
         self._stops = StopFinder(params.stop)
         self._has_stops = len(params.stop) > 0
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._end_token_ids = self._stop_token_ids | (frozenset() if params.ignore_eos else eos_token_ids)
         self._max_tokens = params.max_tokens
         self._min_tokens = params.min_tokens
         self._count = 0
@@ -48,10 +48,15 @@ class OutputBuilder:
     def take(self, token_ids: list[int], room: int) -> Piece:
         """Takes a step's tokens; `room` is how many more tokens the context holds."""
         piece = Piece()
-        for token_id in token_ids:
+        last = min(self._max_tokens - self._count, room)
+        for number, token_id in enumerate(token_ids, 1):
             self._count += 1
             piece.token_ids.append(token_id)
-            self._check_end(token_id, piece, room)
+            if token_id in self._end_token_ids and self._count > self._min_tokens:
+                piece.finish_reason = pb.FINISH_REASON_STOP
+                piece.stop_token_id = token_id if token_id in self._stop_token_ids else None
+            elif number >= last:
+                piece.finish_reason = pb.FINISH_REASON_LENGTH
             if self._has_stops:
                 self._write_token(token_id, piece, is_last=piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED)
             if piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
@@ -66,16 +71,6 @@ class OutputBuilder:
         for i, token_id in enumerate(piece.token_ids):
             has_ended = i == last and piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED
             self._write_token(token_id, piece, is_last=has_ended)
-
-    def _check_end(self, token_id: int, piece: Piece, room: int) -> None:
-        if self._count > self._min_tokens:
-            if token_id in self._stop_token_ids:
-                piece.stop_token_id = token_id
-            if token_id in self._stop_token_ids or token_id in self._eos_token_ids:
-                piece.finish_reason = pb.FINISH_REASON_STOP
-                return
-        if self._count >= self._max_tokens or len(piece.token_ids) >= room:
-            piece.finish_reason = pb.FINISH_REASON_LENGTH
 
     def _write_token(self, token_id: int, piece: Piece, *, is_last: bool) -> None:
         """Adds a token's text, and with the last token what is held back; an end token has none."""

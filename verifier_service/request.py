@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +36,7 @@ class AnswerLogits:
         return sum(tensor[:1].nbytes for tensor in (self.values, self.token_ids) if tensor is not None)
 
 
-@dataclass(frozen=True)
-class ReadyDrafts:
+class ReadyDrafts(NamedTuple):
     """Draft tokens that have arrived and what they continue."""
 
     committed_length: int
@@ -47,7 +47,7 @@ class ReadyDrafts:
 
     def first(self, count: int) -> ReadyDrafts:
         """The first `count` of them."""
-        return replace(self, tokens=self.tokens[:count])
+        return self._replace(tokens=self.tokens[:count])
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether the last token was drawn and all before it have run."""
-        return self.num_output > 0 and self.num_computed == len(self.tokens) - 1
+        return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
 
     @property
     def num_drafts_wanted(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,7 @@ METHOD_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What a step drew for one request: no tokens when its logits were not a distribution."""
 
     tokens: list[int]
@@ -48,6 +48,7 @@ class PendingDraw:
     """Tokens on their way from the device; see `TokenSampler.finish`."""
 
     works: Sequence[Work]
+    wishes: Sequence[_Wishes]  # of the works' requests
     logits: torch.Tensor
     groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
     copied: torch.cuda.Event | None
@@ -65,6 +66,7 @@ class _Wishes:
     min_tokens: int
     end_ids: frozenset[int]  # not drawn before min_tokens
     is_plain: bool  # nothing but the temperature, once min_tokens are out
+    logprobs: int | None  # told of the emitted token and of so many most likely ones; None tells none
 
 
 class TokenSampler:
@@ -120,7 +122,8 @@ class TokenSampler:
         logits
             [R, V], the rows of the works one after another, num_logit_rows each. Not to be written before `finish`.
         """
-        processed = self._process(works, logits)
+        wishes = [self._wishes_of(work.request) for work in works]
+        processed = self._process(works, wishes, logits)
         first_rows = [0, *accumulate(work.num_logit_rows for work in works)]
         groups = []
         for members in _by_columns(works):
@@ -128,13 +131,13 @@ class TokenSampler:
             if len(members) < len(works):
                 index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
-            packed = self._reject([works[i] for i in members], rows)
+            packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
             groups.append((members, packed.to("cpu", non_blocking=True)))
         copied = None
         if self._device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record()
-        return PendingDraw(works, logits, groups, copied)
+        return PendingDraw(works, wishes, logits, groups, copied)
 
     def finish(self, pending: PendingDraw) -> list[Drawn]:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
@@ -148,13 +151,15 @@ class TokenSampler:
         self._history.count(works, drawn)
         first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
         return [
-            Drawn(tokens, _logprobs(work, tokens, pending.logits, first))
-            for work, tokens, first in zip(works, drawn, first_rows, strict=False)
+            Drawn(tokens, [] if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))
+            for own, tokens, first in zip(pending.wishes, drawn, first_rows, strict=False)
         ]
 
-    def _process(self, works: Sequence[Work], logits: torch.Tensor) -> torch.Tensor:
-        wishes = [self._wishes_of(work.request) for work in works]
-        if all(w.is_plain and work.request.num_output >= w.min_tokens for w, work in zip(wishes, works, strict=True)):
+    def _process(self, works: Sequence[Work], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
+        if all(
+            w.is_plain and (w.min_tokens == 0 or work.request.num_output >= w.min_tokens)
+            for w, work in zip(wishes, works, strict=True)
+        ):
             return logits
         penalties = self._history.penalties(works)
         drafts = None
@@ -189,17 +194,18 @@ class TokenSampler:
                 end_ids=frozenset(params.stop_token_ids)
                 | (frozenset() if params.ignore_eos else self._eos_token_ids),
                 is_plain=not (has_filter or bias or uses_penalties(params)),
+                logprobs=params.logprobs if params.HasField("logprobs") else None,
             )
         return wishes
 
-    def _reject(self, works: Sequence[Work], logits: torch.Tensor) -> torch.Tensor:
+    def _reject(self, works: Sequence[Work], temperatures: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
         """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
         requests = [work.request for work in works]
         arrays: list[np.ndarray] = [
             np.array(_draft_tokens(works), np.int64),
             np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
             *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
-            np.array([self._wishes[request].temperature for request in requests], np.float32),
+            np.array(temperatures, np.float32),
         ]
         return self._draw(logits, arrays, _cu_rows(works), self._draft_logits(works))
 
@@ -311,16 +317,15 @@ def _suppression(works: Sequence[Work], wishes: Sequence[_Wishes]) -> Suppressio
 
 
 def _logprobs(
-    work: Work, tokens: list[int], logits: torch.Tensor, first_row: int
+    count: int, tokens: list[int], logits: torch.Tensor, first_row: int
 ) -> list[generate_pb2.TokenLogprobs]:
-    """Log probabilities of the emitted tokens under the target's own logits, whose rows begin at `first_row`."""
-    params = work.request.params
-    if not params.HasField("logprobs") or not tokens:
+    """Log probabilities of the emitted tokens and the `count` likeliest under the target, from row `first_row` on."""
+    if not tokens:
         return []
     logprobs = logits[first_row : first_row + len(tokens)].float().log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (logprobs > own).sum(1) + 1
-    top = logprobs.topk(min(params.logprobs, logits.shape[1]), dim=1)
+    top = logprobs.topk(min(count, logits.shape[1]), dim=1)
     return [
         generate_pb2.TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
         for logprob, rank, ids, values in zip(

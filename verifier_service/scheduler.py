@@ -25,10 +25,12 @@ class Work:
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
     lacks_blocks: bool = False  # its drafts were dropped: there were no blocks for their rows
+    is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
 
     def __post_init__(self) -> None:
+        self.is_decoding = self.request.is_decoding
         self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
         self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
 
@@ -111,7 +113,8 @@ class Scheduler:
         if self._cache.num_free < len(decoding):
             self._take_back_draft_rows()
         for request in decoding:
-            self._grow(request)
+            if len(request.tokens) > len(request.blocks) * BLOCK_SIZE:
+                self._grow(request)
         works = [self._decode(request) for request in decoding if request.blocks]
         room = self._max_prefill_rows
         for request in self.running:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -842,7 +841,7 @@ def test_drafts_that_belie_their_logits_are_found_among_those_of_other_sequences
         first += count
     assert find_belied(answers, use_fp64=False) == []
     for request, drafts in answers:
-        wrong = replace(drafts, tokens=[*drafts.tokens[:-1], (drafts.tokens[-1] + 1) % VOCAB])
+        wrong = drafts._replace(tokens=[*drafts.tokens[:-1], (drafts.tokens[-1] + 1) % VOCAB])
         others = [(request, wrong) if one is request else (one, its) for one, its in answers]
         (found,) = find_belied(others, use_fp64=False)
         assert found is wrong

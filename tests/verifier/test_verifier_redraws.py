@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ class Drafter:
         numbers = (torch.tensor([one]) for one in (1.0, self.request.keys.proposal, length))
         token = int(gumbel_sample(logits, *numbers, draft_offset=0))
         self._honest = ReadyDrafts(length, self.request.tokens[-1], [token], AnswerLogits(logits, None, None), 0)
-        self._lie = replace(self._honest, tokens=[(token + 1) % VOCAB])
+        self._lie = self._honest._replace(tokens=[(token + 1) % VOCAB])
 
     @property
     def num_redrawn(self) -> int:
@@ -50,7 +49,7 @@ class Drafter:
         """One message."""
         assert not self.is_expelled
         (session,) = self.scene.drafting._sessions.values()
-        answered = [(self.request, replace(self._lie) if is_lie else self._honest) for is_lie in are_lies]
+        answered = [(self.request, self._lie._replace() if is_lie else self._honest) for is_lie in are_lies]
         self.answers += len(are_lies)
         self.lies += sum(are_lies)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
 
 # Observations after which an estimate decides.
@@ -20,42 +22,65 @@ HALF_LIFE_STEPS = (64, 16)
 MOST_WEIGHT = 1e9
 
 
+class _LazyEstimate:
+    """A `LinearEstimate` that works observations in when it is read, so that this can be done when there is time."""
+
+    def __init__(self, shares: Sequence[float], drift: float) -> None:
+        self._estimate = LinearEstimate(shares, drift)
+        self._news: list[tuple[tuple[float, ...], float, float]] = []
+
+    def observe(self, causes: tuple[float, ...], seconds: float, now: float) -> None:
+        """See `LinearEstimate`."""
+        self._news.append((causes, seconds, now))
+
+    def read(self) -> LinearEstimate:
+        """The estimate after all observations."""
+        for observation in self._news:
+            self._estimate.observe(*observation)
+        self._news.clear()
+        return self._estimate
+
+
 class TargetCost:
     """Time of the engine's thread for a step without prompts: fixed + rows + feature rows sent before it."""
 
     def __init__(self) -> None:
-        self._estimate = LinearEstimate((1.0, 0.0, 0.0), TARGET_DRIFT)
+        self._estimate = _LazyEstimate((1.0, 0.0, 0.0), TARGET_DRIFT)
         self._explored = 0.0
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
         self._estimate.observe((1.0, rows, feature_rows), seconds, now)
 
+    def settle(self) -> None:
+        """Works in the steps taken, which the next use would do."""
+        self._estimate.read()
+
     @property
     def is_known(self) -> bool:
         """Whether enough steps have been seen."""
-        return self._estimate.count >= ENOUGH
+        return self._estimate.read().count >= ENOUGH
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds of a step, above 0, of each of its rows and of each feature row."""
-        _, per_row, per_feature_row = self._estimate.weights
+        _, per_row, per_feature_row = self._estimate.read().weights
         return self.fixed, per_row, per_feature_row
 
     @property
     def fixed(self) -> float:
         """Seconds that a step takes whatever its rows: what two steps pay twice and a joint one once."""
-        return max(self._estimate.weights[0], CLOCK_S)
+        return max(self._estimate.read().weights[0], CLOCK_S)
 
     def seconds(self, rows: float) -> float:
         """Expected time of a step that no features were sent before."""
-        return self._estimate.predict((1.0, rows, 0.0))
+        return self._estimate.read().predict((1.0, rows, 0.0))
 
     def wants_step_of(self, rows: float, now: float) -> bool:
         """Whether a step of about so many rows should be tried out; once it says so, it rests for a while."""
         if not self.is_known or now < self._explored + EXPLORE_EVERY_S:
             return False
-        is_uncertain = self._estimate.uncertainty((1.0, rows, 0.0)) > UNCERTAIN * self.seconds(rows)
+        is_uncertain = self._estimate.read().uncertainty((1.0, rows, 0.0)) > UNCERTAIN * self.seconds(rows)
         if is_uncertain:
             self._explored = now
         return is_uncertain
@@ -65,8 +90,8 @@ class DrafterCost:
     """Time from a message to its answer: round trip + bytes + the computing time that the drafter tells."""
 
     def __init__(self) -> None:
-        self._link = LinearEstimate((1.0, 0.0), LINK_DRIFT)
-        self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
+        self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
+        self._compute = _LazyEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
 
     def observe(
         self, seconds: float, num_bytes: int, rows: int, drafts: int, sequences: int, compute_s: float, now: float
@@ -87,35 +112,40 @@ class DrafterCost:
         self._link.observe((1.0, num_bytes), max(0.0, seconds - compute_s), now)
         self._compute.observe((1.0, drafts, drafts * sequences, rows), compute_s, now)
 
+    def settle(self) -> None:
+        """Works in the answers taken, which the next use would do."""
+        self._link.read()
+        self._compute.read()
+
     @property
     def is_known(self) -> bool:
         """Whether enough answers have been seen."""
-        return self._link.count >= ENOUGH
+        return self._link.read().count >= ENOUGH
 
     @property
     def jitter(self) -> float:
         """Standard deviation of an answer around its expected time, seconds."""
-        return self._link.noise
+        return self._link.read().noise
 
     @property
     def link(self) -> tuple[float, float]:
         """Seconds of a round trip and of each byte."""
-        fixed, per_byte = self._link.weights
+        fixed, per_byte = self._link.read().weights
         return fixed, per_byte
 
     @property
     def compute(self) -> tuple[float, float, float, float]:
         """Seconds of an answer, of each draft position, of each draft and of each row."""
-        fixed, per_position, per_draft, per_row = self._compute.weights
+        fixed, per_position, per_draft, per_row = self._compute.read().weights
         return fixed, per_position, per_draft, per_row
 
     def transfer_s(self, num_bytes: int) -> float:
         """Expected time on the link, both ways."""
-        return self._link.predict((1.0, num_bytes))
+        return self._link.read().predict((1.0, num_bytes))
 
     def compute_s(self, rows: int, drafts: int, sequences: int) -> float:
         """Expected computing time."""
-        return self._compute.predict((1.0, drafts, drafts * sequences, rows))
+        return self._compute.read().predict((1.0, drafts, drafts * sequences, rows))
 
 
 class Acceptance:
