@@ -91,4 +91,4 @@ def _slots(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:
             shifts.append((blocks[block] - block) * BLOCK_SIZE + begin - num_rows)
             counts.append(count)
             num_rows += count
-    return np.arange(num_rows) + np.repeat(np.array(shifts, np.int64), np.array(counts, np.int64))
+    return np.arange(num_rows) + np.array(shifts, np.int64).repeat(np.array(counts, np.int64))

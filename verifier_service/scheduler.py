@@ -108,7 +108,8 @@ class Scheduler:
         place of a row of a decoding request.
         """
         for request in self.running:
-            self._publish(request)
+            if request.num_computed // BLOCK_SIZE > request.num_published:
+                self._publish(request)
         decoding = [request for request in self.running if request.is_decoding and is_ready(request)]
         if self._cache.num_free < len(decoding):
             self._take_back_draft_rows()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 import torch
 
@@ -15,8 +15,8 @@ from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
 
 
-class Phase(Enum):
-    """What the engine's thread is doing."""
+class Phase(IntEnum):
+    """What the engine's thread is doing. Numbers, for each step looks phases up some twenty times."""
 
     IDLE = auto()  # no request to compute
     WAIT = auto()  # for drafts

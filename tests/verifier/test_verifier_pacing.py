@@ -131,6 +131,15 @@ def test_the_target_cost_tells_its_fixed_part_from_rows():
     assert target.seconds(160) == pytest.approx(FIXED_S + 160 * ROW_S, rel=0.01)
 
 
+def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read_at_the_end():
+    settled, late = DrafterCost(), DrafterCost()
+    for i in range(50):
+        for one in (settled, late):
+            one.observe(2e-3 + 1e-4 * (i % 3), ROW_BYTES * (1 + i % 5), 1 + i % 5, 4, 1, 1e-3, 0.01 * i)
+        settled.settle()
+    assert (settled.link, settled.compute, settled.jitter) == (late.link, late.compute, late.jitter)
+
+
 def test_nothing_is_known_before_enough_has_been_seen():
     target, drafter = TargetCost(), DrafterCost()
     assert not target.is_known
