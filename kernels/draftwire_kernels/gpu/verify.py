@@ -102,7 +102,7 @@ def verify_kernel(
                 HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
             )  # fmt: skip
 
-    # What the decision needs is loaded as soon as its address is known, by all programs: the last one waits for less.
+    # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
     drafted = load_drafted(
         batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
     )
