@@ -34,6 +34,31 @@ def token_word(state: int, token: int) -> int:
     return x ^ (x >> 14)
 
 
+def key_with_least_word(token: int, position: int, offset: int) -> int:
+    """A key, signed, under which the word of `token` is 0 at that place: the hashes are bijections, undone here."""
+    high = 0x9E3779B9 ^ token
+    low = _unmixed(_unshifted(high, 11, 32), (17,), (0xED5AD4BB,), 32) ^ token
+    state = high << 32 | low
+    for step in ((offset + 1) * 0xD1B54A32D192ED03, (position + 1) * 0x9E3779B97F4A7C15, 0x9E3779B97F4A7C15):
+        state = _unmixed(_unshifted(state, 31, 64), (30, 27), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 64) - step
+    return (state + 2**63) % 2**64 - 2**63
+
+
+def _unmixed(x: int, shifts: Sequence[int], multipliers: Sequence[int], bits: int) -> int:
+    for shift, multiplier in zip(reversed(shifts), reversed(multipliers), strict=True):
+        x = _unshifted(x * pow(multiplier, -1, 2**bits) % 2**bits, shift, bits)
+    return x
+
+
+def _unshifted(x: int, shift: int, bits: int) -> int:
+    """The word y below 2**bits with y ^ (y >> shift) = x."""
+    x %= 2**bits
+    y = x
+    for _ in range(bits // shift):
+        y = x ^ (y >> shift)
+    return y
+
+
 def uniform(word: int, low_word: int) -> float:
     return min((word + (low_word + 0.5) * 2.0**-32) * 2.0**-32, 1 - 2.0**-53)
 

@@ -1,6 +1,7 @@
 """The Triton kernels against the reference: compiled on CUDA, through Triton's interpreter elsewhere."""
 
 import pytest
+import sampling_oracle as oracle
 import torch
 from markov import Case, chi_square_ratio, simulate
 from test_kernels_law import CASES, _name
@@ -189,6 +190,57 @@ def test_gumbel_sample(vocab: int, use_fp64: bool, dtype: torch.dtype) -> None:
         )
         assert tokens.tolist() == expected.tolist()
         assert tokens[5:].tolist() == [1, -1, -1, 0]
+
+
+@pytest.mark.parametrize("is_filtered", [False, True], ids=["runs", "filtered"])
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [(m, f) for m in ("standard", "block") for f in ("dense", "top-n")]
+    + [("standard", "one-hot"), ("coupled", "one-hot")],
+)
+def test_the_least_uniform_has_no_infinite_noise(method: str, form: str, use_fp64: bool, is_filtered: bool) -> None:
+    """The word 0 comes once in 2**32: in a row of 128256 tokens once in 33,000 rows."""
+    batch = Batch(6, requests=4, vocab=300, spread=0.5, max_k=1)
+    logits = batch.draft_logits(form)
+    batch.temperature[:] = 0.7
+    drawn_at = []
+    for b in range(4):
+        drawn_at.append(int(_reference(batch, logits, method, use_fp64).num_emitted[b]) - 1)
+        token = 70 * b + 11
+        key = oracle.key_with_least_word(token, int(batch.position[b]) + drawn_at[b], 0)
+        assert oracle.token_word(oracle.row_state(key, int(batch.position[b]) + drawn_at[b], 0), token) == 0
+        batch.keys.resample[b] = key
+        if is_filtered:
+            batch.target[int(batch.cu_rows[b]) + drawn_at[b], token] = -INF
+    _both(batch, logits, method, use_fp64)
+    tokens = _reference(batch, logits, method, use_fp64).tokens.tolist()
+    found = sum(70 * b + 11 in row for b, row in enumerate(tokens))
+    assert found == 0 if is_filtered else found >= 3
+
+
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+def test_a_draw_of_the_least_uniform(use_fp64: bool) -> None:
+    tokens = [0, 77, 3, 599]
+    keys = [oracle.key_with_least_word(token, 40 + i, 3) for i, token in enumerate(tokens)]
+    rows = torch.randn(4, 600, generator=torch.Generator().manual_seed(1))
+    drawn = launch.gumbel_sample(
+        rows.to(DEVICE),
+        torch.ones(4, device=DEVICE),
+        torch.tensor(keys, device=DEVICE),
+        torch.arange(40, 44, device=DEVICE),
+        3,
+        None,
+        use_fp64,
+        Tuning(programs=8),
+    )
+    assert drawn.tolist() == tokens
+
+
+def _reference(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool) -> RejectionResult:
+    return public_rejection_sample(
+        *batch.args(), draft_logits=logits, method=method, use_fp64=use_fp64, backend="reference"
+    )
 
 
 @pytest.mark.parametrize("row", [[0.0, NAN, 0.0, 0.0], [-INF] * 4, [INF, 0.0, INF, 0.0], [3e38, -3e38, 0.0, 3e38]])

@@ -14,6 +14,7 @@ _TURN_0, _TURN_1, _TURN_2, _TURN_3 = (tl.constexpr(s) for s in definition.TOKEN_
 _CELL = tl.constexpr(2.0**-32)
 _HALF_CELL = tl.constexpr(2.0**-33)
 _LOG_CELLS = tl.constexpr(22.180709777918249)  # log 2**32
+_LEAST_FLOOR = tl.constexpr(2.0**-34)  # cells; below the least uniform in float64, which is 2**-33
 _MAX_UNIFORM32 = tl.constexpr(definition.MAX_UNIFORM32)
 _MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
 
@@ -67,8 +68,8 @@ def uniform_floor(words):
 
 @triton.jit
 def log_floor(cells):
-    """Logarithm of a floor that is in cells; -inf for 0."""
-    return tl.log(cells) - _LOG_CELLS
+    """Logarithm of a floor that is in cells. The word 0 has the floor 0, and still a bound that is finite."""
+    return tl.log(tl.maximum(cells, _LEAST_FLOOR)) - _LOG_CELLS
 
 
 @triton.jit
