@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from draftwire.security import LOOPBACK, ClientSecurity, open_channel
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
+LOG_CHARS = 3000  # of a log's beginning and of its end, in an error
 DRAFTWIRE = (sys.executable, "-m", "draftwire")
 # With this set, `python -m draftwire` ends when its standard input does: the kernel closes that pipe however the parent
 # ends, on every system.
@@ -64,7 +66,7 @@ class ServiceProcess:
         Raises
         ------
         ServerError
-            With the end of its log, when it ends or is not healthy in time.
+            With its log, when it ends or is not healthy in time.
         """
         self.name = arguments[0]
         self._own_log = log_path is None
@@ -179,11 +181,27 @@ class ServiceProcess:
                 self._check_start(ended, deadline)
                 time.sleep(POLL_S)
 
+    def check_running(self, grace_s: float = 1.0) -> None:
+        """Raises ServerError with its status and its log when it has ended, or does so within `grace_s` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(grace_s)
+            raise self._failure(f"ended with status {self.returncode}")
+
     def _check_start(self, ended: bool, deadline: float) -> None:
-        if not ended and time.monotonic() < deadline:
-            return
-        what = f"ended with status {self.returncode}" if ended else "was not ready in time"
-        raise ServerError(f"the {self.name} {what}; the end of its log:\n{self.log_text()[-4000:].strip()}")
+        if ended:
+            raise self._failure(f"ended with status {self.returncode}")
+        if time.monotonic() >= deadline:
+            raise self._failure("was not ready in time")
+
+    def _failure(self, what: str) -> ServerError:
+        return ServerError(f"the {self.name} {what}; its log:\n{both_ends(self.log_text().strip())}")
+
+
+def both_ends(log: str) -> str:
+    """A log without its middle, if it is long: what went wrong first stands before what came of it."""
+    if len(log) <= 2 * LOG_CHARS:
+        return log
+    return f"{log[:LOG_CHARS]}\n[{len(log) - 2 * LOG_CHARS} characters]\n{log[-LOG_CHARS:]}"
 
 
 def start_drafter(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from draftwire.client import Client
-from draftwire.errors import ServerError
+from draftwire.errors import DraftwireError, ServerError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.v1 import generate_pb2 as pb
 
@@ -63,12 +63,23 @@ def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_
 
 @contextmanager
 def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]:
-    """The address of a verifier with one drafter; both run while the context lasts."""
+    """The address of a verifier with one drafter; both run while the context lasts.
+
+    Raises
+    ------
+    ServerError
+        With its log, where the context fails because a service has ended by itself.
+    """
     with (
         drafter_process(options) as drafter,
         verifier_process(options, [drafter.address], speculative_config) as verifier,
     ):
-        yield verifier.address
+        try:
+            yield verifier.address
+        except DraftwireError:
+            for service in (verifier, drafter):
+                service.check_running()
+            raise
 
 
 def wait_for_drafters(client: Client, timeout_s: float = DRAFTER_TIMEOUT_S) -> pb.GetVerifierInfoResponse:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from fake_verifier import ROW_BYTES, VOCAB_SIZE, FakeVerifier, served
 
+from draftwire.bench import services
 from draftwire.bench.load import Planned
 from draftwire.bench.workload import Level, in_slots, random_prompts, read_prompts
 from draftwire.cli.main import main
 from draftwire.errors import InvalidArgumentError
+from draftwire.processes import LOG_CHARS, both_ends
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SMALL = ("--concurrency", "2", "--prompt-tokens", "5", "--output-tokens", "9", "--client-processes", "1")
@@ -220,3 +224,30 @@ def test_the_demo_pair_from_start_to_plot(tmp_path):
     assert "memory, MiB" in result.output
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "no work was skipped" in result.output
+
+
+def test_a_service_that_ends_meanwhile_is_named_with_its_log(monkeypatch):
+    def killed_after_a_while(*arguments):
+        verifier = services.start_verifier(str(DEMO / "target"), arguments[1], "--device", "cpu")
+        threading.Timer(1.0, verifier.send_signal, [signal.SIGABRT]).start()
+        return verifier
+
+    monkeypatch.setattr(services, "verifier_process", killed_after_a_while)
+    result = bench(
+        *("--target", str(DEMO / "target"), "--head", str(DEMO / "head")),
+        *("--verifier-device", "cpu", "--drafter-device", "cpu", "--drafting", "off"),
+        *("--concurrency", "2", "--prompt-tokens", "16", "--output-tokens", "900"),
+    )
+    assert result.exit_code == 1
+    told = " ".join(result.output.split())
+    assert f"the verifier ended with status -{signal.SIGABRT.value}; its log: " in told
+    assert "Fatal Python error: Aborted" in told
+
+
+def test_a_long_log_keeps_what_came_first_and_last():
+    log = "".join(f"line {i}\n" for i in range(2000))
+    shown = both_ends(log)
+    assert shown.startswith("line 0\n")
+    assert shown.endswith("line 1999\n")
+    assert len(shown) < 2 * LOG_CHARS + 40
+    assert both_ends("short") == "short"
