@@ -27,6 +27,11 @@ def _power(count: int) -> int:
     return triton.next_power_of_2(max(count, 1))
 
 
+def _capacity(count: int) -> int:
+    """Compile-time room for `count` entries: one, or the same for all small numbers, for which one kernel does."""
+    return 1 if count == 1 else max(_power(count), 8)
+
+
 def _aligned(count: int) -> int:
     """Numbers of 4 bytes up to a multiple of 16 bytes: kernels are compiled again for pointers that are not."""
     return -(-count // 4) * 4
@@ -191,7 +196,7 @@ def _verify(
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
-            decision=buffer(num_requests, most, 2, dtype=torch.int32),
+            decision=buffer(num_requests, max(_capacity(waves), tests), 2, dtype=torch.int32),
         ),
         block=block,
     )
@@ -205,7 +210,7 @@ def _verify(
         "LINE": shape.line,
         "LIST": list_size,
         "LISTS": lists,
-        "WIDTH": _power(most_rows),
+        "WIDTH": _capacity(most_rows),
         "num_warps": TILE,
         **SAME_IN_ALL_THREADS,
     }
@@ -226,9 +231,9 @@ def _verify(
             TURNS=shape.turns(),
             DRAFT_GROUP=draft_shape.group,
             DRAFT_TURNS=draft_shape.turns(),
-            ROWS=_power(count),
+            ROWS=_capacity(count),
             SPLITS=_power(shape.num_splits),
-            WAVES=waves,
+            WAVES=_capacity(waves),
             **constants,
             **first.limit(is_wide),
         )
