@@ -114,6 +114,15 @@ class GpuMemory:
         return left
 
 
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event that is timed, on the device's current stream; None on the CPU, where nothing is left to be done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 _ALIGNMENT = 16
 
 

@@ -70,6 +70,15 @@ class Mailbox(Generic[T]):
         """The next item or message; raises queue.Empty when there is none."""
         return self.get(0)
 
+    def wait(self, timeout: float) -> bool:
+        """Whether there is an item or a message, now or within so many seconds, to some 50 us exactly."""
+        self._collect()
+        if not (self._messages or self._items):
+            # epoll itself waits for whole milliseconds.
+            select.select([self._poll.fileno()], [], [], timeout)
+            self._collect()
+        return bool(self._messages or self._items)
+
     def leftovers(self) -> Iterator[T]:
         """Takes the items that are there; from any thread, once the owner has ended."""
         with contextlib.suppress(IndexError):

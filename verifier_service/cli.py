@@ -52,6 +52,12 @@ from verifier_service.options import VerifierOptions
     help="Whether prompts that begin alike are computed once; how fast one is tells that another was there before.",
 )
 @click.option(
+    "--async-scheduling/--no-async-scheduling",
+    default=None,
+    help="Launch a step before the tokens of the one before it are known on the host. "
+    "Default: on a GPU, where the target is not split.",
+)
+@click.option(
     "--draft-deadline-ms",
     default="500",
     show_default=True,

@@ -252,6 +252,11 @@ class Drafting:
             self._drafted[session.stream.address] += num_drafts
             self._accepted[session.stream.address] += num_accepted
 
+    def may_draft(self, request: Request) -> bool:
+        """Whether a request has a place at a drafter, or may get one."""
+        may_get_one = request.num_speculative_tokens > 0 and any(one.takes_more for one in self._sessions.values())
+        return may_get_one or request in self._bindings
+
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
         if request.num_speculative_tokens == 0:
@@ -379,7 +384,7 @@ class Drafting:
             rows = binding.rows_behind
             if rows <= 0:
                 continue
-            if binding.next_row < min(self._old_rows.get(request, request.num_reused), request.num_feature_rows):
+            if binding.next_row < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
             if rows > self._most_verified:
@@ -417,7 +422,7 @@ class Drafting:
     def _ask(self, binding: Binding, num_drafts: int) -> int:
         """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
         request = binding.request
-        if not request.is_decoding or binding.next_row < len(request.tokens) - 1:
+        if not request.is_decoding or request.is_in_flight or binding.next_row < len(request.tokens) - 1:
             return 0
         wanted = min(request.num_drafts_wanted, num_drafts)
         binding.wait_until = None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftwire.devices import make_current
+from draftwire.devices import make_current, record_event
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
@@ -29,17 +29,19 @@ from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
-from verifier_service.sampler import Drawn, TokenSampler
+from verifier_service.sampler import Drawn, PendingDraw, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
-from verifier_service.step_times import Phase, StepTimes
+from verifier_service.step_times import Phase, StepMarks, StepTimes
 from verifier_service.target import Target
-from verifier_service.target_runner import StepRows, start_runner
+from verifier_service.target_runner import DrawnTokens, StepOutput, StepRows, start_runner
 
 logger = logging.getLogger(__name__)
 
 # What the engine hands to a request's sink.
 Item = generate_pb2.GenerateResponse | DraftwireError
 
+# How often a thread that waits for a step looks for drafts that let it launch the next one.
+LOOK_EVERY_S = 50e-6
 # How long output waits for the drafts of the next step, whose forward pass hides the work of handing it out.
 OUTPUT_DELAY_S = 0.003
 
@@ -55,6 +57,7 @@ class EngineLimits:
     draft_deadline_s: float | None  # None waits until a drafter answers or is lost
     adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
     prefix_caching: bool = True
+    async_scheduling: bool = False  # whether a step is launched before the tokens of the one before it are known
 
     @property
     def max_open(self) -> int:
@@ -82,12 +85,43 @@ class _Refused:
 _Event = _Arrived | _Cancelled | _Refused | LinkEvent
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched, until its tokens have been taken."""
+
+    works: Sequence[Work]
+    sampling: Sequence[Work]
+    pending: PendingDraw | None  # of those that sample
+    marks: StepMarks | None  # on a GPU
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is left to wait for."""
+        return self.marks is None or self.marks.drawn.query()
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether they are still read when the tokens are taken: no other step may be computed until then."""
+        return self.pending is not None and self.pending.keeps_logits
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it verifies any."""
+        return any(work.num_drafts > 0 for work in self.works)
+
+
 class Engine:
     """Continuous batching with verification of drafts.
 
     One step: take what has happened, schedule rows, launch the target over them, hand out the output of the step before
     while the device computes, take the drawn tokens, tell the drafters. All state belongs to the engine's thread;
     others reach it through `submit`, `cancel` and `post`.
+
+    With `async_scheduling` a GPU has its next step before the tokens of the last one are known on the host: one of
+    requests that took no part in it, such as another group of those that take turns, or, where nothing is drafted, one
+    whose rows are the tokens that the last step draws. A row that turns out to come after a request's end is computed
+    for nothing. What drafting does on the GPU goes to a stream of its own, so that features are not sent a step late;
+    it touches rows of landed steps alone, and each launch waits for it.
     """
 
     def __init__(
@@ -127,7 +161,7 @@ class Engine:
             self._suspend,
             self._is_usable,
         )
-        self.times = StepTimes(target.device)
+        self.times = StepTimes()
         self.metrics = RequestMetrics(config.num_speculative_tokens)
         self.drafting = Drafting(
             config,
@@ -137,6 +171,8 @@ class Engine:
             self.times,
             adaptive_k=limits.adaptive_k,
         )
+        self._flight: _Flight | None = None
+        self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox()
         self._emissions: list[_Emission] = []
         self._items: list[tuple[Request, Item]] = []
@@ -194,25 +230,88 @@ class Engine:
                 self._deliver([(event.request, self._ended)])
 
     def _loop(self) -> None:
-        works: list[Work] = []
-        while self._take_events(wait=not works):
-            works = []
-            try:
+        has_moved = False
+        while self._take_events(wait=not has_moved):
+            if has_moved:
+                self._tell_drafters()
+            launched = self._launch_next()
+            if not has_moved:
+                self._tell_drafters()  # the device computes by now
+            landing = self._flight
+            if landing is not None:
+                self._hand_out()
+                self.drafting.settle_costs()
+                if launched is None and not self._awaits(landing):
+                    continue
+            self._flight = launched
+            if landing is not None:
+                self._land(landing)
+            has_moved = landing is not None or launched is not None
+
+    def _tell_drafters(self) -> None:
+        """Sends the drafters what is new."""
+        try:
+            with self._beside_steps():
                 self.drafting.drop_lost()
                 self.drafting.flush(self.scheduler.running, self._stores)
-                if not self.drafting.gate.is_held(self.scheduler.running):
-                    works = self.scheduler.schedule(self.drafting.gate.is_ready)
-                if works:
-                    self._step(works)
-            except Exception as error:
-                requests = [work.request for work in works] or list(self.scheduler.running)
-                told = fields(request_ids=[request.request_id for request in requests])
-                logger.exception("the step failed; its requests are ended", extra=told)
-                for request in requests:
-                    if request.blocks:
-                        self._end(request, ServerError(f"the step failed: {error}"))
-            if works:
-                self.times.end_step()
+        except Exception as error:
+            self._end_failed(list(self.scheduler.running), error)
+
+    def _launch_next(self) -> _Flight | None:
+        """Launches the next step, if there is one."""
+        works: list[Work] = []
+        try:
+            works = self._schedule()
+            return self._launch(works) if works else None
+        except Exception as error:
+            self._end_failed([work.request for work in works] or list(self.scheduler.running), error)
+            return None
+
+    def _schedule(self) -> list[Work]:
+        gate, flight = self.drafting.gate, self._flight
+        if flight is not None and (flight.keeps_logits or not self._limits.async_scheduling):
+            return []
+        following = self._following(flight) if flight is not None else {}
+        has_turns = flight is not None and flight.has_drafts
+        requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
+        if gate.is_held(requests):
+            return []
+        return self.scheduler.schedule(
+            lambda request: gate.is_ready(request) and (not has_turns or gate.takes_turns(request)), following
+        )
+
+    def _following(self, flight: _Flight) -> dict[Request, int]:
+        """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
+        that go on, or none, so that they stay together."""
+        if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_awaited:
+            return {}
+        following: dict[Request, int] = {}
+        if len(flight.sampling) == len(flight.works):
+            for place, work in enumerate(flight.sampling):
+                request = work.request
+                if not work.is_current or len(request.tokens) + 1 >= request.max_length:
+                    continue
+                is_known = work.num_drafts == 0 and self._sampler.needs_no_tokens(request)
+                if not is_known or self.drafting.may_draft(request):
+                    return {}
+                following[request] = place
+        return following
+
+    def _awaits(self, flight: _Flight) -> bool:
+        """Waits for a step to be done; False when something came first that may let the next one be launched."""
+        self.times.enter(Phase.SAMPLE)
+        if self._limits.async_scheduling and self.drafting.gate.is_awaited:
+            while not flight.is_done:
+                if self._events.wait(LOOK_EVERY_S):
+                    return False
+        return True
+
+    def _end_failed(self, requests: Sequence[Request], error: Exception) -> None:
+        told = fields(request_ids=[request.request_id for request in requests])
+        logger.exception("the step failed; its requests are ended", extra=told)
+        for request in requests:
+            if request.blocks:
+                self._end(request, ServerError(f"the step failed: {error}"))
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
@@ -242,7 +341,7 @@ class Engine:
             moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._items else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
                 return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(queue.Empty):
+            with suppress(queue.Empty):
                 return self._events.get(timeout=moment)
             self._hand_out()
         return self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -262,7 +361,8 @@ class Engine:
             self.metrics.count_refused()
         elif not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
-            self.drafting.handle(event)
+            with self._beside_steps():
+                self.drafting.handle(event)
             self._drop_unused_stores()
 
     def _use_lane(self, event: LinkEvent) -> None:
@@ -298,47 +398,85 @@ class Engine:
         """
         return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self._stores.values())
 
-    def _step(self, works: Sequence[Work]) -> None:
-        logits = self._forward(works)
+    def _beside_steps(self) -> AbstractContextManager[object]:
+        """What is launched within does not queue behind the steps on a GPU."""
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+
+    def _launch(self, works: Sequence[Work]) -> _Flight:
+        if self._beside is not None:
+            torch.cuda.current_stream(self._target.device).wait_stream(self._beside)
+        output = self._forward(works)
+        computed = record_event(self._target.device)
         sampling = [work for work in works if work.samples]
         self.times.enter(Phase.SAMPLE)
-        pending = self._sampler.launch(sampling, logits) if sampling else None
-        self._hand_out()
-        self.drafting.settle_costs()
-        drawn = self._sampler.finish(pending) if pending is not None else []
+        pending = self._sampler.launch(sampling, output.logits) if sampling else None
+        drawn = record_event(self._target.device) if pending is None else pending.copied
         self.times.enter(Phase.HOST)
-        self.drafting.gate.count_step(
-            sum(len(work.tokens) for work in works),
-            has_prompts=not all(work.is_decoding for work in works),
-            busy_s=self.times.busy_s,
-        )
         for work in works:
-            if not work.samples:
-                work.request.num_computed = work.start + len(work.tokens)
-        now = time.monotonic()
-        for work, result in zip(sampling, drawn, strict=True):
-            self._commit(work, result, now)
+            work.request.num_in_flight += 1
+        marks = None
+        if output.began is not None and computed is not None and drawn is not None:
+            marks = StepMarks(output.began, computed, drawn)
+        return _Flight(works, sampling, pending, marks)
 
-    def _forward(self, works: Sequence[Work]) -> torch.Tensor:
+    def _land(self, flight: _Flight) -> None:
+        """Takes the tokens of a step, for which it waits."""
+        try:
+            self.times.enter(Phase.SAMPLE)
+            drawn = self._sampler.finish(flight.pending) if flight.pending is not None else []
+            if flight.marks is not None:
+                flight.marks.drawn.synchronize()
+            self.times.end_step(flight.marks)
+            self.drafting.gate.count_step(
+                sum(len(work.tokens) for work in flight.works),
+                has_prompts=not all(work.is_decoding for work in flight.works),
+                busy_s=self.times.busy_s,
+            )
+            for work in flight.works:
+                if work.is_current:
+                    work.request.num_in_flight -= 1
+                    if not work.samples:
+                        work.request.num_computed = work.start + len(work.tokens)
+            now = time.monotonic()
+            for work, result in zip(flight.sampling, drawn, strict=True):
+                if work.is_current:
+                    self._commit(work, result, now)
+        except Exception as error:
+            self._end_failed([work.request for work in flight.works], error)
+
+    def _forward(self, works: Sequence[Work]) -> StepOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
+        followed: list[tuple[int, int]] = []
         sequences = []
         for work in works:
             count = len(work.tokens)
+            if work.follows is not None:
+                followed.append((len(token_ids), work.follows))
             token_ids += work.tokens
             positions += range(work.start, work.start + count)
             rows += range(len(token_ids) - work.num_logit_rows, len(token_ids))
             sequences.append(SequenceRows(work.request.blocks, work.start, count))
         ids, places, logit_rows = (np.array(values, np.int64) for values in (token_ids, positions, rows))
-        step = StepRows(ids, places, sequences, logit_rows)
+        step = StepRows(ids, places, sequences, logit_rows, self._drawn_tokens(followed))
         self._count(works)
         self.times.enter(Phase.VERIFY)
         output = self._run_rows(step)
         for store in self._stores.values():
             store.capture(output)
-        return output.logits
+        return output
+
+    def _drawn_tokens(self, followed: Sequence[tuple[int, int]]) -> DrawnTokens | None:
+        """Those of (row, place in the draw that is in flight)."""
+        if not followed:
+            return None
+        assert self._flight is not None
+        assert self._flight.pending is not None
+        assert self._flight.pending.first_tokens is not None
+        rows, places = np.array(followed, np.int64).T
+        return DrawnTokens(rows, places, self._flight.pending.first_tokens)
 
     def _count(self, works: Sequence[Work]) -> None:
         verified = [len(work.tokens) for work in works if work.is_decoding]
@@ -348,14 +486,8 @@ class Engine:
     def _commit(self, work: Work, drawn: Drawn, now: float) -> None:
         """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length."""
         request = work.request
-        if not request.blocks:
-            return  # ended since: its former output could not be handed out
         if work.is_decoding:
-            request.count_step(work.num_drafts, len(drawn.tokens))
-            self.metrics.count_step(work.num_drafts, max(len(drawn.tokens) - 1, 0))
-            if work.num_drafts > 0:
-                self.drafting.count_verified(request, work.num_drafts, len(drawn.tokens) - 1)
-            elif drawn.tokens:
+            if work.num_drafts == 0 and drawn.tokens:
                 self.metrics.count_fallback(self._fallback_cause(work))
             request.num_computed = work.start + len(drawn.tokens)
         else:
@@ -371,11 +503,20 @@ class Engine:
         request.tokens += piece.token_ids
         if request.first_token is None:
             request.first_token = now
-        has_ended = piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
-        statistics = request.statistics(self._is_synthetic) if has_ended else None
-        self._emissions.append(_Emission(work, drawn, piece, now, statistics))
-        if has_ended:
+        emission = _Emission(work, drawn, piece, now)
+        if piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
+            self._count_verified(emission)
+            emission = emission._replace(statistics=request.statistics(self._is_synthetic))
             self._forget(request)
+        self._emissions.append(emission)
+
+    def _count_verified(self, emission: _Emission) -> None:
+        work, num_emitted = emission.work, len(emission.drawn.tokens)
+        if work.is_decoding:
+            work.request.count_step(work.num_drafts, num_emitted)
+            self.metrics.count_step(work.num_drafts, num_emitted - 1)
+            if work.num_drafts > 0:
+                self.drafting.count_verified(work.request, work.num_drafts, num_emitted - 1)
 
     def _fallback_cause(self, work: Work) -> generate_pb2.FallbackCause:
         return generate_pb2.FALLBACK_CAUSE_KV_CACHE if work.lacks_blocks else self.drafting.fallback_cause(work.request)
@@ -435,6 +576,8 @@ class Engine:
         items: list[tuple[Request, Item]] = []
         for emission in emissions:
             request = emission.work.request
+            if emission.statistics is None:
+                self._count_verified(emission)  # late, so that the drafters have what they wait for
             self._observe(emission)
             try:
                 request.output.write(emission.piece)
@@ -455,7 +598,7 @@ class _Emission(NamedTuple):
     drawn: Drawn
     piece: Piece
     drawn_at: float  # monotonic s
-    statistics: generate_pb2.RequestStatistics | None  # at the end
+    statistics: generate_pb2.RequestStatistics | None = None  # at the end
 
     def response(self) -> generate_pb2.GenerateResponse:
         """The message, once the text is there."""

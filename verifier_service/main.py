@@ -59,6 +59,7 @@ def run(options: VerifierOptions) -> None:
     carriers = parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
     device = choose_device(options.device)
+    async_scheduling = _schedules_ahead(options, device)
     with _start_followers(options, device) as followers:
         target, num_blocks = start_target(options, config, device, ALONE if followers is None else followers.rank)
         limits = EngineLimits(
@@ -69,6 +70,7 @@ def run(options: VerifierOptions) -> None:
             draft_deadline_s=deadline_s,
             adaptive_k=options.adaptive_k,
             prefix_caching=options.prefix_caching,
+            async_scheduling=async_scheduling,
         )
         logger.info("%s on %s in %s; %s", options.target, target.device, target.dtype, limits)
         logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(config)))
@@ -94,6 +96,14 @@ def _start_followers(options: VerifierOptions, device: torch.device) -> Abstract
     check_split(resolve_directory(options.target), options.target, Rank(0, options.tensor_parallel_size))
     with Console(stderr=True).status("starting the ranks of the target"):
         return Followers(options, device)
+
+
+def _schedules_ahead(options: VerifierOptions, device: torch.device) -> bool:
+    """A CPU computes when it launches; and the ranks of a split target are told each step's tokens by the host."""
+    is_split = options.tensor_parallel_size > 1
+    if options.async_scheduling and is_split:
+        raise InvalidArgumentError("async_scheduling", True, "allowed: with tensor_parallel_size = 1")
+    return device.type == "cuda" and not is_split if options.async_scheduling is None else options.async_scheduling
 
 
 def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]:

@@ -24,6 +24,7 @@ class VerifierOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     prefix_caching: bool = True
+    async_scheduling: bool | None = None
     draft_deadline_ms: str = "500"
     adaptive_k: bool | None = None
     drain_timeout: float = 30.0

@@ -75,6 +75,7 @@ class Request:
     num_reused: int = 0  # rows that were in the cache when it was last admitted
     num_prefix_hits: int = 0  # when it was first admitted
     num_preemptions: int = 0
+    num_in_flight: int = 0  # steps with rows of it that were launched and have not landed
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
     verify_tokens: int = 0
@@ -99,6 +100,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether the last token was drawn and all before it have run."""
         return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that was launched has rows of it, so that more tokens may be on their way."""
+        return self.num_in_flight > 0
 
     @property
     def num_drafts_wanted(self) -> int:

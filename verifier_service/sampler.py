@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draftwire import config as cfg
-from draftwire.devices import upload
+from draftwire.devices import record_event, upload
 from draftwire.v1 import config_pb2, generate_pb2
 from draftwire_kernels import (
     DraftLogits,
@@ -52,6 +52,17 @@ class PendingDraw:
     logits: torch.Tensor
     groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
     copied: torch.cuda.Event | None
+    first_tokens: torch.Tensor | None  # [len(works)] int64 on the device, -1 for none; where there is one group alone
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `TokenSampler.finish` will not wait."""
+        return self.copied is None or self.copied.query()
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether `TokenSampler.finish` reads the logits, for log probabilities."""
+        return any(own.logprobs is not None for own in self.wishes)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class _Wishes:
     min_tokens: int
     end_ids: frozenset[int]  # not drawn before min_tokens
     is_plain: bool  # nothing but the temperature, once min_tokens are out
+    is_penalised: bool  # by the tokens that are out
     logprobs: int | None  # told of the emitted token and of so many most likely ones; None tells none
 
 
@@ -94,13 +106,15 @@ class TokenSampler:
     def warm_up(self, dtype: torch.dtype) -> None:
         """Draws from batches of all sizes with logits of `dtype`, so that no step waits for its kernel to be compiled.
 
-        That is for requests without drafts, with all their drafts, and both together. Draft logits and processed logits
-        have kernels of their own, compiled when the first request needs them.
+        That is for any number of drafts, as many for each request or not. Draft logits and processed logits have
+        kernels of their own, compiled when the first request needs them.
         """
         most = self._most_rows
         logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
+        mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
         for count in range(1, self._max_num_seqs + 1):
-            for sizes in ([1] * count, [most] * count, [most] + [1] * (count - 1)):
+            for rows, others in mixes:
+                sizes = [rows] + [others] * (count - 1)
                 num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
                 drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
                 arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
@@ -133,11 +147,13 @@ class TokenSampler:
                 rows = processed[upload([np.array(index)], self._device)[0]]
             packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
             groups.append((members, packed.to("cpu", non_blocking=True)))
-        copied = None
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        return PendingDraw(works, wishes, logits, groups, copied)
+        first_tokens = packed[:, 1] if len(groups) == 1 else None
+        return PendingDraw(works, wishes, logits, groups, record_event(self._device), first_tokens)
+
+    def needs_no_tokens(self, request: Request) -> bool:
+        """Whether a request's next token can be drawn before those that are in flight are known here."""
+        own = self._wishes_of(request)
+        return not own.is_penalised and request.num_output >= own.min_tokens and own.logprobs is None
 
     def finish(self, pending: PendingDraw) -> list[Drawn]:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
@@ -148,7 +164,8 @@ class TokenSampler:
         for members, packed in pending.groups:
             for i, row in zip(members, packed.tolist(), strict=True):
                 drawn[i] = row[1 : 1 + row[0]]
-        self._history.count(works, drawn)
+        current = [(work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current]
+        self._history.count(current)
         first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
         return [
             Drawn(tokens, [] if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))
@@ -183,6 +200,7 @@ class TokenSampler:
         if wishes is None:
             params = request.params
             bias = tuple(params.logit_bias.items())
+            is_penalised = uses_penalties(params)
             has_filter = params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1, 0)
             wishes = self._wishes[request] = _Wishes(
                 temperature=params.temperature,
@@ -193,7 +211,8 @@ class TokenSampler:
                 min_tokens=params.min_tokens,
                 end_ids=frozenset(params.stop_token_ids)
                 | (frozenset() if params.ignore_eos else self._eos_token_ids),
-                is_plain=not (has_filter or bias or uses_penalties(params)),
+                is_plain=not (has_filter or bias or is_penalised),
+                is_penalised=is_penalised,
                 logprobs=params.logprobs if params.HasField("logprobs") else None,
             )
         return wishes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from draftwire.block_pool import blocks_for
 from draftwire.errors import QueueFullError
@@ -13,6 +14,9 @@ from draftwire.kv_cache import BLOCK_SIZE
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.queue_pace import QueuePace
 from verifier_service.request import ReadyDrafts, Request
+
+# Stands for a token that only the device knows.
+UNKNOWN_TOKEN = 0
 
 
 @dataclass
@@ -25,14 +29,22 @@ class Work:
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
     lacks_blocks: bool = False  # its drafts were dropped: there were no blocks for their rows
+    follows: int | None = None  # place of its only token in the draw of the step before, which has it on the device
     is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
+    _admission: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_decoding = self.request.is_decoding
+        self.is_decoding = self.request.is_decoding or self.follows is not None
         self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
         self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
+        self._admission = self.request.num_preemptions
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still has the blocks that it had: it has not ended since, nor given them back."""
+        return bool(self.request.blocks) and self.request.num_preemptions == self._admission
 
 
 def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
@@ -101,25 +113,39 @@ class Scheduler:
             self._publish(request)
         self._release(request)
 
-    def schedule(self, is_ready: Callable[[Request], bool]) -> list[Work]:
+    def schedule(
+        self, is_ready: Callable[[Request], bool], following: Mapping[Request, int] = MappingProxyType({})
+    ) -> list[Work]:
         """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
 
-        `is_ready` is False for a request that still waits for its drafts. No row of a prompt, and no draft, takes the
-        place of a row of a decoding request.
+        No row of a prompt, and no draft, takes the place of a row of a decoding request.
+
+        Parameters
+        ----------
+        is_ready
+            False for a request that still waits for its drafts.
+        following
+            Those requests in flight of which a step draws exactly one token more, and that token's place in its draw.
+            They go on with a row of that token; the others in flight are left out.
         """
         for request in self.running:
             if request.num_computed // BLOCK_SIZE > request.num_published:
                 self._publish(request)
-        decoding = [request for request in self.running if request.is_decoding and is_ready(request)]
+        decoding = [
+            request
+            for request in self.running
+            if (request in following or (request.is_decoding and not request.is_in_flight)) and is_ready(request)
+        ]
         if self._cache.num_free < len(decoding):
             self._take_back_draft_rows()
         for request in decoding:
-            if len(request.tokens) > len(request.blocks) * BLOCK_SIZE:
-                self._grow(request)
-        works = [self._decode(request) for request in decoding if request.blocks]
+            length = len(request.tokens) + (request in following)
+            if length > len(request.blocks) * BLOCK_SIZE:
+                self._grow(request, length)
+        works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
         room = self._max_prefill_rows
         for request in self.running:
-            if room > 0 and not request.is_decoding:
+            if room > 0 and not (request.is_decoding or request.is_in_flight):
                 works.append(_prefill(request, room))
                 room -= len(works[-1].tokens)
         while room > 0 and (admitted := self._admit()) is not None:
@@ -167,9 +193,9 @@ class Scheduler:
                 self._cache.publish(request.blocks[i], request.block_hashes[i])
             request.num_published = full
 
-    def _grow(self, request: Request) -> None:
-        """Gives a decoding request the block of its next row, at the cost of the youngest, itself in the end."""
-        while request.blocks and len(request.tokens) > len(request.blocks) * BLOCK_SIZE:
+    def _grow(self, request: Request, length: int) -> None:
+        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest, itself in the end."""
+        while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
             if block is None:
                 self._preempt()
@@ -181,6 +207,7 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._release(request)
+        request.num_in_flight = 0  # what its steps draw is of no use
         request.drafts = None
         self.waiting.appendleft(request)
         self._on_preempt(request)
@@ -190,7 +217,9 @@ class Scheduler:
         request.blocks = []
         request.num_computed = 0
 
-    def _decode(self, request: Request) -> Work:
+    def _decode(self, request: Request, follows: int | None) -> Work:
+        if follows is not None:
+            return Work(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
         last = len(request.tokens) - 1
         drafts, request.drafts = request.drafts, None
         lacks_blocks = False
@@ -214,6 +243,8 @@ class Scheduler:
     def _take_back_draft_rows(self) -> None:
         """Frees the blocks that hold nothing but draft rows of former steps."""
         for request in self.running:
+            if request.is_in_flight:
+                continue  # its draft rows may be accepted
             needed = blocks_for(len(request.tokens))
             self._cache.release(request.blocks[needed:])
             del request.blocks[needed:]

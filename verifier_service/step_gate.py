@@ -41,7 +41,7 @@ class StepGate:
         rows
             Of all its requests; the time of rows of prompts is of another kind and left out.
         busy_s
-            Time that the engine's thread has spent on steps since it started, waits left out.
+            Time that steps have taken since the engine started, waits left out; see `StepTimes`.
         """
         if not has_prompts:
             self.target_cost.observe(rows, self._feature_rows, busy_s - self._busy_s, time.monotonic())
@@ -66,6 +66,12 @@ class StepGate:
         level = logging.DEBUG if session.pace.governor.is_adaptive else logging.WARNING
         logger.log(level, "drafter %s: missed the draft deadline", session.stream.address)
         return True
+
+    def takes_turns(self, request: Request) -> bool:
+        """Whether a request may go into a step while others of its drafter are in one: not where one group is faster,
+        which they would never be again."""
+        binding = self._bindings.get(request)
+        return binding is None or request.drafts is None or binding.session.pace.plan.num_groups > 1
 
     @property
     def is_awaited(self) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from enum import IntEnum, auto
+from typing import NamedTuple
 
 import torch
 
@@ -19,17 +20,26 @@ class Phase(IntEnum):
     """What the engine's thread is doing. Numbers, for each step looks phases up some twenty times."""
 
     IDLE = auto()  # no request to compute
-    WAIT = auto()  # for drafts
+    WAIT = auto()  # for drafts, while no step is computed
     HOST = auto()  # scheduling, inputs, features for the drafters, output
-    VERIFY = auto()  # the target's forward pass
-    SAMPLE = auto()  # from logits to the step's tokens on the host
+    VERIFY = auto()  # the target's forward pass; on a GPU its launch
+    SAMPLE = auto()  # from logits to the step's tokens on the host; on a GPU the wait for both
+
+
+class StepMarks(NamedTuple):
+    """Events of a step on a GPU's stream, which has passed the last of them when the step's tokens are there."""
+
+    began: torch.cuda.Event  # the forward pass
+    computed: torch.cuda.Event  # the logits
+    drawn: torch.cuda.Event
 
 
 class StepTimes:
     """Counts of the engine's steps and the time of its thread by phase.
 
-    The engine's thread calls everything but `read`. On a GPU a forward pass is only launched during VERIFY, and the
-    thread waits for it during SAMPLE; two events on the stream tell them apart, read when the step's tokens are there.
+    The engine's thread calls everything but `read`. On a GPU the thread's own phases say nothing of what the device
+    does meanwhile: of the time from the end of one step to the end of the next, waits for drafts left out, VERIFY and
+    SAMPLE have what the device took between the step's marks, and HOST what is left, when the device had nothing to do.
 
     Attributes
     ----------
@@ -39,20 +49,17 @@ class StepTimes:
         Bytes to and from drafters, of which only tensors in shared memory are counted here.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # a reader between the fields of IDLE would show a counter that falls
+        self._lock = threading.Lock()  # a reader between the fields would show a counter that falls
         self._phase = Phase.IDLE
         self._since = clock()
-        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._own = dict.fromkeys(Phase, 0.0)  # of the thread since the last step ended
+        self._seconds = dict.fromkeys(Phase, 0.0)  # until then
         self._draft_s = 0.0
         self._wire_s = 0.0
         self._waited_s = 0.0  # for the drafts of the next step
         self._computed_s = 0.0  # by the drafter that took longest for them
-        self._verify_s = 0.0  # of the thread, in this step
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
         self.traffic = Traffic()
         self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
@@ -62,21 +69,16 @@ class StepTimes:
 
     def enter(self, phase: Phase) -> None:
         """Ends the current phase and begins another, or the same again."""
+        now = self._clock()
+        elapsed = now - self._since
         with self._lock:
-            now = self._clock()
-            elapsed = now - self._since
             left, self._phase, self._since = self._phase, phase, now
-            self._seconds[left] += elapsed
+            times = self._seconds if left is Phase.IDLE else self._own
+            times[left] += elapsed
         if left is Phase.WAIT:
             self._waited_s += elapsed
-        elif left is Phase.VERIFY:
-            self._verify_s = elapsed
-        elif left is Phase.SAMPLE:
-            self._settle(elapsed)
         if phase is Phase.VERIFY:
             self._split_wait()
-        if self._events is not None and phase in (Phase.VERIFY, Phase.SAMPLE):
-            self._events[phase is Phase.SAMPLE].record()
 
     def _split_wait(self) -> None:
         """The wait for this step's drafts is the drafter's up to what it computed, the wire's beyond."""
@@ -85,30 +87,26 @@ class StepTimes:
         self._wire_s += self._waited_s - draft_s
         self._waited_s = self._computed_s = 0.0
 
-    def _settle(self, sample_s: float) -> None:
-        """Moves the time for which the thread waited in SAMPLE for the forward pass to VERIFY."""
-        if self._events is None or not self._events[1].query():
-            return
-        late_s = self._events[0].elapsed_time(self._events[1]) / 1000 - self._verify_s
-        late_s = min(max(late_s, -self._verify_s), sample_s)
-        self._seconds[Phase.VERIFY] += late_s
-        self._seconds[Phase.SAMPLE] -= late_s
-
     @property
     def busy_s(self) -> float:
-        """Time of the thread for steps so far, waits for drafts and for requests left out; at the end of a phase."""
+        """Time for the steps that have ended, waits for drafts and for requests left out."""
         return self._seconds[Phase.HOST] + self._seconds[Phase.VERIFY] + self._seconds[Phase.SAMPLE]
 
-    def count_step(self, *, prompt_rows: int, verify_steps: int, verify_rows: int) -> None:
-        """Counts a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""
-        self._steps += 1
-        self._prompt_rows += prompt_rows
-        self._verify_steps += verify_steps
-        self._verify_rows += verify_rows
-
-    def end_step(self) -> None:
-        """Puts the time since the last step into the histogram; what is left of a step's HOST is the next one's."""
+    def end_step(self, marks: StepMarks | None = None) -> None:
+        """Takes the time since the last step ended; on a GPU with the step's marks, unless it failed."""
         self.enter(Phase.HOST)
+        own = self._own
+        verify_s, sample_s = own[Phase.VERIFY], own[Phase.SAMPLE]
+        total_s = own[Phase.HOST] + verify_s + sample_s
+        if marks is not None:
+            verify_s = min(marks.began.elapsed_time(marks.computed) / 1000, total_s)
+            sample_s = min(marks.computed.elapsed_time(marks.drawn) / 1000, total_s - verify_s)
+        with self._lock:
+            self._seconds[Phase.WAIT] += own[Phase.WAIT]
+            self._seconds[Phase.VERIFY] += verify_s
+            self._seconds[Phase.SAMPLE] += sample_s
+            self._seconds[Phase.HOST] += total_s - verify_s - sample_s
+            self._own = dict.fromkeys(Phase, 0.0)
         self.histogram.observe(
             {
                 "draft": self._draft_s,
@@ -118,6 +116,13 @@ class StepTimes:
                 "host": self._seconds[Phase.HOST],
             }
         )
+
+    def count_step(self, *, prompt_rows: int, verify_steps: int, verify_rows: int) -> None:
+        """Counts a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""
+        self._steps += 1
+        self._prompt_rows += prompt_rows
+        self._verify_steps += verify_steps
+        self._verify_rows += verify_rows
 
     def count_sent(self, carrier: draft_pb2.Carrier, feature_rows: int, feature_bytes: int) -> None:
         """Counts a step sent to a drafter."""
@@ -137,7 +142,7 @@ class StepTimes:
         self.traffic.count_tensor(carrier, "received", "logits", num_bytes)
 
     def read(self) -> generate_pb2.EngineCounters:
-        """The counters so far; from any thread. A step that runs may be counted in part."""
+        """The counters so far; from any thread. Of a step that runs the rows are counted, and no time."""
         with self._lock:
             seconds = self._seconds.copy()
             if self._phase is Phase.IDLE:  # it may last for hours, which must not come all at once

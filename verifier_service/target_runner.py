@@ -15,7 +15,7 @@ from rich.progress import track
 from torch import Tensor
 
 from draftwire.block_pool import blocks_for
-from draftwire.devices import upload
+from draftwire.devices import record_event, upload
 from draftwire.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
 from verifier_service.target import Target
 from verifier_service.target_buckets import Bucket, Buckets
@@ -25,6 +25,23 @@ logger = logging.getLogger(__name__)
 # Compiled code asks for at least so many rows' logits; more of them are thrown away.
 _LEAST_LOGIT_ROWS = 2
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Token ids of a step that the step before draws: the device alone has them."""
+
+    rows: np.ndarray
+    """[F] int64: rows of the step that have such a token."""
+    places: np.ndarray
+    """[F] int64: where it is in `tokens`."""
+    tokens: Tensor
+    """[B] int64 on the device, -1 where nothing was drawn."""
+
+    def write(self, token_ids: Tensor) -> None:
+        """Puts them into the step's token ids; a request that drew nothing goes on with any token until it is ended."""
+        rows, places = upload([self.rows, self.places], token_ids.device)
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, places).clamp_(min=0))
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,8 @@ class StepRows:
     """Where they are written and what they attend to."""
     logit_rows: np.ndarray
     """[R] int64, ascending: the rows whose logits are wanted."""
+    drawn: DrawnTokens | None = None
+    """Token ids that `token_ids` has not."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,8 @@ class StepOutput:
     """[T] int64, where the rows are in the cache."""
     slots_on_host: np.ndarray
     """The same on the host."""
+    began: torch.cuda.Event | None = None
+    """On a GPU: when it had the step's inputs."""
 
     def features(self, layers: Sequence[int]) -> Tensor:
         """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
@@ -125,9 +146,12 @@ class TargetRunner:
         wanted = len(step.logit_rows)
         logit_rows = np.concatenate([step.logit_rows, np.zeros(max(_LEAST_LOGIT_ROWS - wanted, 0), np.int64)])
         token_ids, positions, rows = upload([step.token_ids, step.positions, logit_rows], device)
+        if step.drawn is not None:
+            step.drawn.write(token_ids)
+        began = record_event(device)
         output = self._target.forward(token_ids, positions, self.cache, batch, rows)
         slots_on_host = batch.host.slot_mapping.numpy()
-        return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host)
+        return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host, began)
 
 
 def start_runner(target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int) -> TargetRunner:
@@ -194,7 +218,10 @@ class _Graph:
 
     def run(self, step: StepRows) -> StepOutput:
         """Replays the graph over a step that fits the bucket."""
-        slots_on_host = self._inputs.load(step, self._bucket).slots_on_host
+        loaded = self._inputs.load(step, self._bucket)
+        if step.drawn is not None:
+            step.drawn.write(loaded.token_ids)
+        began = record_event(self._rows.device)
         self._graph.replay()
         num_rows, logits = len(step.token_ids), self._logits
         if len(step.logit_rows) == num_rows:
@@ -202,7 +229,7 @@ class _Graph:
         else:
             (rows,) = upload([step.logit_rows], logits.device)
             logits = logits.index_select(0, rows)
-        return StepOutput(logits, self._states, self._slots[:num_rows], slots_on_host)
+        return StepOutput(logits, self._states, self._slots[:num_rows], loaded.slots_on_host, began)
 
 
 def _padding(bucket: Bucket) -> StepRows:

@@ -55,11 +55,11 @@ class TokenHistory:
             output_counts=self._output_counts,
         )
 
-    def count(self, works: Sequence[Work], drawn: Sequence[list[int]]) -> None:
-        """Adds the drawn tokens to the outputs."""
+    def count(self, drawn: Sequence[tuple[Work, list[int]]]) -> None:
+        """Adds the tokens drawn of each work to the outputs."""
         places = [
             (self._slots[work.request], token)
-            for work, tokens in zip(works, drawn, strict=True)
+            for work, tokens in drawn
             if work.request in self._slots
             for token in tokens
         ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from draftwire.step_histogram import StepHistogram
 from draftwire.v1 import draft_pb2
-from verifier_service.step_times import Phase, StepTimes
+from verifier_service.step_times import Phase, StepMarks, StepTimes
 
 
 class Clock:
@@ -23,7 +22,7 @@ class Clock:
 class Scene:
     def __init__(self) -> None:
         self.clock = Clock()
-        self.times = StepTimes(torch.device("cpu"), self.clock)
+        self.times = StepTimes(self.clock)
 
     def spend(self, phase: Phase, seconds: float) -> None:
         self.times.enter(phase)
@@ -37,6 +36,7 @@ class Scene:
         self.spend(Phase.VERIFY, 4)
         self.spend(Phase.SAMPLE, 2)
         self.spend(Phase.HOST, 1)
+        self.times.end_step()
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def scene() -> Scene:
 
 
 def times_of(scene: Scene) -> dict[str, float]:
-    scene.times.enter(Phase.HOST)
     return {field.name: value for field, value in scene.times.read().times.ListFields()}
 
 
@@ -54,6 +53,9 @@ def test_every_second_belongs_to_one_phase(scene):
     scene.spend(Phase.HOST, 1)
     scene.spend(Phase.VERIFY, 4)
     scene.spend(Phase.SAMPLE, 2)
+    assert scene.times.busy_s == 0  # until it has ended
+    scene.times.end_step()
+    assert scene.times.busy_s == 7
     assert times_of(scene) == {"idle_s": 50, "host_s": 1, "verify_s": 4, "sample_s": 2}
 
 
@@ -85,7 +87,6 @@ def test_of_several_drafters_the_slowest_counts(scene):
 def test_the_histogram_has_each_step_in_every_phase_and_all_of_its_time(scene):
     for waited, computed in ((5, 3), (1, 3), (0, 0)):
         scene.step(waited, computed)
-        scene.times.end_step()
     phases = ("draft", "wire", "verify", "sample", "host")
     observed = {
         (sample.name.removeprefix("draftwire_step_time_seconds_"), sample.labels["phase"]): sample.value
@@ -94,6 +95,27 @@ def test_the_histogram_has_each_step_in_every_phase_and_all_of_its_time(scene):
     assert [observed["count", phase] for phase in phases] == [3] * 5
     assert {f"{phase}_s": observed["sum", phase] for phase in phases} == times_of(scene)
     assert observed["sum", "wire"] == 2
+
+
+class Mark:
+    """An event that a GPU has passed at a time in seconds."""
+
+    def __init__(self, passed: float) -> None:
+        self.passed = passed
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1000 * (later.passed - self.passed)
+
+
+def test_on_a_gpu_the_host_has_the_time_in_which_the_device_did_nothing(scene):
+    scene.spend(Phase.HOST, 2)
+    scene.spend(Phase.VERIFY, 1)  # launched, and computed while the host goes on
+    scene.spend(Phase.SAMPLE, 6)
+    scene.times.end_step(StepMarks(*map(Mark, (10.0, 15.5, 16.0))))
+    assert times_of(scene) == {"verify_s": 5.5, "sample_s": 0.5, "host_s": 3.0}
+    scene.spend(Phase.HOST, 1)  # the next one was computed ahead, mostly before the last one's tokens were taken
+    scene.times.end_step(StepMarks(*map(Mark, (16.0, 21.5, 22.0))))
+    assert times_of(scene) == {"verify_s": 6.5, "sample_s": 0.5, "host_s": 3.0}
 
 
 def test_idle_time_counts_while_it_lasts(scene):

@@ -13,6 +13,7 @@ from draftwire.carriers import Lane
 from draftwire.carriers.lane import MAX_MESSAGE_BYTES, MAX_MESSAGES
 from draftwire.mailbox import Mailbox
 
+WAIT_S = 30.0
 LARGEST = bytes(MAX_MESSAGE_BYTES)
 
 
@@ -180,3 +181,24 @@ def test_what_is_left_can_be_taken_by_another_thread():
     thread.start()
     thread.join()
     assert left == [None, 3]
+
+
+def test_a_short_wait_ends_with_what_comes_first_and_takes_nothing(ends):
+    here, there = ends
+    box: Mailbox[bytes] = Mailbox()
+    box.watch(here.fileno(), here.receive)
+    began = time.monotonic()
+    assert not box.wait(0.0001)
+    assert not box.wait(0)
+    assert there.send(b"sent")
+    assert box.wait(WAIT_S)
+    assert box.wait(0)
+    assert box.get_nowait() == b"sent"
+    box.put(b"put")
+    assert box.wait(WAIT_S)
+    assert box.get_nowait() == b"put"
+    assert not box.wait(0)
+    threading.Timer(0.01, box.put, [b"late"]).start()
+    assert box.wait(WAIT_S)
+    assert time.monotonic() - began < WAIT_S
+    assert box.get_nowait() == b"late"

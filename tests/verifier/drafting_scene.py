@@ -193,7 +193,7 @@ class Scene:
         self, config: dict[str, Any] | None = None, deadline_s: float | None = None, *, adaptive_k: bool | None = None
     ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
-        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU, StepTimes(CPU), adaptive_k=adaptive_k)
+        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU, StepTimes(), adaptive_k=adaptive_k)
         self.requests: list[Request] = []
         self.stores: dict[FeatureKind, FeatureStore] = {}
         self._target = _HandTarget()

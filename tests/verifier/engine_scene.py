@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from drafting_scene import RecordedStream, answer_to, make_head, make_request
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,10 +24,17 @@ from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.target import Target
 
+async_by_default = False
 VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
 CONTEXT = 64
 K = 3
 WAIT_S = 30.0
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that launch a step when the one before it has landed, or before that."""
+    monkeypatch.setattr(sys.modules[__name__], "async_by_default", request.param)
 
 
 def make_target() -> Target:
@@ -60,7 +69,14 @@ class Served:
         **limits: Any,
     ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
-        usual = {"max_num_seqs": 8, "max_queue": 8, "max_prefill_rows": 64, "num_blocks": 33, "draft_deadline_s": None}
+        usual = {
+            "max_num_seqs": 8,
+            "max_queue": 8,
+            "max_prefill_rows": 64,
+            "num_blocks": 33,
+            "draft_deadline_s": None,
+            "async_scheduling": async_by_default,
+        }
         self.has_failed = threading.Event()
         sizes = EngineLimits(**{**usual, **limits})
         self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, followers)

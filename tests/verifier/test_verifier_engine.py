@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import RecordedStream, answer_to, make_head, make_request, rows_of, tokens_of
-from engine_scene import HIDDEN, NUM_LAYERS, VOCAB, WAIT_S, K, Served, make_target
+from engine_scene import HIDDEN, NUM_LAYERS, VOCAB, WAIT_S, K, Served, make_target, scheduling  # noqa: F401
 
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
@@ -21,6 +21,8 @@ from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan, governor
 from verifier_service.pacing import pace as pace_module
 from verifier_service.target import Target
+
+pytestmark = pytest.mark.usefixtures("scheduling")
 
 REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}

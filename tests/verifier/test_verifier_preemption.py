@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_scene import CONTEXT, VOCAB, Served, make_target
+from engine_scene import CONTEXT, VOCAB, Served, make_target, scheduling  # noqa: F401
 
 from draftwire.block_pool import blocks_for
 from verifier_service.target import Target
+
+pytestmark = pytest.mark.usefixtures("scheduling")
 
 PROMPTS = [[(3 * i + j * j) % VOCAB for j in range(1 + 3 * i)] for i in range(8)]
 COUPLED = {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"}

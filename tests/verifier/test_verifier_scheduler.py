@@ -603,3 +603,60 @@ def test_whatever_happens_rows_stay_what_they_were_and_the_oldest_request_goes_o
     assert len(set(batch.cache.allocate(batch.blocks) or [])) == batch.blocks
     assert batch.preempted, "the case is too easy"
     assert (batch.scheduler.num_reused_rows > 0) == prefix_caching
+
+
+def test_a_request_in_flight_takes_no_part_unless_it_is_followed():
+    batch = Batch()
+    one, other = batch.start(4, 4)
+    one.num_in_flight = other.num_in_flight = 1
+    assert batch.schedule() == []
+    (work,) = batch.scheduler.schedule(lambda _: True, {other: 1})
+    assert (work.request, work.start, work.follows, work.is_decoding) == (other, len(other.tokens), 1, True)
+    assert (len(work.tokens), work.num_logit_rows, work.num_drafts) == (1, 1, 0)
+
+
+def test_the_row_of_a_token_that_is_not_known_gets_its_block():
+    batch = Batch()
+    (one,) = batch.start(BLOCK_SIZE - 1)
+    assert len(one.tokens) == BLOCK_SIZE
+    assert len(one.blocks) == 1
+    one.num_in_flight = 1
+    (work,) = batch.scheduler.schedule(lambda _: True, {one: 0})
+    assert work.start == BLOCK_SIZE
+    assert len(one.blocks) == 2
+
+
+def test_blocks_of_draft_rows_in_flight_are_not_taken_back():
+    batch = Batch(blocks=3)
+    drafting, growing = batch.start(BLOCK_SIZE - 2, BLOCK_SIZE - 1)
+    give_drafts(drafting, [7] * 4)
+    (work,) = batch.schedule(lambda one: one is drafting)
+    assert (work.num_drafts, len(drafting.blocks)) == (4, 2)
+    drafting.num_in_flight = 1
+    growing.tokens += [99] * (2 * BLOCK_SIZE)
+    growing.num_computed = len(growing.tokens) - 1
+    batch.schedule(lambda one: one is growing)  # needs three blocks, of which none is free
+    assert len(drafting.blocks) == 2
+    assert batch.preempted == [growing]
+
+
+def test_a_work_of_a_request_that_was_preempted_is_not_current():
+    batch = Batch(blocks=3)
+    one, other = batch.start(BLOCK_SIZE - 1, 2)
+    of_one, of_other = batch.schedule()
+    assert of_one.is_current
+    assert of_other.is_current
+    other.num_in_flight = 1
+    one.tokens += [99] * (2 * BLOCK_SIZE)
+    one.num_computed = len(one.tokens) - 1
+    batch.schedule(lambda request: request is one)  # needs all three blocks
+    assert batch.preempted == [other]
+    assert of_one.is_current
+    assert not of_other.is_current
+    assert not other.is_in_flight
+    batch.scheduler.remove(one)
+    assert not of_one.is_current
+    (anew,) = batch.schedule()
+    assert anew.request is other
+    assert anew.is_current
+    assert not of_other.is_current  # though the request has blocks again

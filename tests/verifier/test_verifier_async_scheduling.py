@@ -1,0 +1,216 @@
+"""Steps that are launched before the tokens of the step before them are known: when, and that no token changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_scene import CONTEXT, VOCAB, K, Served, make_target
+
+from draftwire.v1 import generate_pb2
+from verifier_service.pacing import Pace, Plan
+from verifier_service.target import Target
+from verifier_service.target_runner import DrawnTokens
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_k": 3},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"stop_token_ids": [9, 15]},
+    {"stop_token_ids": [9, 15], "min_tokens": 3},
+    {"logprobs": 2},
+)
+# What makes a draw depend on the tokens before it, or on logits that the next step overwrites.
+NEEDS_TOKENS = {"repetition_penalty", "min_tokens", "logprobs"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+class Watched(Served):
+    """An engine whose launches and landings are written down: ("launch" or "land", what each work follows)."""
+
+    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
+        super().__init__(target, config, **{"async_scheduling": True, **limits})
+        self.log: list[tuple[str, list[int | None], list[int]]] = []
+        launch, land = self.engine._launch, self.engine._land
+
+        def noted_launch(works: Any) -> Any:
+            self._note("launch", works)
+            return launch(works)
+
+        def noted_land(flight: Any) -> None:
+            self._note("land", flight.works)
+            land(flight)
+
+        self.engine._launch, self.engine._land = noted_launch, noted_land  # type: ignore[method-assign]
+
+    def _note(self, what: str, works: Any) -> None:
+        self.log.append((what, [work.follows for work in works], [work.num_drafts for work in works]))
+
+    @property
+    def num_ahead(self) -> int:
+        """Launches while another step was in flight."""
+        flying, ahead = 0, 0
+        for what, _, _ in self.log:
+            ahead += what == "launch" and flying > 0
+            flying += 1 if what == "launch" else -1
+            assert 0 <= flying <= 2
+        return ahead
+
+
+def said(target: Target, requests: list[dict[str, Any]], *, is_async: bool, **limits: Any) -> tuple[list[Any], Watched]:
+    """Tokens and finish reasons of requests that arrive at once."""
+    own = Watched(target, async_scheduling=is_async, max_queue=100, **limits)
+    made = [own.submit(**options) for options in requests]
+    own.engine.start()
+    ends = []
+    for one in made:
+        tokens: list[int] = []
+        reason = generate_pb2.FINISH_REASON_UNSPECIFIED
+        while reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
+            item = own.next(one)
+            assert isinstance(item, generate_pb2.GenerateResponse), item
+            tokens += item.token_ids
+            reason = item.finish_reason
+        ends.append((tokens, reason))
+    own.engine.stop()
+    return ends, own
+
+
+def test_without_drafts_each_step_is_launched_before_the_one_before_it_has_landed(target):
+    ends, own = said(target, [{"max_tokens": 20, "k": 0}, {"max_tokens": 12, "k": 0}], is_async=True)
+    assert [len(tokens) for tokens, _ in ends] == [20, 12]
+    launched = [follows for what, follows, _ in own.log if what == "launch"]
+    assert launched == [[None, None], *[[0, 1]] * 11, *[[0]] * 8]
+    assert own.num_ahead == 19  # all but the first
+    counters = own.engine.counters()
+    assert counters.verify_rows == 19 + 11  # no row past an end that was known
+
+
+def test_an_engine_without_it_launches_nothing_ahead(target):
+    _, own = said(target, [{"k": 0}], is_async=False)
+    assert own.num_ahead == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixed_requests_say_the_same(target, seed):
+    draw = random.Random(seed)
+    requests = []
+    for i in range(12):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.choice([1, 5, 17, 40]))]
+        most = CONTEXT - len(prompt)
+        requests.append({"prompt": prompt, "keys": 100 * i, "k": 0, "max_tokens": draw.randint(min(3, most), most)})
+        requests[-1] |= draw.choice(KINDS) if seed % 2 else KINDS[seed]
+    limits = {"num_blocks": draw.choice([9, 33]), "max_prefill_rows": draw.choice([16, 64]), "max_num_seqs": 6}
+    expected, _ = said(target, requests, is_async=False, **limits)
+    found, own = said(target, requests, is_async=True, **limits)
+    assert found == expected
+    assert own.num_ahead > 0 or any(map(NEEDS_TOKENS.intersection, requests))
+    assert all(not one.is_in_flight for one in own.engine.scheduler.running)
+
+
+def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
+    plain, _ = said(target, [{"k": 0, "max_tokens": 20}], is_async=False)
+    stop = plain[0][0][6]
+    first = plain[0][0].index(stop)
+    requests = [{"k": 0, "max_tokens": 20, "stop_token_ids": [stop]}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
+    expected, _ = said(target, requests, is_async=False)
+    found, own = said(target, requests, is_async=True)
+    assert found == expected
+    assert len(found[0][0]) == first + 1
+    assert own.engine.counters().verify_rows == first + 1 + 19  # one more than the output of the request that stopped
+
+
+@pytest.mark.parametrize("kind", [{"logprobs": 0}, {"presence_penalty": 0.5}, {"min_tokens": 12}])
+def test_a_draw_that_needs_the_tokens_waits_for_them(target, kind):
+    _, own = said(target, [{"k": 0, **kind}, {"k": 0}], is_async=True)
+    assert own.num_ahead == 0
+
+
+def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
+    own = Watched(target)
+    own.connect()
+    one = own.submit(max_tokens=30)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert own.num_ahead == 0
+    causes = Counter({one.cause: one.tokens for one in own.engine.counters().fallbacks})
+    assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_take_turns(
+    target, num_groups, monkeypatch
+):
+    def planned(pace: Pace, *_: object) -> None:
+        pace.governor.plan = Plan(K, num_groups)
+
+    monkeypatch.setattr(Pace, "make_plan", planned)
+    prompts = [[3, 1, 4], [2, 7]]
+    expected, _ = said(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
+    own = Watched(target)
+    stream = own.connect()
+    answer = stream.on_send
+    stream.on_send = lambda step: threading.Timer(0.001, answer, [step]).start()
+    requests = [own.submit(prompt, max_tokens=40) for prompt in prompts]
+    own.engine.start()
+    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
+    own.engine.stop()
+    flying: list[list[int]] = []
+    overtaken = 0
+    for what, _, drafts in own.log:
+        if what == "land":
+            flying.pop(0)
+        else:
+            overtaken += any(map(any, flying)) and any(drafts)
+            flying.append(drafts)
+    assert (overtaken > 0) == (num_groups > 1)
+
+
+def test_a_failed_step_ends_its_requests_and_the_one_that_follows_it_does_no_harm(target, monkeypatch):
+    own = Watched(target)
+    finish, calls = own.engine._sampler.finish, []
+
+    def failing(pending: Any) -> Any:
+        calls.append(pending)
+        if len(calls) == 4:
+            raise RuntimeError("lost")
+        return finish(pending)
+
+    monkeypatch.setattr(own.engine._sampler, "finish", failing)
+    doomed = own.submit(k=0, max_tokens=20)
+    own.engine.start()
+    assert "the step failed: lost" in own.error(doomed)
+    later = own.submit(k=0, max_tokens=20)
+    assert own.tokens(later) == said(target, [{"k": 0, "max_tokens": 20}], is_async=False)[0][0][0]
+    own.engine.stop()
+
+
+def test_a_cancelled_request_in_flight_leaves_the_others_alone(target):
+    expected = said(target, [{"k": 0, "max_tokens": 40, "prompt": [2, 7]}], is_async=False)[0][0][0]
+    own = Watched(target)
+    cancelled, one = own.submit(k=0, max_tokens=50), own.submit([2, 7], k=0, max_tokens=40)
+    own.engine.start()
+    for _ in range(3):
+        own.next(cancelled)
+    own.engine.cancel(cancelled)
+    assert own.tokens(one) == expected
+    own.engine.stop()
+    assert own.engine.kv_cache_usage == 0.0
+
+
+def test_drawn_tokens_are_put_where_they_belong_and_one_that_was_not_drawn_is_a_token_all_the_same():
+    token_ids = torch.zeros(5, dtype=torch.int64)
+    drawn = DrawnTokens(np.array([1, 4]), np.array([2, 0]), torch.tensor([-1, 8, 9]))
+    drawn.write(token_ids)
+    assert token_ids.tolist() == [0, 9, 0, 0, 0]
