@@ -42,6 +42,8 @@ Item = generate_pb2.GenerateResponse | DraftwireError
 
 # How often a thread that waits for a step looks for drafts that let it launch the next one.
 LOOK_EVERY_S = 50e-6
+# Most steps in a row whose output is held back while the device waits for the host.
+MOST_STEPS_HELD = 3
 # How long output waits for the drafts of the next step, whose forward pass hides the work of handing it out.
 OUTPUT_DELAY_S = 0.003
 
@@ -175,6 +177,8 @@ class Engine:
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox()
         self._emissions: list[_Emission] = []
+        self._uncounted: list[_Emission] = []
+        self._steps_held = 0
         self._items: list[tuple[Request, Item]] = []
         self._stop_reason = ""
         self._ended: DraftwireError | None = None  # why the thread takes no more requests
@@ -239,8 +243,10 @@ class Engine:
                 self._tell_drafters()  # the device computes by now
             landing = self._flight
             if landing is not None:
-                self._hand_out()
+                self._count_landed()
                 self.drafting.settle_costs()
+                if not self._holds_output(launched, landing):
+                    self._hand_out()
                 if launched is None and not self._awaits(landing):
                     continue
             self._flight = launched
@@ -305,6 +311,13 @@ class Engine:
                 if self._events.wait(LOOK_EVERY_S):
                     return False
         return True
+
+    def _holds_output(self, launched: _Flight | None, landing: _Flight) -> bool:
+        """Whether output waits for that of the next step, because the device has waited for the host: several steps' in
+        one message take less of the interpreter, which this thread shares with the one that writes the messages."""
+        is_behind = launched is not None and landing.marks is not None and landing.is_done
+        self._steps_held = self._steps_held + 1 if is_behind and self._steps_held < MOST_STEPS_HELD else 0
+        return self._steps_held > 0
 
     def _end_failed(self, requests: Sequence[Request], error: Exception) -> None:
         told = fields(request_ids=[request.request_id for request in requests])
@@ -504,11 +517,19 @@ class Engine:
         if request.first_token is None:
             request.first_token = now
         emission = _Emission(work, drawn, piece, now)
-        if piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
+        if piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
+            self._uncounted.append(emission)
+        else:
             self._count_verified(emission)
             emission = emission._replace(statistics=request.statistics(self._is_synthetic))
             self._forget(request)
         self._emissions.append(emission)
+
+    def _count_landed(self) -> None:
+        """Counts what the last step verified; late, so that the drafters have what they wait for."""
+        for emission in self._uncounted:
+            self._count_verified(emission)
+        self._uncounted.clear()
 
     def _count_verified(self, emission: _Emission) -> None:
         work, num_emitted = emission.work, len(emission.drawn.tokens)
@@ -573,18 +594,18 @@ class Engine:
     def _hand_out(self) -> None:
         """Turns the output of a step into text and messages."""
         emissions, self._emissions = self._emissions, []
+        written: dict[Request, list[_Emission]] = {}
         items: list[tuple[Request, Item]] = []
         for emission in emissions:
             request = emission.work.request
-            if emission.statistics is None:
-                self._count_verified(emission)  # late, so that the drafters have what they wait for
             self._observe(emission)
             try:
                 request.output.write(emission.piece)
-                items.append((request, emission.response()))
+                written.setdefault(request, []).append(emission)
             except Exception as error:
                 items.append((request, _undecodable(request, error)))
                 self._forget(request)
+        items = [(request, _response(of_request)) for request, of_request in written.items()] + items
         items += self._items
         self._items = []
         if items:
@@ -600,22 +621,34 @@ class _Emission(NamedTuple):
     drawn_at: float  # monotonic s
     statistics: generate_pb2.RequestStatistics | None = None  # at the end
 
-    def response(self) -> generate_pb2.GenerateResponse:
-        """The message, once the text is there."""
-        piece, drawn = self.piece, self.drawn
+
+def _response(emissions: Sequence[_Emission]) -> generate_pb2.GenerateResponse:
+    """The message of one request's output of one or several steps, once the text is there."""
+    last = emissions[-1]
+    token_ids: list[int] = []
+    drafted: list[bool] = []
+    logprobs: list[generate_pb2.TokenLogprobs] = []
+    text_ends: list[int] = []
+    text = ""
+    for work, drawn, piece, _, _ in emissions:
         count = len(piece.token_ids)
-        num_accepted = min(self.work.num_drafts, len(drawn.tokens) - 1)
-        return generate_pb2.GenerateResponse(
-            token_ids=piece.token_ids,
-            text=piece.text,
-            drafted=[j < num_accepted for j in range(count)],
-            logprobs=drawn.logprobs[:count],
-            finish_reason=piece.finish_reason,
-            stop_text=piece.stop_text,
-            stop_token_id=piece.stop_token_id,
-            token_text_ends=piece.text_ends,
-            statistics=self.statistics,
-        )
+        num_accepted = min(work.num_drafts, len(drawn.tokens) - 1)
+        token_ids += piece.token_ids
+        drafted += [j < num_accepted for j in range(count)]
+        logprobs += drawn.logprobs[:count]
+        text_ends += [len(text) + end for end in piece.text_ends]
+        text += piece.text
+    return generate_pb2.GenerateResponse(
+        token_ids=token_ids,
+        text=text,
+        drafted=drafted,
+        logprobs=logprobs,
+        finish_reason=last.piece.finish_reason,
+        stop_text=last.piece.stop_text,
+        stop_token_id=last.piece.stop_token_id,
+        token_text_ends=text_ends,
+        statistics=last.statistics,
+    )
 
 
 def _undecodable(request: Request, error: Exception) -> ServerError:

@@ -31,6 +31,10 @@ class Unread:
         self._error: DraftwireError | None = None
         self._is_there = asyncio.Event()
         self._must_be_read_by = math.inf  # of time.monotonic()
+        self._writes_since = math.inf  # likewise; infinite while nothing is being written
+        self._writer: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall = ""  # why the writer was interrupted
 
     def put(self, item: pb.GenerateResponse | DraftwireError) -> None:
         """Adds a message, or the error that ends the output."""
@@ -78,34 +82,54 @@ class Unread:
             The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
             too long.
         """
-        while True:
-            message = await self.take()
-            message.request_id, request_id = request_id, ""
-            left_s = self._must_be_read_by - time.monotonic()
-            if not await _is_written(context, message, min(STALL_S, left_s)):
-                if left_s < STALL_S:
-                    raise StalledClientError(f"the client has not read all of the output {READ_S:g} s after its end")
-                raise StalledClientError(f"the client has read nothing for {STALL_S:g} s")
-            if _is_last(message):
-                return message
+        # One timer watches all writes: one for each would take a quarter of the time that a message takes.
+        self._writer = asyncio.current_task()
+        self._watch()
+        try:
+            while True:
+                message = await self.take()
+                message.request_id, request_id = request_id, ""
+                self._writes_since = time.monotonic()
+                await context.write(message)
+                self._writes_since = math.inf
+                if _is_last(message):
+                    return message
+        except asyncio.CancelledError:
+            if not self._stall:
+                raise
+            if self._writer is not None:
+                self._writer.uncancel()
+        finally:
+            self._writer = None
+            self._watch()
+        raise StalledClientError(self._stall)  # here, where it keeps nothing of what was interrupted
+
+    def _watch(self) -> None:
+        """Interrupts the writer once a message, or all of them, have taken too long; else looks again in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._writer is None:
+            return
+        now = time.monotonic()
+        if self._writes_since + STALL_S <= now:
+            self._stall = f"the client has read nothing for {STALL_S:g} s"
+        elif self._must_be_read_by <= now:
+            self._stall = f"the client has not read all of the output {READ_S:g} s after its end"
+        else:
+            left_s = min(min(self._writes_since, now) + STALL_S, self._must_be_read_by) - now
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._watch)
+            return
+        self._writer.cancel()
 
     def _set_deadline(self) -> None:
         self._must_be_read_by = time.monotonic() + READ_S
+        self._watch()
 
     def _merge_neighbours(self) -> None:
         messages = list(self._messages)
         for first, second in zip(messages[::2], messages[1::2], strict=False):
             _append(first, second)
         self._messages = deque(messages[::2])
-
-
-async def _is_written(context: grpc.aio.ServicerContext, message: pb.GenerateResponse, timeout_s: float) -> bool:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await context.write(message)
-    except TimeoutError:
-        return False
-    return True
 
 
 def _is_last(message: pb.GenerateResponse) -> bool:

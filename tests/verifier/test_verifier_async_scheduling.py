@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ import torch
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
 from draftwire.v1 import generate_pb2
+from verifier_service import engine
+from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan
+from verifier_service.sampler import Drawn
+from verifier_service.step_times import StepMarks
 from verifier_service.target import Target
 from verifier_service.target_runner import DrawnTokens
 
@@ -175,6 +180,73 @@ def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_tak
             overtaken += any(map(any, flying)) and any(drafts)
             flying.append(drafts)
     assert (overtaken > 0) == (num_groups > 1)
+
+
+class Mark:
+    """An event that a GPU has passed, or has not yet."""
+
+    def __init__(self, *, is_passed: bool) -> None:
+        self.query = lambda: is_passed
+
+
+def flight(*, is_done: bool | None) -> Any:
+    """One in flight on a GPU, or (None) on a CPU."""
+    mark: Any = Mark(is_passed=bool(is_done))
+    return engine._Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark))
+
+
+def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
+    held = Served(target).engine._holds_output
+    late, early, on_cpu = (flight(is_done=one) for one in (True, False, None))
+    assert [held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
+    assert not held(early, early)
+    assert not held(None, late)  # nothing comes after it
+    assert not held(early, on_cpu)
+    assert [held(early, late) for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])
+def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
+    monkeypatch.setattr(engine.Engine, "_holds_output", lambda own, *_: own.times.read().steps % 4 != 0)
+    requests = [{"max_tokens": 30, "k": 0, **kind}, {"prompt": [2, 7], "max_tokens": 22, "k": 0, **kind}]
+    own = Watched(target)
+    if "k" in kind:
+        own.connect()
+    made = [own.submit(**one) for one in requests]
+    own.engine.start()
+    messages = [[own.next(one)] for one in made]
+    for one, its in zip(made, messages, strict=True):
+        while its[-1].finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:  # type: ignore[union-attr]
+            its.append(own.next(one))
+    own.engine.stop()
+    monkeypatch.undo()
+    expected, _ = said(target, [{**one, "k": 0} for one in requests], is_async=False)
+    for one, its, (tokens, _) in zip(made, messages, expected, strict=True):
+        assert [token for item in its for token in item.token_ids] == tokens  # type: ignore[union-attr]
+        assert len(its) < one.verify_steps
+        statistics = its[-1].statistics  # type: ignore[union-attr]
+        assert statistics.verify_tokens == len(tokens) - 1
+        assert sum(flag for item in its for flag in item.drafted) == sum(statistics.accepted)  # type: ignore[union-attr]
+        if "logprobs" in kind:
+            assert sum(len(item.logprobs) for item in its) == len(tokens)  # type: ignore[union-attr]
+
+
+def test_a_message_of_several_steps_counts_characters_from_its_own_beginning():
+    def emission(tokens: list[int], text: str, ends: list[int], num_drafts: int = 0, **end: Any) -> Any:
+        work: Any = SimpleNamespace(num_drafts=num_drafts)
+        return engine._Emission(work, Drawn(tokens, []), Piece(tokens, text, ends, **end), 0.0)
+
+    message = engine._response(
+        [
+            emission([5], "ab", [2]),
+            emission([6, 7, 8], "cde", [0, 1, 3], num_drafts=2),
+            emission([9], "f", [1], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_text="gh"),
+        ]
+    )
+    assert (list(message.token_ids), message.text) == ([5, 6, 7, 8, 9], "abcdef")
+    assert list(message.token_text_ends) == [2, 2, 3, 5, 6]
+    assert list(message.drafted) == [False, True, True, False, False]
+    assert (message.finish_reason, message.stop_text) == (generate_pb2.FINISH_REASON_STOP, "gh")
 
 
 def test_a_failed_step_ends_its_requests_and_the_one_that_follows_it_does_no_harm(target, monkeypatch):
