@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +22,14 @@ from draftwire.memory import measure_memory
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
+from verifier_service.emission import Emission, response
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.output import Piece
+from verifier_service.flight import Flight
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
-from verifier_service.sampler import Drawn, PendingDraw, TokenSampler
+from verifier_service.sampler import Drawn, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
 from verifier_service.step_times import Phase, StepMarks, StepTimes
 from verifier_service.target import Target
@@ -85,31 +85,6 @@ class _Refused:
 
 
 _Event = _Arrived | _Cancelled | _Refused | LinkEvent
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that was launched, until its tokens have been taken."""
-
-    works: Sequence[Work]
-    sampling: Sequence[Work]
-    pending: PendingDraw | None  # of those that sample
-    marks: StepMarks | None  # on a GPU
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing of it is left to wait for."""
-        return self.marks is None or self.marks.drawn.query()
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether they are still read when the tokens are taken: no other step may be computed until then."""
-        return self.pending is not None and self.pending.keeps_logits
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether it verifies any."""
-        return any(work.num_drafts > 0 for work in self.works)
 
 
 class Engine:
@@ -173,11 +148,11 @@ class Engine:
             self.times,
             adaptive_k=limits.adaptive_k,
         )
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox()
-        self._emissions: list[_Emission] = []
-        self._uncounted: list[_Emission] = []
+        self._emissions: list[Emission] = []
+        self._uncounted: list[Emission] = []
         self._steps_held = 0
         self._items: list[tuple[Request, Item]] = []
         self._stop_reason = ""
@@ -263,7 +238,7 @@ class Engine:
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
 
-    def _launch_next(self) -> _Flight | None:
+    def _launch_next(self) -> Flight | None:
         """Launches the next step, if there is one."""
         works: list[Work] = []
         try:
@@ -286,7 +261,7 @@ class Engine:
             lambda request: gate.is_ready(request) and (not has_turns or gate.takes_turns(request)), following
         )
 
-    def _following(self, flight: _Flight) -> dict[Request, int]:
+    def _following(self, flight: Flight) -> dict[Request, int]:
         """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
         that go on, or none, so that they stay together."""
         if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_awaited:
@@ -303,7 +278,7 @@ class Engine:
                 following[request] = place
         return following
 
-    def _awaits(self, flight: _Flight) -> bool:
+    def _awaits(self, flight: Flight) -> bool:
         """Waits for a step to be done; False when something came first that may let the next one be launched."""
         self.times.enter(Phase.SAMPLE)
         if self._limits.async_scheduling and self.drafting.gate.is_awaited:
@@ -312,7 +287,7 @@ class Engine:
                     return False
         return True
 
-    def _holds_output(self, launched: _Flight | None, landing: _Flight) -> bool:
+    def _holds_output(self, launched: Flight | None, landing: Flight) -> bool:
         """Whether output waits for that of the next step, because the device has waited for the host: several steps' in
         one message take less of the interpreter, which this thread shares with the one that writes the messages."""
         is_behind = launched is not None and landing.marks is not None and landing.is_done
@@ -415,7 +390,7 @@ class Engine:
         """What is launched within does not queue behind the steps on a GPU."""
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
-    def _launch(self, works: Sequence[Work]) -> _Flight:
+    def _launch(self, works: Sequence[Work]) -> Flight:
         if self._beside is not None:
             torch.cuda.current_stream(self._target.device).wait_stream(self._beside)
         output = self._forward(works)
@@ -430,9 +405,9 @@ class Engine:
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
             marks = StepMarks(output.began, computed, drawn)
-        return _Flight(works, sampling, pending, marks)
+        return Flight(works, sampling, pending, marks)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
         try:
             self.times.enter(Phase.SAMPLE)
@@ -516,7 +491,7 @@ class Engine:
         request.tokens += piece.token_ids
         if request.first_token is None:
             request.first_token = now
-        emission = _Emission(work, drawn, piece, now)
+        emission = Emission(work, drawn, piece, now)
         if piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
             self._uncounted.append(emission)
         else:
@@ -531,7 +506,7 @@ class Engine:
             self._count_verified(emission)
         self._uncounted.clear()
 
-    def _count_verified(self, emission: _Emission) -> None:
+    def _count_verified(self, emission: Emission) -> None:
         work, num_emitted = emission.work, len(emission.drawn.tokens)
         if work.is_decoding:
             work.request.count_step(work.num_drafts, num_emitted)
@@ -576,7 +551,7 @@ class Engine:
         """Share of the cache blocks in use, [0, 1]."""
         return self._blocks.usage
 
-    def _observe(self, emission: _Emission) -> None:
+    def _observe(self, emission: Emission) -> None:
         request, count = emission.work.request, len(emission.piece.token_ids)
         if request.last_output is None:
             self.metrics.observe_first(emission.drawn_at - request.arrived, len(request.prompt), count)
@@ -594,7 +569,7 @@ class Engine:
     def _hand_out(self) -> None:
         """Turns the output of a step into text and messages."""
         emissions, self._emissions = self._emissions, []
-        written: dict[Request, list[_Emission]] = {}
+        written: dict[Request, list[Emission]] = {}
         items: list[tuple[Request, Item]] = []
         for emission in emissions:
             request = emission.work.request
@@ -605,50 +580,11 @@ class Engine:
             except Exception as error:
                 items.append((request, _undecodable(request, error)))
                 self._forget(request)
-        items = [(request, _response(of_request)) for request, of_request in written.items()] + items
+        items = [(request, response(of_request)) for request, of_request in written.items()] + items
         items += self._items
         self._items = []
         if items:
             self._deliver(items)
-
-
-class _Emission(NamedTuple):
-    """Output of one request in a step, whose text is still to be written."""
-
-    work: Work
-    drawn: Drawn
-    piece: Piece
-    drawn_at: float  # monotonic s
-    statistics: generate_pb2.RequestStatistics | None = None  # at the end
-
-
-def _response(emissions: Sequence[_Emission]) -> generate_pb2.GenerateResponse:
-    """The message of one request's output of one or several steps, once the text is there."""
-    last = emissions[-1]
-    token_ids: list[int] = []
-    drafted: list[bool] = []
-    logprobs: list[generate_pb2.TokenLogprobs] = []
-    text_ends: list[int] = []
-    text = ""
-    for work, drawn, piece, _, _ in emissions:
-        count = len(piece.token_ids)
-        num_accepted = min(work.num_drafts, len(drawn.tokens) - 1)
-        token_ids += piece.token_ids
-        drafted += [j < num_accepted for j in range(count)]
-        logprobs += drawn.logprobs[:count]
-        text_ends += [len(text) + end for end in piece.text_ends]
-        text += piece.text
-    return generate_pb2.GenerateResponse(
-        token_ids=token_ids,
-        text=text,
-        drafted=drafted,
-        logprobs=logprobs,
-        finish_reason=last.piece.finish_reason,
-        stop_text=last.piece.stop_text,
-        stop_token_id=last.piece.stop_token_id,
-        token_text_ends=text_ends,
-        statistics=last.statistics,
-    )
 
 
 def _undecodable(request: Request, error: Exception) -> ServerError:

@@ -15,6 +15,8 @@ from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
+from verifier_service.emission import Emission, response
+from verifier_service.flight import Flight
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan
 from verifier_service.sampler import Drawn
@@ -192,7 +194,7 @@ class Mark:
 def flight(*, is_done: bool | None) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    return engine._Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark))
+    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark))
 
 
 def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
@@ -234,9 +236,9 @@ def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
 def test_a_message_of_several_steps_counts_characters_from_its_own_beginning():
     def emission(tokens: list[int], text: str, ends: list[int], num_drafts: int = 0, **end: Any) -> Any:
         work: Any = SimpleNamespace(num_drafts=num_drafts)
-        return engine._Emission(work, Drawn(tokens, []), Piece(tokens, text, ends, **end), 0.0)
+        return Emission(work, Drawn(tokens, []), Piece(tokens, text, ends, **end), 0.0)
 
-    message = engine._response(
+    message = response(
         [
             emission([5], "ab", [2]),
             emission([6, 7, 8], "cde", [0, 1, 3], num_drafts=2),

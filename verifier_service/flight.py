@@ -1,0 +1,35 @@
+"""A step between its launch and the taking of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verifier_service.sampler import PendingDraw
+from verifier_service.scheduler import Work
+from verifier_service.step_times import StepMarks
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched, until its tokens have been taken."""
+
+    works: Sequence[Work]
+    sampling: Sequence[Work]
+    pending: PendingDraw | None  # of those that sample
+    marks: StepMarks | None  # on a GPU
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is left to wait for."""
+        return self.marks is None or self.marks.drawn.query()
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether they are still read when the tokens are taken: no other step may be computed until then."""
+        return self.pending is not None and self.pending.keeps_logits
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it verifies any."""
+        return any(work.num_drafts > 0 for work in self.works)
