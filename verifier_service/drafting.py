@@ -252,6 +252,10 @@ class Drafting:
             self._drafted[session.stream.address] += num_drafts
             self._accepted[session.stream.address] += num_accepted
 
+    def is_bound(self, request: Request) -> bool:
+        """Whether a request has a place at a drafter."""
+        return request in self._bindings
+
     def may_draft(self, request: Request) -> bool:
         """Whether a request has a place at a drafter, or may get one."""
         may_get_one = request.num_speculative_tokens > 0 and any(one.takes_more for one in self._sessions.values())
@@ -274,6 +278,8 @@ class Drafting:
     def _bind(self, request: Request, stores: dict[FeatureKind, FeatureStore], now: float) -> None:
         if request.num_feature_rows == 0 or now < self._reopen.get(request, (0.0, 0.0))[0]:
             return
+        if request.is_in_flight:
+            return  # a store that was made since the step's launch has no features of its rows
         open_sessions = [
             session
             for session in self._sessions.values()
@@ -299,13 +305,14 @@ class Drafting:
     def _scout(self, session: DraftSession, store: FeatureStore, now: float) -> None:
         """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is."""
         governor = session.pace.governor
-        if session.unanswered or not governor.take_ping(now):
+        scouts = [one for one in session.bindings[:NUM_SCOUTS] if not one.request.is_in_flight]
+        if session.unanswered or (session.bindings and not scouts) or not governor.take_ping(now):
             return
         for binding in session.bindings[NUM_SCOUTS:]:
             if binding.rows_behind > MAX_PAUSED_ROWS:
                 del self._bindings[binding.request]
                 self._close(binding)
-        pieces = self._pieces(session, session.bindings[:NUM_SCOUTS], now)
+        pieces = self._pieces(session, scouts, now)
         if pieces or session.closed_ids:
             self._send_step(session, store, pieces, governor.trial_drafts, waits=governor.take_trial(now))
 
@@ -493,6 +500,8 @@ class Drafting:
         if len(drafts.tokens) > binding.asked_drafts:
             raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")
         binding.wait_until = None
+        if request.is_in_flight:
+            return False  # they come late: a step is about to add tokens, and with them the request would seem ready
         return (drafts.committed_length, drafts.last_token) == (len(request.tokens), request.tokens[-1])
 
     def _redraw(self, session: DraftSession, answered: Sequence[tuple[Request, ReadyDrafts]]) -> list[ReadyDrafts]:

@@ -149,6 +149,7 @@ class Engine:
             adaptive_k=limits.adaptive_k,
         )
         self._flight: Flight | None = None
+        self._has_ended_some = False  # a failure has made room for others since the last look
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox()
         self._emissions: list[Emission] = []
@@ -211,12 +212,10 @@ class Engine:
     def _loop(self) -> None:
         has_moved = False
         while self._take_events(wait=not has_moved):
-            if has_moved:
-                self._tell_drafters()
-            launched = self._launch_next()
-            if not has_moved:
-                self._tell_drafters()  # the device computes by now
-            landing = self._flight
+            self._tell_drafters()
+            launched, landing = self._launch_next(), self._flight
+            if not self._limits.async_scheduling:
+                launched, landing = None, launched
             if landing is not None:
                 self._count_landed()
                 self.drafting.settle_costs()
@@ -227,7 +226,8 @@ class Engine:
             self._flight = launched
             if landing is not None:
                 self._land(landing)
-            has_moved = landing is not None or launched is not None
+            has_moved = landing is not None or launched is not None or self._has_ended_some
+            self._has_ended_some = False
 
     def _tell_drafters(self) -> None:
         """Sends the drafters what is new."""
@@ -250,16 +250,27 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         gate, flight = self.drafting.gate, self._flight
-        if flight is not None and (flight.keeps_logits or not self._limits.async_scheduling):
+        if flight is not None and flight.keeps_logits:
             return []
         following = self._following(flight) if flight is not None else {}
-        has_turns = flight is not None and flight.has_drafts
+        drafted = [] if flight is None else [work.request for work in flight.works if work.num_drafts > 0]
         requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
         if gate.is_held(requests):
             return []
+        if flight is not None and not following and self._would_part(flight):
+            return []
         return self.scheduler.schedule(
-            lambda request: gate.is_ready(request) and (not has_turns or gate.takes_turns(request)), following
+            lambda request: gate.is_ready(request) and gate.takes_turns(request, drafted), following
         )
+
+    def _would_part(self, flight: Flight) -> bool:
+        """Whether requests without a drafter are ready while others are in a step that they cannot follow: the two
+        would never be in one step again."""
+        is_bound = self.drafting.is_bound
+        are_ready = any(
+            one.is_decoding and not one.is_in_flight and not is_bound(one) for one in self.scheduler.running
+        )
+        return are_ready and any(work.is_current and not is_bound(work.request) for work in flight.works)
 
     def _following(self, flight: Flight) -> dict[Request, int]:
         """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
@@ -299,11 +310,13 @@ class Engine:
         logger.exception("the step failed; its requests are ended", extra=told)
         for request in requests:
             if request.blocks:
+                self._has_ended_some = True
                 self._end(request, ServerError(f"the step failed: {error}"))
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
         if wait:
+            self._count_landed()
             self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
         try:
             event = self._next_event() if wait else self._events.get_nowait()
@@ -401,6 +414,8 @@ class Engine:
         drawn = record_event(self._target.device) if pending is None else pending.copied
         self.times.enter(Phase.HOST)
         for work in works:
+            if work.is_decoding and work.num_drafts == 0 and work.follows is None:
+                work.cause = self._fallback_cause(work)  # answers may come while it is in flight
             work.request.num_in_flight += 1
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
@@ -476,7 +491,7 @@ class Engine:
         request = work.request
         if work.is_decoding:
             if work.num_drafts == 0 and drawn.tokens:
-                self.metrics.count_fallback(self._fallback_cause(work))
+                self.metrics.count_fallback(self._fallback_cause(work) if work.cause is None else work.cause)
             request.num_computed = work.start + len(drawn.tokens)
         else:
             request.num_computed = work.start + len(work.tokens)
@@ -570,18 +585,20 @@ class Engine:
         """Turns the output of a step into text and messages."""
         emissions, self._emissions = self._emissions, []
         written: dict[Request, list[Emission]] = {}
-        items: list[tuple[Request, Item]] = []
+        failed: dict[Request, DraftwireError] = {}
         for emission in emissions:
             request = emission.work.request
             self._observe(emission)
+            if request in failed:
+                continue
             try:
                 request.output.write(emission.piece)
                 written.setdefault(request, []).append(emission)
             except Exception as error:
-                items.append((request, _undecodable(request, error)))
+                failed[request] = _undecodable(request, error)
                 self._forget(request)
-        items = [(request, response(of_request)) for request, of_request in written.items()] + items
-        items += self._items
+        items: list[tuple[Request, Item]] = [(request, response(of_request)) for request, of_request in written.items()]
+        items += [*failed.items(), *self._items]
         self._items = []
         if items:
             self._deliver(items)

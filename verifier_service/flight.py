@@ -28,8 +28,3 @@ class Flight:
     def keeps_logits(self) -> bool:
         """Whether they are still read when the tokens are taken: no other step may be computed until then."""
         return self.pending is not None and self.pending.keeps_logits
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether it verifies any."""
-        return any(work.num_drafts > 0 for work in self.works)

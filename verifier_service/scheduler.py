@@ -11,6 +11,7 @@ from types import MappingProxyType
 from draftwire.block_pool import blocks_for
 from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.v1 import generate_pb2
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.queue_pace import QueuePace
 from verifier_service.request import ReadyDrafts, Request
@@ -30,6 +31,7 @@ class Work:
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
     lacks_blocks: bool = False  # its drafts were dropped: there were no blocks for their rows
     follows: int | None = None  # place of its only token in the draw of the step before, which has it on the device
+    cause: generate_pb2.FallbackCause | None = None  # why it has no drafts, as of its launch
     is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted

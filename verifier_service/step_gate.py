@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from verifier_service.draft_session import Binding, DraftSession
 from verifier_service.draft_stream import Stream
@@ -67,16 +67,19 @@ class StepGate:
         logger.log(level, "drafter %s: missed the draft deadline", session.stream.address)
         return True
 
-    def takes_turns(self, request: Request) -> bool:
-        """Whether a request may go into a step while others of its drafter are in one: not where one group is faster,
-        which they would never be again."""
+    def takes_turns(self, request: Request, drafted: Iterable[Request]) -> bool:
+        """Whether a request may go into a step while one is in flight that verifies drafts of `drafted`: not with
+        drafts of the same drafter where one group is faster, which they would never be again."""
         binding = self._bindings.get(request)
-        return binding is None or request.drafts is None or binding.session.pace.plan.num_groups > 1
+        if binding is None or request.drafts is None or binding.session.pace.plan.num_groups > 1:
+            return True
+        others = (self._bindings.get(other) for other in drafted)
+        return all(other is None or other.session is not binding.session for other in others)
 
     @property
     def is_awaited(self) -> bool:
         """Whether a request waits for drafts."""
-        return any(binding.wait_until is not None for binding in self._bindings.values())
+        return any(binding.is_waiting for binding in self._bindings.values())
 
     @property
     def next_deadline(self) -> float:

@@ -1,0 +1,239 @@
+"""What happens while a step is in flight: answers that are late, drafters that come and go, requests that arrive."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
+
+from draftwire.tensors import decode_tensor
+from draftwire.v1 import generate_pb2
+from verifier_service import draft_session
+from verifier_service.flight import Flight
+from verifier_service.pacing import Pace, Plan, governor
+from verifier_service.pacing.plan import OFF
+from verifier_service.target import Target
+
+pytestmark = pytest.mark.usefixtures("scheduling")
+
+STEP_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+def on_launch(own: Served, act: Callable[[Any], object]) -> None:
+    """Has `act` called with the works of each step when it has been launched."""
+    launch = own.engine._launch
+
+    def launching(works: Any) -> Any:
+        flight = launch(works)
+        act(works)
+        return flight
+
+    own.engine._launch = launching  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("prompt", [5, 40])
+def test_no_row_without_features_is_sent(target, prompt):
+    """A drafter connects while a step is in flight, whose rows its store has not."""
+    own = Served(target, max_prefill_rows=16)
+    launches = 0
+    empty: list[int] = []
+
+    def watch(step: Any) -> None:
+        if step.num_rows:
+            rows = decode_tensor(step.features, "features", torch.float32, (sum(step.num_rows), 2 * HIDDEN))
+            at = 0
+            for first, count in zip(step.first_rows, step.num_rows, strict=True):
+                empty.extend(first + i for i in range(count) if not rows[at + i].any())
+                at += count
+
+    def act(_: Any) -> None:
+        nonlocal launches
+        launches += 1
+        if launches == 2:
+            stream = own.connect()
+            answer = stream.on_send
+            stream.on_send = lambda step: (watch(step), answer(step))
+
+    on_launch(own, act)
+    one = own.submit([1 + i % 7 for i in range(prompt)], max_tokens=12)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert empty == []
+
+
+@pytest.mark.parametrize("kind", [{"presence_penalty": 0.5}, {"min_tokens": 50}])
+def test_requests_without_drafts_share_steps(target, kind):
+    """The second arrives while a step of the first is in flight."""
+    own = Served(target)
+    sizes: list[int] = []
+    made: list[Any] = []
+
+    def act(works: Any) -> None:
+        sizes.append(len(works))
+        if len(sizes) == 4:
+            made.append(own.submit([2, 7], k=0, max_tokens=50, **kind))
+
+    on_launch(own, act)
+    first = own.submit(k=0, max_tokens=50, **kind)
+    own.engine.start()
+    own.tokens(first)
+    own.tokens(made[0])
+    own.engine.stop()
+    assert sizes.count(1) < 12, sizes
+
+
+def test_a_drafter_that_is_off_is_still_tried(target, monkeypatch):
+    monkeypatch.setattr(Pace, "make_plan", lambda self, *_: setattr(self.governor, "plan", OFF))
+    monkeypatch.setattr(governor, "PING_EVERY_S", 0.02)
+    own = Served(target, draft_deadline_s=0.05, adaptive_k=True)
+    stream = own.connect()
+    on_launch(own, lambda _: time.sleep(0.01))
+    one = own.submit(max_tokens=50)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    asked = [step for step in stream.steps if any(step.num_drafts)]
+    assert len(asked) > len(stream.steps) // 2
+
+
+def test_cause_is_that_of_the_launch(target):
+    own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
+    stream = own.connect()
+    answer = stream.on_send
+    held: list[Any] = []
+    asked = 0
+
+    def on_send(step: Any) -> None:
+        nonlocal asked
+        asked += any(step.num_drafts)
+        if asked == 3 and any(step.num_drafts):
+            held.append(step)
+        else:
+            answer(step)
+
+    stream.on_send = on_send
+    on_launch(own, lambda _: held and answer(held.pop()))
+    one = own.submit(max_tokens=12)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
+    assert causes["FALLBACK_CAUSE_LATE"] == 1, causes
+
+
+def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
+    monkeypatch.setattr(draft_session, "LOST_AFTER_S", 0.3)
+    monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
+    own = Served(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    one = own.submit(max_tokens=12)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeypatch):
+    monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
+    own = Served(target, max_num_seqs=1)
+    launch, calls = own.engine._launch, []
+
+    def failing(works: Any) -> Any:
+        calls.append(works)
+        if len(calls) == number:
+            raise RuntimeError("lost")
+        return launch(works)
+
+    own.engine._launch = failing  # type: ignore[method-assign]
+    first, second = own.submit(k=0), own.submit(k=0)
+    own.engine.start()
+    assert "lost" in own.error(first)
+    own.tokens(second)
+    own.engine.stop()
+
+
+def test_one_missed_deadline_costs_one_step_without_drafts(target):
+    own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
+    stream = own.connect()
+    answer = stream.on_send
+    held: list[Any] = []
+    num_asked = 0
+
+    def on_send(step: Any) -> None:
+        nonlocal num_asked
+        if any(step.num_drafts):
+            num_asked += 1
+            if num_asked == 3:
+                held.append(step)
+                return
+        answer(step)
+
+    stream.on_send = on_send
+    launch = own.engine._launch
+    steps: list[int] = []
+
+    def launching(works: Any) -> Any:
+        steps.append(sum(work.num_drafts for work in works))
+        flight = launch(works)
+        if held:
+            answer(held.pop())
+        return flight
+
+    own.engine._launch = launching  # type: ignore[method-assign]
+    one = own.submit(max_tokens=40)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert steps[1:-1].count(0) == 1, steps
+
+
+def test_turns_of_one_drafter_do_not_starve_another(target, monkeypatch):
+    born: dict[int, tuple[object, float]] = {}
+
+    def is_done(flight: Flight) -> bool:  # as on a GPU: a step takes a while after its launch
+        return time.monotonic() > born.setdefault(id(flight), (flight, time.monotonic()))[1] + STEP_S
+
+    monkeypatch.setattr(Flight, "is_done", property(is_done))
+    own = Served(target)
+    single = own.connect(max_sequences=1)
+    turns = own.connect()
+
+    def planned(pace: Pace, *_: object) -> None:
+        sessions = {s.stream: s for s in own.engine.drafting._sessions.values()}
+        if turns in sessions and sessions[turns].pace is pace:
+            pace.governor.plan = Plan(K, 2)
+
+    monkeypatch.setattr(Pace, "make_plan", planned)
+    names: dict[Any, str] = {}
+    launched: list[str] = []
+    launch = own.engine._launch
+
+    def launching(works: Any) -> Any:
+        launched.append("".join(sorted(names[work.request] for work in works)))
+        return launch(works)
+
+    own.engine._launch = launching  # type: ignore[method-assign]
+    for name, prompt in (("x", [3, 1]), ("a", [2, 7]), ("b", [5, 5])):
+        names[own.submit(prompt, max_tokens=50)] = name
+    own.engine.start()
+    for request in names:
+        own.tokens(request)
+    own.engine.stop()
+    assert single.steps
+    assert turns.steps
+    at = [i for i, works in enumerate(launched) if "x" in works]
+    gaps = [later - former for former, later in pairwise(at)]
+    assert max(gaps) < 8, (gaps, launched)
