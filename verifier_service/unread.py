@@ -14,9 +14,6 @@ from draftwire.v1 import generate_pb2 as pb
 
 # Messages that may wait; past them neighbours are made one, so that what waits is no larger than the output itself.
 MAX_MESSAGES = 256
-# A message takes those that wait behind it along, up to so many tokens: writing costs an event loop that is behind much
-# more than what is written.
-MERGED_TOKENS = 32
 # A client that takes no message for so long is given up. Flow control lets some hundred KiB pass that nobody has read.
 STALL_S = 60.0
 # So is one that has not taken everything so long after the last token, however steadily it reads. Not below STALL_S.
@@ -55,7 +52,7 @@ class Unread:
         return self._must_be_read_by < math.inf and self._error is None
 
     async def take(self) -> pb.GenerateResponse:
-        """The next message, once there is one; several that have come since the last one are made one.
+        """The next message, once there is one.
 
         Raises
         ------
@@ -67,8 +64,6 @@ class Unread:
             assert self._error is not None
             raise self._error
         message = self._messages.popleft()
-        while self._messages and len(message.token_ids) < MERGED_TOKENS:
-            _append(message, self._messages.popleft())
         if not self._messages and self._error is None:
             self._is_there.clear()
         return message
@@ -82,7 +77,7 @@ class Unread:
             The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
             too long.
         """
-        # One timer watches all writes: one for each would take a quarter of the time that a message takes.
+        # One timer watches all writes; one for each would be a good part of what a message costs.
         self._writer = asyncio.current_task()
         self._watch()
         try:

@@ -21,7 +21,7 @@ from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationService
 from verifier_service import unread as unread_module
 from verifier_service.engine import EngineLimits
 from verifier_service.service import GenerationServicer
-from verifier_service.unread import MAX_MESSAGES, MERGED_TOKENS, Unread
+from verifier_service.unread import MAX_MESSAGES, Unread
 
 WAIT_S = 60.0
 # A window that a few messages fill, and that does not grow.
@@ -45,20 +45,10 @@ def taken(unread: Unread, count: int) -> list[pb.GenerateResponse]:
 
 def test_messages_come_one_by_one_to_a_client_that_keeps_up():
     unread = Unread()
-    for number in range(100):
-        unread.put(piece(number, "ab"))
-        assert taken(unread, 1) == [piece(number, "ab")]
-
-
-def test_messages_that_wait_become_one_of_limited_size():
-    unread = Unread()
-    for number in range(20):
-        unread.put(piece(number, "ab"))
-    first, rest = taken(unread, 2)
-    assert list(first.token_ids) == list(range(MERGED_TOKENS))
-    assert list(rest.token_ids) == list(range(MERGED_TOKENS, 40))
-    assert first.text == "ab" * (MERGED_TOKENS // 2)
-    assert list(first.token_text_ends) == list(range(1, MERGED_TOKENS + 1))
+    pieces = [piece(number, "ab") for number in range(MAX_MESSAGES)]
+    for one in pieces:
+        unread.put(one)
+    assert taken(unread, len(pieces)) == pieces
 
 
 def test_past_the_bound_neighbours_become_one_message_and_nothing_is_lost_or_out_of_order():
