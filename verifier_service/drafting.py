@@ -259,7 +259,7 @@ class Drafting:
     def may_draft(self, request: Request) -> bool:
         """Whether a request has a place at a drafter, or may get one."""
         may_get_one = request.num_speculative_tokens > 0 and any(one.takes_more for one in self._sessions.values())
-        return may_get_one or request in self._bindings
+        return may_get_one or self.is_bound(request)
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""

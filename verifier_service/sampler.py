@@ -55,11 +55,6 @@ class PendingDraw:
     first_tokens: torch.Tensor | None  # [len(works)] int64 on the device, -1 for none; where there is one group alone
 
     @property
-    def is_done(self) -> bool:
-        """Whether `TokenSampler.finish` will not wait."""
-        return self.copied is None or self.copied.query()
-
-    @property
     def keeps_logits(self) -> bool:
         """Whether `TokenSampler.finish` reads the logits, for log probabilities."""
         return any(own.logprobs is not None for own in self.wishes)

@@ -77,7 +77,7 @@ class Unread:
             The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
             too long.
         """
-        # One timer watches all writes; one for each would be a good part of what a message costs.
+        # One timer watches all writes: nearly all of them end long before it would be due.
         self._writer = asyncio.current_task()
         self._watch()
         try:

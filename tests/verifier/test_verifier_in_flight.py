@@ -108,31 +108,6 @@ def test_a_drafter_that_is_off_is_still_tried(target, monkeypatch):
     assert len(asked) > len(stream.steps) // 2
 
 
-def test_cause_is_that_of_the_launch(target):
-    own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
-    stream = own.connect()
-    answer = stream.on_send
-    held: list[Any] = []
-    asked = 0
-
-    def on_send(step: Any) -> None:
-        nonlocal asked
-        asked += any(step.num_drafts)
-        if asked == 3 and any(step.num_drafts):
-            held.append(step)
-        else:
-            answer(step)
-
-    stream.on_send = on_send
-    on_launch(own, lambda _: held and answer(held.pop()))
-    one = own.submit(max_tokens=12)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
-    causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
-    assert causes["FALLBACK_CAUSE_LATE"] == 1, causes
-
-
 def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
     monkeypatch.setattr(draft_session, "LOST_AFTER_S", 0.3)
     monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
@@ -165,39 +140,37 @@ def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeyp
     own.engine.stop()
 
 
-def test_one_missed_deadline_costs_one_step_without_drafts(target):
+def test_one_missed_deadline_costs_one_step_without_drafts_and_is_its_cause(target):
+    """The late answer comes while the step without its drafts is in flight."""
     own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
     stream = own.connect()
     answer = stream.on_send
     held: list[Any] = []
-    num_asked = 0
+    asked: list[Any] = []
+    drafts: list[int] = []
 
     def on_send(step: Any) -> None:
-        nonlocal num_asked
         if any(step.num_drafts):
-            num_asked += 1
-            if num_asked == 3:
-                held.append(step)
-                return
-        answer(step)
+            asked.append(step)
+        if len(asked) == 3 and asked[-1] is step:
+            held.append(step)
+        else:
+            answer(step)
 
-    stream.on_send = on_send
-    launch = own.engine._launch
-    steps: list[int] = []
-
-    def launching(works: Any) -> Any:
-        steps.append(sum(work.num_drafts for work in works))
-        flight = launch(works)
+    def act(works: Any) -> None:
+        drafts.append(sum(work.num_drafts for work in works))
         if held:
             answer(held.pop())
-        return flight
 
-    own.engine._launch = launching  # type: ignore[method-assign]
+    stream.on_send = on_send
+    on_launch(own, act)
     one = own.submit(max_tokens=40)
     own.engine.start()
     own.tokens(one)
     own.engine.stop()
-    assert steps[1:-1].count(0) == 1, steps
+    assert drafts[1:-1].count(0) == 1, drafts
+    causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
+    assert causes["FALLBACK_CAUSE_LATE"] == 1, causes
 
 
 def test_turns_of_one_drafter_do_not_starve_another(target, monkeypatch):
@@ -219,13 +192,7 @@ def test_turns_of_one_drafter_do_not_starve_another(target, monkeypatch):
     monkeypatch.setattr(Pace, "make_plan", planned)
     names: dict[Any, str] = {}
     launched: list[str] = []
-    launch = own.engine._launch
-
-    def launching(works: Any) -> Any:
-        launched.append("".join(sorted(names[work.request] for work in works)))
-        return launch(works)
-
-    own.engine._launch = launching  # type: ignore[method-assign]
+    on_launch(own, lambda works: launched.append("".join(sorted(names[work.request] for work in works))))
     for name, prompt in (("x", [3, 1]), ("a", [2, 7]), ("b", [5, 5])):
         names[own.submit(prompt, max_tokens=50)] = name
     own.engine.start()
