@@ -18,7 +18,7 @@ from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import ReceivedStep
-from draftwire.devices import make_current
+from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox()
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device))
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     def start(self) -> None:

@@ -21,7 +21,11 @@ class Mailbox(Generic[T]):
     put comes before that item. All methods but `put` and `leftovers` are called by the owner.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, awake_s: float = 0.0) -> None:
+        """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping: waking it
+        would take some 50 us, and more on a virtual machine."""
+        self._awake_s = awake_s
+        self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
         self._messages: deque[T] = deque()
@@ -57,14 +61,15 @@ class Mailbox(Generic[T]):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._collect()
-            if self._messages:
-                return self._messages.popleft()
-            if self._items:
-                return self._items.popleft()
-            left = None if deadline is None else deadline - time.monotonic()
+            if self._messages or self._items:
+                self._awake_until = time.monotonic() + self._awake_s
+                return (self._messages or self._items).popleft()
+            now = time.monotonic()
+            left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            self._note_bell(self._poll.poll(left))
+            if now >= self._awake_until:
+                self._note_bell(self._poll.poll(left))
 
     def get_nowait(self) -> T:
         """The next item or message; raises queue.Empty when there is none."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftwire.devices import make_current, record_event
+from draftwire.devices import awake_s, make_current, record_event
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
@@ -23,6 +23,7 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.emission import Emission, response
+from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.flight import Flight
 from verifier_service.prefix_cache import PrefixCache
@@ -97,8 +98,10 @@ class Engine:
     With `async_scheduling` a GPU has its next step before the tokens of the last one are known on the host: one of
     requests that took no part in it, such as another group of those that take turns, or, where nothing is drafted, one
     whose rows are the tokens that the last step draws. A row that turns out to come after a request's end is computed
-    for nothing. What drafting does on the GPU goes to a stream of its own, so that features are not sent a step late;
-    it touches rows of landed steps alone, and each launch waits for it.
+    for nothing. Where all wait for drafts, the next forward pass is launched, and begins when the host has them.
+
+    What drafting does on the GPU goes to a stream of its own, so that features are not sent a step late; it touches
+    rows of landed steps alone, and each launch waits for it.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class Engine:
         self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
         runner = start_runner(target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens)
         self._run_rows = runner.run if followers is None else followers.lead(runner.run)
+        self._hold = runner.hold
+        self._expected: ExpectedStep | None = None
         self._cache = runner.cache
         self._stores: dict[FeatureKind, FeatureStore] = {}
         self._sampler = TokenSampler(
@@ -151,7 +156,7 @@ class Engine:
         self._flight: Flight | None = None
         self._has_ended_some = False  # a failure has made room for others since the last look
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
-        self._events: Mailbox[_Event | None] = Mailbox()
+        self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device))
         self._emissions: list[Emission] = []
         self._uncounted: list[Emission] = []
         self._steps_held = 0
@@ -197,6 +202,7 @@ class Engine:
             logger.exception("the engine failed")
             self._ended = ServerError(f"the engine failed: {error}")
             self._on_failure()
+        self._drop_expected()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._items.append((request, self._ended))
         self._hand_out()
@@ -216,6 +222,8 @@ class Engine:
             launched, landing = self._launch_next(), self._flight
             if not self._limits.async_scheduling:
                 launched, landing = None, launched
+            if landing is None and launched is None:
+                self._launch_expected()
             if landing is not None:
                 self._count_landed()
                 self.drafting.settle_costs()
@@ -242,6 +250,8 @@ class Engine:
         """Launches the next step, if there is one."""
         works: list[Work] = []
         try:
+            if self._expected is not None and time.monotonic() >= self._expected.until:
+                self._drop_expected()
             works = self._schedule()
             return self._launch(works) if works else None
         except Exception as error:
@@ -260,8 +270,34 @@ class Engine:
         if flight is not None and not following and self._would_part(flight):
             return []
         return self.scheduler.schedule(
-            lambda request: gate.is_ready(request) and gate.takes_turns(request, drafted), following
+            lambda request: gate.is_ready(request) and gate.takes_turns(request, drafted),
+            following,
+            takes_prompts=not self._is_held,
         )
+
+    def _launch_expected(self) -> None:
+        """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
+        running = self.scheduler.running
+        num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
+        if num_drafts is None or self._is_held:
+            return
+        self.times.enter(Phase.WAIT)
+        try:
+            rooms = list(map(self.scheduler.place_drafts, running, num_drafts))
+            expected = ExpectedStep(list(zip(running, rooms, strict=True)))
+            if min(rooms) >= 0 and not expected.is_same(self._expected):
+                self._expected = expected
+                expected.launch(self._hold)
+        except Exception as error:
+            self._end_failed(list(running), error)
+
+    @property
+    def _is_held(self) -> bool:
+        return self._expected is not None and self._expected.is_held
+
+    def _drop_expected(self) -> None:
+        if self._expected is not None:
+            self._expected.drop()
 
     def _would_part(self, flight: Flight) -> bool:
         """Whether requests without a drafter are ready while others are in a step that they cannot follow: the two
@@ -338,6 +374,8 @@ class Engine:
             When a deadline passes first.
         """
         deadline = self.drafting.next_deadline()
+        if self._expected is not None and self._is_held:
+            deadline = self._expected.until if deadline is None else min(deadline, self._expected.until)
         if self._emissions or self._items:
             moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._items else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
@@ -360,7 +398,13 @@ class Engine:
             self._forget(event.request)
         elif isinstance(event, _Refused):
             self.metrics.count_refused()
-        elif not isinstance(event, Connected) or self._has_store(event.stream):
+        else:
+            self._take_of_link(event)
+
+    def _take_of_link(self, event: LinkEvent) -> None:
+        if isinstance(event, Connected | Disconnected):
+            self._drop_expected()  # memory of the device comes or goes, for which the driver may wait for all streams
+        if not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
             with self._beside_steps():
                 self.drafting.handle(event)
@@ -449,6 +493,16 @@ class Engine:
 
     def _forward(self, works: Sequence[Work]) -> StepOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
+        self._count(works)
+        self.times.enter(Phase.VERIFY)
+        output = None if self._expected is None else self._expected.begin(works)
+        if output is None:
+            output = self._run_rows(self._step_of(works))
+        for store in self._stores.values():
+            store.capture(output)
+        return output
+
+    def _step_of(self, works: Sequence[Work]) -> StepRows:
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -463,13 +517,7 @@ class Engine:
             rows += range(len(token_ids) - work.num_logit_rows, len(token_ids))
             sequences.append(SequenceRows(work.request.blocks, work.start, count))
         ids, places, logit_rows = (np.array(values, np.int64) for values in (token_ids, positions, rows))
-        step = StepRows(ids, places, sequences, logit_rows, self._drawn_tokens(followed))
-        self._count(works)
-        self.times.enter(Phase.VERIFY)
-        output = self._run_rows(step)
-        for store in self._stores.values():
-            store.capture(output)
-        return output
+        return StepRows(ids, places, sequences, logit_rows, self._drawn_tokens(followed))
 
     def _drawn_tokens(self, followed: Sequence[tuple[int, int]]) -> DrawnTokens | None:
         """Those of (row, place in the draw that is in flight)."""

@@ -116,7 +116,11 @@ class Scheduler:
         self._release(request)
 
     def schedule(
-        self, is_ready: Callable[[Request], bool], following: Mapping[Request, int] = MappingProxyType({})
+        self,
+        is_ready: Callable[[Request], bool],
+        following: Mapping[Request, int] = MappingProxyType({}),
+        *,
+        takes_prompts: bool = True,
     ) -> list[Work]:
         """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
 
@@ -129,6 +133,8 @@ class Scheduler:
         following
             Those requests in flight of which a step draws exactly one token more, and that token's place in its draw.
             They go on with a row of that token; the others in flight are left out.
+        takes_prompts
+            False leaves the rows of prompts to a later step.
         """
         for request in self.running:
             if request.num_computed // BLOCK_SIZE > request.num_published:
@@ -145,7 +151,7 @@ class Scheduler:
             if length > len(request.blocks) * BLOCK_SIZE:
                 self._grow(request, length)
         works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
-        room = self._max_prefill_rows
+        room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
             if room > 0 and not (request.is_decoding or request.is_in_flight):
                 works.append(_prefill(request, room))
@@ -226,7 +232,7 @@ class Scheduler:
         drafts, request.drafts = request.drafts, None
         lacks_blocks = False
         if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
-            count = self._place_drafts(request, len(drafts.tokens))
+            count = self.place_drafts(request, len(drafts.tokens))
             if count < len(drafts.tokens):
                 lacks_blocks = count == 0
                 drafts = drafts.first(count) if count > 0 else None
@@ -235,8 +241,11 @@ class Scheduler:
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
         return Work(request, last, tokens, drafts, samples=True, lacks_blocks=lacks_blocks)
 
-    def _place_drafts(self, request: Request, count: int) -> int:
-        """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias."""
+    def place_drafts(self, request: Request, count: int) -> int:
+        """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias.
+
+        Negative where the last token has none.
+        """
         missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
         if missing > 0:
             request.blocks += self._cache.allocate(min(missing, self._cache.num_free)) or []

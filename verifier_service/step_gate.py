@@ -81,6 +81,26 @@ class StepGate:
         """Whether a request waits for drafts."""
         return any(binding.is_waiting for binding in self._bindings.values())
 
+    def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
+        """How many drafts each request brings to the next step, at most, if that step waits for drafts and is one of
+        them all; else None."""
+        counts = []
+        is_awaited = False
+        for request in requests:
+            binding = self._bindings.get(request)
+            if request.is_in_flight or not request.is_decoding:
+                return None
+            if request.drafts is not None:
+                counts.append(len(request.drafts.tokens))
+            elif binding is not None and binding.is_waiting:
+                if binding.session.pace.plan.num_groups > 1:
+                    return None
+                counts.append(binding.asked_drafts)
+                is_awaited = True
+            else:
+                counts.append(0)
+        return counts if is_awaited else None
+
     @property
     def next_deadline(self) -> float:
         """The earliest time at which a waiting request or a held step stops to wait; infinite if there is none."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,10 @@ from rich.progress import track
 from torch import Tensor
 
 from draftwire.block_pool import blocks_for
+from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
 from draftwire.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from draftwire.stream_hold import StreamHold
 from verifier_service.target import Target
 from verifier_service.target_buckets import Bucket, Buckets
 
@@ -79,6 +81,23 @@ class StepOutput:
         """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
         return torch.cat([self.states[layer][: len(self.slots_on_host)] for layer in layers], dim=-1)
 
+    def with_logits_of(self, rows: np.ndarray) -> StepOutput:
+        """The same with the logits of some of the rows that it has them of, int64 [R]."""
+        if np.array_equal(rows, np.arange(len(self.logits))):
+            return self
+        (index,) = upload([rows], self.logits.device)
+        return replace(self, logits=self.logits.index_select(0, index))
+
+
+@dataclass(frozen=True)
+class HeldStep:
+    """A step that has been launched without its token ids. One of its methods is called, once."""
+
+    begin: Callable[[np.ndarray], StepOutput | None]
+    """Computes it with these token ids, int64 [T]; None when it has been computed without them."""
+    drop: Callable[[], object]
+    """Lets the device go on: what it computes is of no use."""
+
 
 class TargetRunner:
     """The target, its cache and the graphs that were captured over both.
@@ -114,6 +133,7 @@ class TargetRunner:
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks_per_sequence
         self._graphs: dict[Bucket, _Graph] = {}
+        self._hold: StreamHold | None = None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -123,6 +143,7 @@ class TargetRunner:
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
         buckets = list(self._buckets)
         inputs = _Inputs(max(b.num_rows for b in buckets), self._max_num_seqs, self._max_blocks, self._target.device)
+        self._hold = _make_hold(self._target.device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._target.device)
         console = Console(stderr=True)
         for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
@@ -136,9 +157,7 @@ class TargetRunner:
     @torch.inference_mode()
     def run(self, step: StepRows) -> StepOutput:
         """Runs a step's rows and fills the cache."""
-        max_rows = max((sequence.count for sequence in step.sequences), default=0)
-        bucket = self._buckets.find(len(step.sequences), max_rows)
-        graph = self._graphs.get(bucket) if bucket is not None else None
+        graph = self._graph(step)
         if graph is not None:
             return graph.run(step)
         device = self._target.device
@@ -152,6 +171,33 @@ class TargetRunner:
         output = self._target.forward(token_ids, positions, self.cache, batch, rows)
         slots_on_host = batch.host.slot_mapping.numpy()
         return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host, began)
+
+    @torch.inference_mode()
+    def hold(self, step: StepRows) -> HeldStep | None:
+        """Launches a step whose token ids are still to come and whose rows all have logits; None where that cannot be.
+
+        On a GPU until then nothing may be called that waits for the current stream. A CPU computes when they are there.
+        """
+        if self._target.device.type != "cuda":
+            return HeldStep(lambda token_ids: self.run(replace(step, token_ids=token_ids)), lambda: None)
+        graph = self._graph(step)
+        return None if graph is None or self._hold is None else graph.hold(step, self._hold)
+
+    def _graph(self, step: StepRows) -> _Graph | None:
+        max_rows = max((sequence.count for sequence in step.sequences), default=0)
+        bucket = self._buckets.find(len(step.sequences), max_rows)
+        return None if bucket is None else self._graphs.get(bucket)
+
+
+def _make_hold(device: torch.device) -> StreamHold | None:
+    try:
+        hold = StreamHold(device)
+        hold.stop()
+        hold.release(lambda: None)
+    except SegmentError as error:
+        logger.info("steps are not launched before their drafts are there: %s", error)
+        return None
+    return hold
 
 
 def start_runner(target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int) -> TargetRunner:
@@ -175,20 +221,24 @@ class _Inputs:
     """What graphs read, at fixed addresses."""
 
     def __init__(self, max_rows: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        self._ids_and_positions = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
+        self._token_ids, self._positions = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._batch = BatchBuffers(max_rows, max_num_seqs, max_blocks, device)
 
     def load(self, step: StepRows, bucket: Bucket) -> _Loaded:
-        """Copies a step that fits the bucket; rows of padding have token 0 at position 0."""
-        rows, padded = len(step.token_ids), bucket.num_rows
-        staged = torch.zeros(2 * padded, dtype=torch.int64, pin_memory=True)
-        staged.numpy()[:rows] = step.token_ids
-        staged.numpy()[padded : padded + rows] = step.positions
-        loaded = self._ids_and_positions[: 2 * padded]
-        loaded.copy_(staged, non_blocking=True)
+        """Copies all but the token ids of a step that fits the bucket; rows of padding are at position 0."""
+        padded = bucket.num_rows
+        positions = self._positions[:padded]
+        positions.copy_(_staged(step.positions, padded), non_blocking=True)
         own = RaggedBatch(step.sequences, _CPU)
         batch = self._batch.load(own, padded, bucket.num_sequences, max_rows=bucket.max_rows)
-        return _Loaded(loaded[:padded], loaded[padded:], batch, own.slot_mapping.numpy())
+        return _Loaded(self._token_ids[:padded], positions, batch, own.slot_mapping.numpy())
+
+
+def _staged(values: np.ndarray, padded: int) -> Tensor:
+    """[padded] int64 in pinned memory, with zeros behind the values."""
+    tensor = torch.zeros(padded, dtype=torch.int64, pin_memory=True)
+    tensor.numpy()[: len(values)] = values
+    return tensor
 
 
 class _Graph:
@@ -203,6 +253,7 @@ class _Graph:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             token_ids, positions, batch, _ = inputs.load(_padding(bucket), bucket)
+            token_ids.zero_()
             rows = torch.arange(bucket.num_rows, device=target.device)
             target.forward(token_ids, positions, cache, batch, rows)  # kernels are built outside of the capture
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -219,17 +270,31 @@ class _Graph:
     def run(self, step: StepRows) -> StepOutput:
         """Replays the graph over a step that fits the bucket."""
         loaded = self._inputs.load(step, self._bucket)
+        return self._replay(step, loaded, _staged(step.token_ids, self._bucket.num_rows))
+
+    def hold(self, step: StepRows, hold: StreamHold) -> HeldStep:
+        """Launches the same, which begins when the token ids are there."""
+        loaded = self._inputs.load(step, self._bucket)
+        token_ids = _staged(step.token_ids, self._bucket.num_rows)
+        hold.stop()
+        output = self._replay(step, loaded, token_ids)
+
+        def begin(known: np.ndarray) -> StepOutput | None:
+            return output if hold.release(lambda: np.copyto(token_ids.numpy()[: len(known)], known)) else None
+
+        return HeldStep(begin, lambda: hold.release(lambda: None))
+
+    def _replay(self, step: StepRows, loaded: _Loaded, token_ids: Tensor) -> StepOutput:
+        """Token ids [rows of the bucket] are in pinned memory, and read when the stream comes to it."""
+        loaded.token_ids.copy_(token_ids, non_blocking=True)
         if step.drawn is not None:
             step.drawn.write(loaded.token_ids)
         began = record_event(self._rows.device)
         self._graph.replay()
-        num_rows, logits = len(step.token_ids), self._logits
-        if len(step.logit_rows) == num_rows:
-            logits = logits[:num_rows]
-        else:
-            (rows,) = upload([step.logit_rows], logits.device)
-            logits = logits.index_select(0, rows)
-        return StepOutput(logits, self._states, self._slots[:num_rows], loaded.slots_on_host, began)
+        num_rows = len(step.positions)
+        slots, slots_on_host = self._slots[:num_rows], loaded.slots_on_host
+        output = StepOutput(self._logits[:num_rows], self._states, slots, slots_on_host, began)
+        return output.with_logits_of(step.logit_rows)
 
 
 def _padding(bucket: Bucket) -> StepRows:

@@ -1,10 +1,11 @@
-"""Memory of a GPU that processes share, by the CUDA driver's virtual memory management.
+"""What the CUDA driver offers and torch does not: memory of a GPU that processes share, streams that wait for a word.
 
-The driver counts who holds an allocation: it outlives the process that made it for as long as another has it mapped,
-and is free when all of them have ended, however they ended. `cudaIpcGetMemHandle`, which torch wraps in functions that
-are not public, leaves undefined what happens once the owner has freed what another has mapped.
+Memory is shared by virtual memory management. The driver counts who holds an allocation: it outlives the process that
+made it for as long as another has it mapped, and is free when all of them have ended, however they ended.
+`cudaIpcGetMemHandle`, which torch wraps in functions that are not public, leaves undefined what happens once the owner
+has freed what another has mapped.
 
-Source: CUDA Driver API, "Virtual Memory Management"; cuda.h.
+Source: CUDA Driver API, "Virtual Memory Management" and "Stream Memory Operations"; cuda.h.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _FILE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the cyclic difference
 
 _HANDLE = _ADDRESS = ctypes.c_ulonglong  # CUmemGenericAllocationHandle, CUdeviceptr
 _FLAGS = ctypes.c_ulonglong
@@ -71,11 +73,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemMap": (_ADDRESS, ctypes.c_size_t, ctypes.c_size_t, _HANDLE, _FLAGS),
     "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
     "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.POINTER(MemAccessDesc), ctypes.c_size_t),
+    "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
 }
 
 
 class CudaDriver:
-    """The driver's functions for memory that is shared. All of them may be called from any thread.
+    """The driver's functions. All of them may be called from any thread.
 
     An allocation is held by its handle, by every file descriptor of it and by every mapping.
 
@@ -146,6 +149,10 @@ class CudaDriver:
         """Gives up a mapping that no kernel or copy uses any more."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemAddressFree", address, size)
+
+    def wait_for_value(self, stream: int, address: int, value: int) -> None:
+        """Has what is launched next on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
+        self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

@@ -183,6 +183,20 @@ def test_what_is_left_can_be_taken_by_another_thread():
     assert left == [None, 3]
 
 
+@pytest.mark.parametrize("awake_s", [0.0, 30.0])
+def test_an_owner_that_stays_awake_gets_what_one_that_sleeps_gets(ends, awake_s):
+    here, there = ends
+    box: Mailbox[bytes] = Mailbox(awake_s)
+    box.watch(here.fileno(), here.receive)
+    for number in range(3):
+        threading.Timer(0.01, box.put, [b"put"]).start()
+        assert box.get(WAIT_S) == b"put"
+        threading.Timer(0.01, there.send, [b"%d" % number]).start()
+        assert box.get(WAIT_S) == b"%d" % number
+        with pytest.raises(queue.Empty):
+            box.get(0.01)
+
+
 def test_a_short_wait_ends_with_what_comes_first_and_takes_nothing(ends):
     here, there = ends
     box: Mailbox[bytes] = Mailbox()

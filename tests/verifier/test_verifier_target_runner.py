@@ -163,3 +163,46 @@ def test_logits_come_for_the_rows_asked_for(runner):
                 np.array(rows, np.int64),
             )
             torch.testing.assert_close(runner.run(step).logits, every[rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("no_recompilation")
+@pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS])
+@torch.inference_mode()
+def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count):
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
+    run(runner, [(s, s.tokens) for s in sequences])
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens)
+    rng = random.Random(count)
+    rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(1 + rng.randrange(1, K + 1))] for _ in sequences]
+    pieces = list(zip(sequences, rows, strict=True))
+    output = run(runner, pieces)
+    expected, features = output.logits.clone(), output.features((1, 2)).clone()
+    token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
+    step = StepRows(
+        np.zeros(len(token_ids), np.int64),
+        np.concatenate([np.arange(s.num_computed, s.num_computed + len(r)) for s, r in pieces]),
+        [SequenceRows(s.blocks, s.num_computed, len(r)) for s, r in pieces],
+        np.arange(len(token_ids)),
+    )
+    dropped = runner.hold(step)
+    assert dropped is not None
+    dropped.drop()
+    for _ in range(2):
+        held = runner.hold(step)
+        assert held is not None
+        found = held.begin(token_ids)
+        assert found is not None
+        torch.testing.assert_close(found.logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found.features((1, 2)), features, rtol=0, atol=0)
+        assert found.slots.tolist() == found.slots_on_host.tolist() == output.slots_on_host.tolist()
+    some = np.arange(len(token_ids))[::2]
+    torch.testing.assert_close(found.with_logits_of(some).logits, expected[some], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_that_no_graph_holds_is_not_held(target, runner):
+    if target.device.type == "cuda":
+        rows = np.zeros(K + 2, np.int64)
+        assert runner.hold(StepRows(rows, rows, [SequenceRows([1], 0, K + 2)], rows)) is None

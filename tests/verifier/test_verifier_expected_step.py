@@ -1,0 +1,211 @@
+"""Forward passes that are launched while their drafts are awaited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from drafting_scene import make_request
+from engine_scene import WAIT_S, K, Served, make_target
+
+from verifier_service import expected_step
+from verifier_service.expected_step import ExpectedStep
+from verifier_service.request import ReadyDrafts
+from verifier_service.scheduler import Work
+from verifier_service.target import Target
+from verifier_service.target_runner import HeldStep, StepRows
+
+REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch) -> None:
+    """A machine under load gives up no step."""
+    monkeypatch.setattr(expected_step, "PATIENCE_S", WAIT_S)
+
+
+class Noted(Served):
+    """An engine that counts what becomes of the steps that it holds."""
+
+    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
+        super().__init__(target, config, **{"async_scheduling": True, **limits})
+        self.num_held = self.num_begun = self.num_dropped = 0
+        self.held: list[StepRows] = []
+        self._has_held = threading.Event()
+        hold = self.engine._hold
+
+        def noted_hold(step: StepRows) -> HeldStep | None:
+            held = hold(step)
+            assert held is not None
+            self.held.append(step)
+            self._has_held.set()
+
+            def begin(token_ids: Any) -> Any:
+                self.num_begun += 1
+                return held.begin(token_ids)
+
+            def drop() -> None:
+                self.num_dropped += 1
+
+            return HeldStep(begin, drop)
+
+        self.engine._hold = noted_hold
+
+    def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> None:
+        """A drafter that answers when the step that verifies its drafts is held, if one is."""
+        stream = self.connect_with(drafts_for)
+        answer = stream.on_send
+
+        def answer_later(step: Any) -> None:
+            self._has_held.wait(0.02)
+            answer(step)
+
+        def on_send(step: Any) -> None:
+            self._has_held.clear()
+            threading.Thread(target=answer_later, args=[step], daemon=True).start()
+
+        stream.on_send = on_send
+
+
+def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]:
+    own = Served(target, max_queue=100)
+    made = [own.submit(**{**one, "k": 0}) for one in requests]
+    own.engine.start()
+    tokens = [own.tokens(one) for one in made]
+    own.engine.stop()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"num_blocks": 9}, {"draft_deadline_s": 0.0005}, {"max_num_seqs": 2}, {"prefix_caching": False}]
+)
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}, {"presence_penalty": 0.5, "logprobs": 1}])
+def test_the_output_is_that_without_drafts(target, limits, kind):
+    requests = [{**one, **kind} for one in REQUESTS]
+    own = Noted(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"}, **limits)
+    own.connect_late()
+    made = [own.submit(**one) for one in requests]
+    own.engine.start()
+    assert [own.tokens(one) for one in made] == undrafted(target, requests)
+    own.engine.stop()
+    assert len(own.held) == own.num_begun + own.num_dropped
+    assert own.num_begun > 0
+    if not limits:
+        assert own.num_begun > 0.8 * len(own.held)
+    assert own.engine.kv_cache_usage == 0.0
+
+
+def test_nearly_every_step_with_drafts_is_one_that_was_held(target):
+    own = Noted(target)
+    own.connect_late()
+    one = own.submit(max_tokens=40)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert sum(fallback.tokens for fallback in own.engine.counters().fallbacks) == 1  # the last token needs no drafts
+    assert (own.num_begun, own.num_dropped) == (one.verify_steps - 1, 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, K])
+def test_fewer_drafts_than_were_asked_for_take_a_part_of_the_rows(target, count):
+    own = Noted(target)
+    own.connect_late(lambda _: [5, 6, 7][:count])
+    made = [own.submit(**one) for one in REQUESTS]
+    own.engine.start()
+    assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
+    own.engine.stop()
+    assert own.num_begun > 0
+
+
+def test_a_request_that_arrives_is_computed_although_a_drafter_is_silent(target, monkeypatch):
+    monkeypatch.setattr(expected_step, "PATIENCE_S", 0.05)
+    own = Noted(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    waiting = own.submit(max_tokens=20)
+    own.engine.start()
+    own.next(waiting)
+    deadline = time.monotonic() + 10
+    while not own.held and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert own.held
+    assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
+    assert (own.num_begun, own.num_dropped) == (0, 1)  # and not launched again
+    own.engine.stop()
+
+
+def test_a_held_step_does_not_outlive_the_engine(target):
+    own = Noted(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    own.submit(max_tokens=20)
+    own.engine.start()
+    deadline = time.monotonic() + 10
+    while not own.held and time.monotonic() < deadline:
+        time.sleep(0.001)
+    own.engine.stop()
+    assert (len(own.held), own.num_begun, own.num_dropped) == (1, 0, 1)
+
+
+def test_a_cancelled_request_leaves_the_others_of_a_held_step_alone(target):
+    own = Noted(target)
+    cancelled, other = own.submit(max_tokens=40), own.submit([2, 7], max_tokens=40)
+
+    def drafts_for(_: Any) -> list[int]:
+        if len(own.held) == 4:
+            own.engine.cancel(cancelled)
+        return [5, 6, 7]
+
+    own.connect_late(drafts_for)
+    own.engine.start()
+    assert own.tokens(other) == undrafted(target, [{"prompt": [2, 7], "max_tokens": 40}])[0]
+    own.engine.stop()
+    assert own.num_dropped == 0
+    sizes = [len(step.sequences) for step in own.held]
+    assert sizes == sorted(sizes, reverse=True), sizes
+    assert set(sizes) == {1, 2}
+    assert own.engine.kv_cache_usage == 0.0
+
+
+def test_nothing_is_held_where_steps_land_before_the_next_is_launched(target):
+    own = Noted(target, async_scheduling=False)
+    own.connect_late()
+    own.engine.start()
+    own.tokens(own.submit())
+    own.engine.stop()
+    assert own.held == []
+
+
+def test_rows_are_those_of_the_requests_and_blocks_that_it_was_launched_for():
+    def begun(change: Any = None, num_drafts: int = 3, drafts: tuple[int, ...] = (7, 8)) -> bool:
+        """Whether a step with so many drafts of a request of 17 tokens is begun with `drafts` after a change."""
+        request = make_request([1] * 16)
+        request.tokens.append(1)
+        request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
+        expected = ExpectedStep([(request, num_drafts)])
+        seen: list[Any] = []
+        expected.launch(lambda _: HeldStep(lambda ids: seen.append(ids.tolist()), lambda: seen.append(None)))
+        if change is not None:
+            change(request)
+        ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
+        work = Work(request, 16, [1, *drafts], ready, samples=True)
+        assert expected.begin([work]) is None  # what the launched step gives
+        assert not expected.is_held
+        assert seen in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
+        return seen != [None]
+
+    assert begun()
+    assert begun(drafts=())
+    assert begun(drafts=(7, 8, 9))
+    assert not begun(num_drafts=1)
+    assert begun(lambda request: request.blocks.append(9))
+    assert not begun(lambda request: request.blocks.__setitem__(1, 9))
+    assert begun(lambda request: request.blocks.__setitem__(0, 9))  # holds none of the rows
+    assert not begun(lambda request: setattr(request, "num_preemptions", 1))
