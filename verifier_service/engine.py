@@ -154,6 +154,7 @@ class Engine:
             adaptive_k=limits.adaptive_k,
         )
         self._flight: Flight | None = None
+        self._landed: Flight | None = None  # and not counted yet
         self._has_ended_some = False  # a failure has made room for others since the last look
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device))
@@ -272,14 +273,14 @@ class Engine:
         return self.scheduler.schedule(
             lambda request: gate.is_ready(request) and gate.takes_turns(request, drafted),
             following,
-            takes_prompts=not self._is_held,
+            takes_prompts=not self._is_pending,
         )
 
     def _launch_expected(self) -> None:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
-        if num_drafts is None or self._is_held:
+        if num_drafts is None or self._is_pending:
             return
         self.times.enter(Phase.WAIT)
         try:
@@ -292,8 +293,8 @@ class Engine:
             self._end_failed(list(running), error)
 
     @property
-    def _is_held(self) -> bool:
-        return self._expected is not None and self._expected.is_held
+    def _is_pending(self) -> bool:
+        return self._expected is not None and self._expected.is_pending
 
     def _drop_expected(self) -> None:
         if self._expected is not None:
@@ -374,7 +375,7 @@ class Engine:
             When a deadline passes first.
         """
         deadline = self.drafting.next_deadline()
-        if self._expected is not None and self._is_held:
+        if self._expected is not None and self._expected.is_pending:
             deadline = self._expected.until if deadline is None else min(deadline, self._expected.until)
         if self._emissions or self._items:
             moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._items else 0.0
@@ -408,6 +409,8 @@ class Engine:
             self._use_lane(event)
             with self._beside_steps():
                 self.drafting.handle(event)
+            if self._expected is not None:
+                self._expected.begin(self.drafting.gate.is_waiting)
             self._drop_unused_stores()
 
     def _use_lane(self, event: LinkEvent) -> None:
@@ -473,12 +476,9 @@ class Engine:
             drawn = self._sampler.finish(flight.pending) if flight.pending is not None else []
             if flight.marks is not None:
                 flight.marks.drawn.synchronize()
-            self.times.end_step(flight.marks)
-            self.drafting.gate.count_step(
-                sum(len(work.tokens) for work in flight.works),
-                has_prompts=not all(work.is_decoding for work in flight.works),
-                busy_s=self.times.busy_s,
-            )
+            self._landed = flight
+            if flight.marks is None:  # else the phases come from the marks, at any time
+                self._end_step()
             for work in flight.works:
                 if work.is_current:
                     work.request.num_in_flight -= 1
@@ -495,7 +495,7 @@ class Engine:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
         self._count(works)
         self.times.enter(Phase.VERIFY)
-        output = None if self._expected is None else self._expected.begin(works)
+        output = None if self._expected is None else self._expected.take(works)
         if output is None:
             output = self._run_rows(self._step_of(works))
         for store in self._stores.values():
@@ -563,8 +563,20 @@ class Engine:
             self._forget(request)
         self._emissions.append(emission)
 
+    def _end_step(self) -> None:
+        """Counts the last step."""
+        flight, self._landed = self._landed, None
+        if flight is not None:
+            self.times.end_step(flight.marks)
+            self.drafting.gate.count_step(
+                sum(len(work.tokens) for work in flight.works),
+                has_prompts=not all(work.is_decoding for work in flight.works),
+                busy_s=self.times.busy_s,
+            )
+
     def _count_landed(self) -> None:
-        """Counts what the last step verified; late, so that the drafters have what they wait for."""
+        """Counts the last step and what it verified; late, so that the drafters have what they wait for."""
+        self._end_step()
         for emission in self._uncounted:
             self._count_verified(emission)
         self._uncounted.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,8 @@ class ExpectedStep:
         """`expected` are requests, which have the blocks, and their numbers of drafts."""
         self.until = math.inf  # monotonic time at which it is given up, once it is launched
         self._held: HeldStep | None = None
+        self._output: StepOutput | None = None  # once it has begun, with these token ids
+        self._token_ids: list[int] = []
         self._spans: dict[Request, _Span] = {}
         self._num_rows = 0
         for request, num_drafts in expected:
@@ -46,9 +48,9 @@ class ExpectedStep:
             self._num_rows += 1 + num_drafts
 
     @property
-    def is_held(self) -> bool:
-        """Whether it has been launched and not begun."""
-        return self._held is not None
+    def is_pending(self) -> bool:
+        """Whether it has been launched, and neither taken nor dropped."""
+        return self._held is not None or self._output is not None
 
     def is_same(self, other: ExpectedStep | None) -> bool:
         """Whether another one is of the very same rows."""
@@ -66,28 +68,45 @@ class ExpectedStep:
         self._held = hold(step)
         self.until = time.monotonic() + PATIENCE_S
 
+    def begin(self, is_awaited: Callable[[Request], bool]) -> None:
+        """Begins it with the drafts that the requests have, once none is awaited: before the step is scheduled, and
+        whether it is that step shows when it is taken."""
+        if self._held is not None and not any(one.drafts is None and is_awaited(one) for one in self._spans):
+            drafts = ((one, () if one.drafts is None else one.drafts.tokens) for one in self._spans)
+            self._begin(self._held, {one: [one.tokens[-1], *tokens] for one, tokens in drafts})
+
+    def take(self, works: Sequence[Work]) -> StepOutput | None:
+        """Its output as that of the step of `works`, logits in their order, for which it begins unless it has; None
+        when it was not launched for their rows, or has begun with other tokens."""
+        spans = self._spans
+        if all(work.request in spans and _is_of(spans[work.request], work) for work in works):
+            if self._held is not None:
+                self._begin(self._held, {work.request: work.tokens for work in works})
+            output, self._output = self._output, None
+            ranges = [(spans[work.request].first, len(work.tokens)) for work in works]
+            is_it = all(
+                self._token_ids[first : first + count] == work.tokens
+                for (first, count), work in zip(ranges, works, strict=True)
+            )
+            if output is not None and is_it:
+                return output.with_logits_of(np.concatenate([np.arange(first, first + n) for first, n in ranges]))
+        self.drop()
+        return None
+
+    def _begin(self, held: HeldStep, tokens: Mapping[Request, Sequence[int]]) -> None:
+        token_ids: list[int] = []
+        for request, span in self._spans.items():
+            own = tokens.get(request, ())[: span.num_rows]
+            token_ids += own
+            token_ids += [0] * (span.num_rows - len(own))
+        self._token_ids, self._held = token_ids, None
+        self._output = held.begin(np.array(token_ids, np.int64))
+
     def drop(self) -> None:
         """Gives it up: the device computes rows that nobody wants."""
         if self._held is not None:
             self._held.drop()
-        self._held = None
-
-    def begin(self, works: Sequence[Work]) -> StepOutput | None:
-        """Computes it as the step of `works`, logits in their order; None when they are not of what was launched, or
-        nothing is held."""
-        held, self._held = self._held, None
-        if held is None:
-            return None
-        if not all(work.request in self._spans and _holds(self._spans[work.request], work) for work in works):
-            held.drop()
-            return None
-        token_ids = np.zeros(self._num_rows, np.int64)
-        firsts = [self._spans[work.request].first for work in works]
-        for first, work in zip(firsts, works, strict=True):
-            token_ids[first : first + len(work.tokens)] = work.tokens
-        output = held.begin(token_ids)
-        rows = [np.arange(first, first + len(work.tokens)) for first, work in zip(firsts, works, strict=True)]
-        return None if output is None else output.with_logits_of(np.concatenate(rows))
+        self._held = self._output = None
 
 
 def _span(request: Request, first: int, count: int) -> _Span:
@@ -96,7 +115,8 @@ def _span(request: Request, first: int, count: int) -> _Span:
     return _Span(first, start, count, request.num_preemptions, blocks)
 
 
-def _holds(span: _Span, work: Work) -> bool:
+def _is_of(span: _Span, work: Work) -> bool:
+    """Whether a work's rows are among the span's."""
     count = len(work.tokens)
     if work.follows is not None or not work.is_decoding or count > span.num_rows:
         return False

@@ -76,9 +76,14 @@ class StepGate:
         others = (self._bindings.get(other) for other in drafted)
         return all(other is None or other.session is not binding.session for other in others)
 
+    def is_waiting(self, request: Request) -> bool:
+        """Whether a request waits for drafts."""
+        binding = self._bindings.get(request)
+        return binding is not None and binding.is_waiting
+
     @property
     def is_awaited(self) -> bool:
-        """Whether a request waits for drafts."""
+        """Whether any request does."""
         return any(binding.is_waiting for binding in self._bindings.values())
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
