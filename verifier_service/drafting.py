@@ -387,10 +387,10 @@ class Drafting:
         backlog = None
         pieces = []
         for binding in bindings:
-            request = binding.request
             rows = binding.rows_behind
             if rows <= 0:
                 continue
+            request = binding.request
             if binding.next_row < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
@@ -429,7 +429,7 @@ class Drafting:
     def _ask(self, binding: Binding, num_drafts: int) -> int:
         """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
         request = binding.request
-        if not request.is_decoding or request.is_in_flight or binding.next_row < len(request.tokens) - 1:
+        if binding.next_row < len(request.tokens) - 1 or request.is_in_flight or not request.is_decoding:
             return 0
         wanted = min(request.num_drafts_wanted, num_drafts)
         binding.wait_until = None

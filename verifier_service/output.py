@@ -47,8 +47,11 @@ class OutputBuilder:
 
     def take(self, token_ids: list[int], room: int) -> Piece:
         """Takes a step's tokens; `room` is how many more tokens the context holds."""
-        piece = Piece()
         last = min(self._max_tokens - self._count, room)
+        if len(token_ids) < last and not self._has_stops and self._end_token_ids.isdisjoint(token_ids):
+            self._count += len(token_ids)
+            return Piece(token_ids)
+        piece = Piece()
         for number, token_id in enumerate(token_ids, 1):
             self._count += 1
             piece.token_ids.append(token_id)

@@ -57,6 +57,8 @@ class TokenHistory:
 
     def count(self, drawn: Sequence[tuple[Work, list[int]]]) -> None:
         """Adds the tokens drawn of each work to the outputs."""
+        if not self._slots:
+            return
         places = [
             (self._slots[work.request], token)
             for work, tokens in drawn
