@@ -145,8 +145,13 @@ def test_the_order_of_the_programs_does_not_matter(
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))
 
 
-@pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "top-n"), ("block", "dense")])
-def test_a_launch_leaves_its_counters_at_zero(method: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_k", [1, 3])
+@pytest.mark.parametrize("wave", [None, 1])
+@pytest.mark.parametrize(("method", "form"), COMBINATIONS)
+def test_a_launch_leaves_its_counters_at_zero(
+    method: str, form: str, wave: int | None, max_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next launch on the stream finds them."""
     used = []
 
     def zeros(count: int, device: torch.device) -> Tensor:
@@ -154,8 +159,8 @@ def test_a_launch_leaves_its_counters_at_zero(method: str, form: str, monkeypatc
         return used[-1]
 
     monkeypatch.setattr(counters, "zeros", zeros)
-    batch = Batch(9, requests=4, vocab=300, spread=0.7, max_k=3)
-    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=30, wave=1))
+    batch = Batch(9, requests=4, vocab=37, spread=0.7, max_k=max_k)
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=30, wave=wave))
     assert len(used) == 1
     assert not used[0].any()
 

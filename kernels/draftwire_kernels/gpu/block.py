@@ -120,6 +120,7 @@ def test_prefix(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WAVES: tl.constexpr,
 ):
     """Whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to draw."""
     block = scratch.block
@@ -141,7 +142,8 @@ def test_prefix(
     position = tl.load(batch.position + request) + prefix
     uniform = accept_uniform(tl.load(batch.accept + request), position - 1, prefix - 1, USE_FP64)
     passes = is_sure | (uniform < threshold)
-    announce(scratch.waves, request, wave, passes)
+    if WAVES > 1:  # else nobody asks, and nobody would set the word back
+        announce(scratch.waves, request, wave, passes)
     token = tl.full([], -1, tl.int32)
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     if passes:
@@ -250,7 +252,7 @@ def block_kernel(
                 passes, token = test_prefix(
                     batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
                     mass, draft_top, draft_mass, weight, num_groups, num_splits, USE_FP64, GROUP, GROUPS, LINE, LIST,
-                    LISTS, SPLITS,
+                    LISTS, SPLITS, WAVES,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
                 accepted += is_open.to(tl.int32)
