@@ -62,7 +62,8 @@ class ExpectedStep:
         step = StepRows(
             np.zeros(self._num_rows, np.int64),
             np.concatenate([np.arange(span.start, span.start + span.num_rows) for span in spans]),
-            [SequenceRows(request.blocks, span.start, span.num_rows) for request, span in self._spans.items()],
+            # As they are now: the requests' blocks may change before it begins.
+            [SequenceRows(one.blocks.copy(), span.start, span.num_rows) for one, span in self._spans.items()],
             np.arange(self._num_rows),
         )
         self._held = hold(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from engine_scene import WAIT_S, K, Served, make_target
 
 from verifier_service import expected_step
 from verifier_service.expected_step import ExpectedStep
+from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
 from verifier_service.scheduler import Work
 from verifier_service.target import Target
@@ -26,8 +28,13 @@ def target() -> Target:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch) -> None:
-    """A machine under load gives up no step."""
+def one_group(monkeypatch) -> None:
+    """All sequences share a step, and a machine under load gives up none."""
+
+    def planned(pace: Pace, *_: object) -> None:
+        pace.governor.plan = Plan(K)
+
+    monkeypatch.setattr(Pace, "make_plan", planned)
     monkeypatch.setattr(expected_step, "PATIENCE_S", WAIT_S)
 
 
@@ -63,14 +70,19 @@ class Noted(Served):
         stream = self.connect_with(drafts_for)
         answer = stream.on_send
 
-        def answer_later(step: Any) -> None:
-            self._has_held.wait(0.02)
-            answer(step)
+        steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def answer_all() -> None:
+            while True:
+                step = steps.get()
+                self._has_held.wait(0.02)
+                answer(step)
 
         def on_send(step: Any) -> None:
             self._has_held.clear()
-            threading.Thread(target=answer_later, args=[step], daemon=True).start()
+            steps.put(step)
 
+        threading.Thread(target=answer_all, daemon=True).start()
         stream.on_send = on_send
 
 
@@ -159,7 +171,7 @@ def test_a_cancelled_request_leaves_the_others_of_a_held_step_alone(target):
     cancelled, other = own.submit(max_tokens=40), own.submit([2, 7], max_tokens=40)
 
     def drafts_for(_: Any) -> list[int]:
-        if len(own.held) == 4:
+        if len(own.held) >= 4:
             own.engine.cancel(cancelled)
         return [5, 6, 7]
 
