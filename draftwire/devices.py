@@ -161,7 +161,7 @@ class StagedUpload:
         self._staged = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(2 * is_cuda)]
         self._views = [staged.numpy() for staged in self._staged]
         self._read = [torch.cuda.Event() for _ in self._staged]  # by the device
-        self._moved = torch.zeros(size * is_cuda, dtype=torch.int64, device=device)
+        self._moved = torch.empty(size * is_cuda, dtype=torch.int64, device=device)
         self._turn = 0
 
     def __call__(self, indices: np.ndarray) -> torch.Tensor:

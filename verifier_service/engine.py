@@ -156,6 +156,8 @@ class Engine:
         self._flight: Flight | None = None
         self._landed: Flight | None = None  # and not counted yet
         self._has_ended_some = False  # a failure has made room for others since the last look
+        # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
+        self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device))
         self._emissions: list[Emission] = []
@@ -196,6 +198,8 @@ class Engine:
 
     def _run(self) -> None:
         make_current(self._target.device)
+        if self._beside is not None:
+            torch.cuda.set_stream(self._beside)
         try:
             self._loop()
             self._ended = UnavailableError(self._stop_reason)
@@ -241,9 +245,8 @@ class Engine:
     def _tell_drafters(self) -> None:
         """Sends the drafters what is new."""
         try:
-            with self._beside_steps():
-                self.drafting.drop_lost()
-                self.drafting.flush(self.scheduler.running, self._stores)
+            self.drafting.drop_lost()
+            self.drafting.flush(self.scheduler.running, self._stores)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
 
@@ -254,7 +257,10 @@ class Engine:
             if self._expected is not None and time.monotonic() >= self._expected.until:
                 self._drop_expected()
             works = self._schedule()
-            return self._launch(works) if works else None
+            if not works:
+                return None
+            with self._on_steps():
+                return self._launch(works)
         except Exception as error:
             self._end_failed([work.request for work in works] or list(self.scheduler.running), error)
             return None
@@ -288,7 +294,8 @@ class Engine:
             expected = ExpectedStep(list(zip(running, rooms, strict=True)))
             if min(rooms) >= 0 and not expected.is_same(self._expected):
                 self._expected = expected
-                expected.launch(self._hold)
+                with self._on_steps():
+                    expected.launch(self._hold)
         except Exception as error:
             self._end_failed(list(running), error)
 
@@ -407,8 +414,7 @@ class Engine:
             self._drop_expected()  # memory of the device comes or goes, for which the driver may wait for all streams
         if not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
-            with self._beside_steps():
-                self.drafting.handle(event)
+            self.drafting.handle(event)
             if self._expected is not None:
                 self._expected.begin(self.drafting.gate.is_waiting)
             self._drop_unused_stores()
@@ -427,7 +433,8 @@ class Engine:
         head = stream.head
         if head.kind not in self._stores:
             try:
-                store = FeatureStore(self._target, head.layers, self._limits.num_blocks, head.fusion)
+                with self._on_steps():  # which write it
+                    store = FeatureStore(self._target, head.layers, self._limits.num_blocks, head.fusion)
             except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU and on a GPU without memory
                 stream.fail(f"there is no memory for the features of its layers {list(head.layers)}: {error}")
                 return False
@@ -446,13 +453,13 @@ class Engine:
         """
         return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self._stores.values())
 
-    def _beside_steps(self) -> AbstractContextManager[object]:
-        """What is launched within does not queue behind the steps on a GPU."""
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+    def _on_steps(self) -> AbstractContextManager[object]:
+        """What is launched within belongs to the steps of a GPU."""
+        return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
 
     def _launch(self, works: Sequence[Work]) -> Flight:
-        if self._beside is not None:
-            torch.cuda.current_stream(self._target.device).wait_stream(self._beside)
+        if self._steps is not None and self._beside is not None:
+            self._steps.wait_stream(self._beside)
         output = self._forward(works)
         computed = record_event(self._target.device)
         sampling = [work for work in works if work.samples]
