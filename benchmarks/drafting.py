@@ -92,7 +92,7 @@ class Rig:
             first_rows=np.array(self.num_rows),
             num_rows=np.array(counts),
             num_drafts=np.full(batch, num_drafts),
-            tokens=torch.randint(128256, (total,), dtype=torch.int32),
+            tokens=torch.randint(128256, (total,), dtype=torch.int32).numpy(),
             features=torch.randn(total, 3 * 4096).bfloat16().to(self.engine.device),
         )
         self.num_rows = [rows + count for rows, count in zip(self.num_rows, counts, strict=True)]

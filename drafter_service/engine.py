@@ -146,7 +146,7 @@ class DraftEngine:
             first_rows=0 * one,
             num_rows=num_rows * one,
             num_drafts=k * one,
-            tokens=torch.zeros(num_rows, dtype=torch.int32),
+            tokens=np.zeros(num_rows, np.int32),
             features=torch.zeros(num_rows, self.head.spec.feature_width, dtype=self._dtype),
         )
         self.submit(session, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ import torch
 from draftwire.carriers import Incoming
 
 
-@dataclass(frozen=True)
-class OpenedSequence:
+class OpenedSequence(NamedTuple):
     """A sequence to open."""
 
     sequence_id: int
@@ -21,8 +20,7 @@ class OpenedSequence:
     first_row: int  # position of the first row that will be sent
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The contract's DraftStep; S sequences, T rows."""
 
     step_id: int
@@ -32,16 +30,16 @@ class Step:
     first_rows: np.ndarray  # int64 [S]
     num_rows: np.ndarray  # int64 [S]
     num_drafts: np.ndarray  # int64 [S]
-    tokens: torch.Tensor  # int32 [T], x_{i+1} of every row, sequence after sequence, CPU
+    tokens: np.ndarray  # int32 [T], x_{i+1} of every row, sequence after sequence
     features: torch.Tensor  # [T, width], g_i of every row, on the engine's device
     is_fused: bool = False  # the features are the head's states
 
 
-@dataclass(frozen=True)
-class ReceivedStep:
+class ReceivedStep(NamedTuple):
     """A step that was checked, whose features are still where they arrived."""
 
     step_id: int
+    num_drafts: int  # that are wanted, of all sequences together
     features: Incoming
     make_step: Callable[..., Step]  # of `features`
 

@@ -13,7 +13,7 @@ from drafter_service.step import OpenedSequence, ReceivedStep, Step
 from draftwire.carriers import Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.request_id import check_request_id
-from draftwire.tensors import decode_tensor
+from draftwire.tensors import decode_id_array
 from draftwire.tracing import check_traceparent
 from draftwire.v1 import draft_pb2 as pb
 
@@ -56,21 +56,26 @@ class StepDecoder:
         if step.step_id != self._last_step_id + 1:
             raise InvalidArgumentError("step_id", step.step_id, f"must be {self._last_step_id + 1}: it rises by 1")
         self._last_step_id = step.step_id
-        opened = self._decode_opened(step.opened)
-        num_rows = self._check_sequences(step)
+        opened = self._decode_opened(step.opened) if step.HasField("opened") else []
+        # Lists, because each look at a repeated field costs as much as one of these conversions.
+        sequence_ids, num_rows = list(step.sequence_ids), list(step.num_rows)
+        columns = (list(step.first_rows), num_rows, list(step.num_drafts))
+        self._check_sequences(sequence_ids, *columns)
+        total = sum(num_rows)
+        counts = np.array(columns, np.int64)
         make_step = partial(
             Step,
             step.step_id,
             opened,
             list(step.closed_ids),
-            list(step.sequence_ids),
-            np.array(step.first_rows, np.int64),
-            np.array(step.num_rows, np.int64),
-            np.array(step.num_drafts, np.int64),
-            self._decode_tokens(step, num_rows),
+            sequence_ids,
+            counts[0],
+            counts[1],
+            counts[2],
+            self._decode_tokens(step, total),
             is_fused=self._is_fused,
         )
-        return ReceivedStep(step.step_id, self._claim_features(step, num_rows), make_step)
+        return ReceivedStep(step.step_id, sum(columns[2]), self._claim_features(step, total), make_step)
 
     def _decode_opened(self, opened: pb.OpenSequences) -> list[OpenedSequence]:
         count = len(opened.ids)
@@ -97,33 +102,31 @@ class StepDecoder:
         columns = (opened.ids, opened.temperatures, opened.proposal_keys, opened.first_rows)
         return [OpenedSequence(*column) for column in zip(*columns, strict=True)]
 
-    def _check_sequences(self, step: pb.DraftStep) -> int:
-        """Checks the arrays of the sequences with rows; the number of rows."""
-        count = len(step.sequence_ids)
-        _check_length("first_rows", step.first_rows, count, "sequence_ids")
-        _check_length("num_rows", step.num_rows, count, "sequence_ids")
-        _check_length("num_drafts", step.num_drafts, count, "sequence_ids")
-        if len(set(step.sequence_ids)) != count:
-            raise InvalidArgumentError("sequence_ids", list(step.sequence_ids), "each id at most once")
-        if count and min(step.num_rows) < 1:
-            raise InvalidArgumentError("num_rows", min(step.num_rows), "must be at least 1")
-        if count and max(step.num_drafts) > self._max_drafts:
+    def _check_sequences(
+        self, sequence_ids: list[int], first_rows: list[int], num_rows: list[int], num_drafts: list[int]
+    ) -> None:
+        """Checks the arrays of the sequences with rows."""
+        count = len(sequence_ids)
+        _check_length("first_rows", first_rows, count, "sequence_ids")
+        _check_length("num_rows", num_rows, count, "sequence_ids")
+        _check_length("num_drafts", num_drafts, count, "sequence_ids")
+        if len(set(sequence_ids)) != count:
+            raise InvalidArgumentError("sequence_ids", sequence_ids, "each id at most once")
+        if count and min(num_rows) < 1:
+            raise InvalidArgumentError("num_rows", min(num_rows), "must be at least 1")
+        if count and max(num_drafts) > self._max_drafts:
             raise InvalidArgumentError(
-                "num_drafts",
-                max(step.num_drafts),
-                f"allowed range [0, num_speculative_tokens = {self._max_drafts}]",
+                "num_drafts", max(num_drafts), f"allowed range [0, num_speculative_tokens = {self._max_drafts}]"
             )
-        return sum(step.num_rows)
 
-    def _decode_tokens(self, step: pb.DraftStep, num_rows: int) -> torch.Tensor:
+    def _decode_tokens(self, step: pb.DraftStep, num_rows: int) -> np.ndarray:
         if num_rows == 0 and not step.HasField("tokens"):
-            return torch.empty(0, dtype=torch.int32)
-        tokens = decode_tensor(step.tokens, "tokens", torch.int32, (num_rows,))
-        if num_rows:
-            smallest, largest = (int(end) for end in tokens.aminmax())
-            if smallest < 0 or largest >= self._target_vocab_size:
-                wrong = smallest if smallest < 0 else largest
-                raise InvalidArgumentError("tokens", wrong, f"token ids must be in [0, {self._target_vocab_size})")
+            return np.empty(0, np.int32)
+        tokens = decode_id_array(step.tokens, "tokens", num_rows)
+        # Read without its sign, a negative id is above all others: one look finds both kinds.
+        if num_rows and tokens.view(np.uint32).max() >= self._target_vocab_size:
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise InvalidArgumentError("tokens", wrong, f"token ids must be in [0, {self._target_vocab_size})")
         return tokens
 
     def _claim_features(self, step: pb.DraftStep, num_rows: int) -> Incoming:

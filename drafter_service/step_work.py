@@ -98,7 +98,7 @@ class StepWork:
         self.rows_left = 0
         # Indices, slots, offsets of the first rows, rows and drafts wanted of the sequences with rows left, in order.
         self._left: tuple[np.ndarray, ...] = ()
-        self.tokens = step.tokens.numpy()
+        self.tokens = step.tokens
 
     def admit(self, slots: np.ndarray, chosen: np.ndarray) -> None:
         """Leaves the rows of the step's sequences at `slots` [S] to be computed, of those that are `chosen` [S]."""

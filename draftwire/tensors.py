@@ -34,17 +34,22 @@ def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.
     return message
 
 
-def encode_ids(ids: Sequence[int], message: pb.Tensor) -> None:
+def encode_ids(ids: Sequence[int] | np.ndarray, message: pb.Tensor) -> None:
     """Writes token ids into `message` as an int32 tensor [len(ids)]; faster than by way of a tensor."""
     message.dtype = pb.DTYPE_INT32
-    message.shape.append(len(ids))
+    message.shape[:] = [len(ids)]
     message.data = np.array(ids, np.int32).tobytes()
 
 
 def decode_ids(message: pb.Tensor, name: str, count: int) -> list[int]:
+    """The values of `decode_id_array` as a list."""
+    return decode_id_array(message, name, count).tolist()
+
+
+def decode_id_array(message: pb.Tensor, name: str, count: int) -> np.ndarray:
     """The values of an int32 tensor [count], which need not be ids that there are; otherwise as `decode_tensor`."""
     check_tensor(message, name, torch.int32, (count,))
-    return np.frombuffer(_checked_data(message, name, 4 * count), np.int32).tolist()
+    return np.frombuffer(_checked_data(message, name, 4 * count), np.int32)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -43,9 +43,9 @@ class Incoming:
         device = device or self._device
         if self._segment is None:
             return self._tensor.to(device)
-        copy = torch.empty_like(self._tensor, device=device)
-        copy.copy_(self._tensor, non_blocking=device.type == "cuda")
-        if device.type == "cuda":
+        is_cuda = device.type == "cuda"
+        copy = self._tensor.to(device, non_blocking=is_cuda, copy=True)
+        if is_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
         self._is_read = True

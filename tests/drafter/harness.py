@@ -83,7 +83,7 @@ def make_step(
         first_rows=np.array([part.first for part in rows], np.int64),
         num_rows=np.array([part.count for part in rows], np.int64),
         num_drafts=np.array([part.drafts for part in rows], np.int64),
-        tokens=tokens,
+        tokens=tokens.numpy(),
         features=features,
     )
 
