@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from draftwire.step_histogram import StepHistogram
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """What the engine's thread is doing."""
 
     IDLE = auto()  # no step waits
     DECODE = auto()  # reading and checking steps, opening and closing sessions
     COMPUTE = auto()  # batches
-    ANSWER = auto()  # handing answers over, and sending those that go straight to the verifier
+    ANSWER = auto()  # handing answers over, sending those that go straight to the verifier, and counting them
 
 
 class EngineTimes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,8 +65,8 @@ class LoopGraphs:
         if num_drafts > k:
             return None
         least = max(num_sequences, -(-num_rows // (k + 1)))
-        size = next((size for size in self._sizes if size >= least), None)
-        return None if size is None else self._shape(mode, size, k, num_drafts)
+        index = bisect_left(self._sizes, least)
+        return None if index == len(self._sizes) else self._shape(mode, self._sizes[index], k, num_drafts)
 
     def replay(self, shape: LoopShape) -> None:
         """Runs a captured step."""

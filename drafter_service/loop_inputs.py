@@ -100,7 +100,7 @@ def fill(host: LoopInputs, *, counts: np.ndarray, tokens: np.ndarray, **per_sequ
     host.tokens[:num_rows] = tokens
     host.tokens[num_rows:] = 0
     host.cu_rows[0] = 0
-    np.cumsum(counts, out=host.cu_rows[1 : num_sequences + 1])
+    counts.cumsum(out=host.cu_rows[1 : num_sequences + 1])
     for name, values in per_sequence.items():
         getattr(host, name)[:num_sequences] = values
     if num_sequences < len(host.slots):

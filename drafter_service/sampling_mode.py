@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from draftwire.config import COUPLED, DENSE, GUMBEL, TOP_N
 from draftwire.v1 import config_pb2
 
 
-@dataclass(frozen=True)
-class SamplingMode:
+class SamplingMode(NamedTuple):
     """Rows of equal modes are sampled together, whatever session they belong to."""
 
     gumbel: bool = False  # Gumbel-max at the request's temperature; else argmax

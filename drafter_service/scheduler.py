@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
@@ -85,10 +86,10 @@ class Scheduler:
                 if session.has_claimed:
                     break
                 self._admit(session, work)
-            if work.rows_left:
+            if left := work.rows_left:
                 part = work.take(share - taken, self._table)
                 self._is_busy[part.slots] = True
-                taken += int(part.counts.sum())
+                taken += left - work.rows_left
                 parts.append(part)
             if work.rows_left:
                 break
@@ -110,6 +111,8 @@ class Scheduler:
         """
         table, evicted_busy = self._table, False
         others = [other for other in sessions if other is not session]
+        if not others:
+            return False
         own = len(session.slots) - sum(sequence_id in session.slots for sequence_id in step.closed_ids)
         wanted = min(len(step.opened), session.terms.max_sequences - own) if self.takes_sequences else 0
         for held in range(own + table.num_free, own + wanted):
@@ -118,7 +121,7 @@ class Scheduler:
                 break
             evicted_busy |= self._evict(victim)
         missing = self._num_missing_blocks(session, step) - table.num_free_blocks
-        held = self._num_blocks(session) + missing
+        held = self._num_blocks(session) + missing if missing > 0 else 0
         while missing > 0:
             victim = max(others, key=self._num_blocks, default=None)
             if victim is None or self._num_blocks(victim) <= held:
@@ -169,14 +172,15 @@ class Scheduler:
         for sequence_id in step.closed_ids:
             self.drop(session, sequence_id)
         refused = self._open(session, step)
-        slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids], np.int64)
+        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(step.sequence_ids))
         follows = (slots >= 0) & (step.first_rows == table.next_row[slots])
         is_taken = follows & table.has_room(slots, step.num_rows)
+        work.admit(slots)
         if not is_taken.all():
             self._make_room(session, work, slots, follows, is_taken, refused)
+            work.keep(is_taken)
         for sequence_id in refused:
             work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_NO_CAPACITY)
-        work.admit(slots, is_taken)
         session.waiting_rows -= len(work.tokens) - work.rows_left
 
     def _make_room(

@@ -84,8 +84,8 @@ class SequenceTable:
 
     def num_missing_blocks(self, slot: int, num_rows: int) -> int:
         """Blocks that a sequence needs for `num_rows` rows after its true ones, beside those that it has."""
-        end = int(self.next_row[slot]) + num_rows
-        return max(0, blocks_for(end - int(self.first_row[slot])) - int(self.num_blocks[slot]))
+        end = self.next_row.item(slot) + num_rows
+        return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
 
     def has_room(self, slots: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
         """Whether each sequence's blocks and context hold `num_rows` rows after its true ones; [n] bool."""
@@ -93,18 +93,17 @@ class SequenceTable:
 
     def reserve(self, slot: int, num_rows: int) -> bool:
         """Makes room for `num_rows` rows after a sequence's true ones, if the context and the pool have it."""
-        end = int(self.next_row[slot]) + num_rows
-        if end > self._max_model_len:
+        if self.next_row.item(slot) + num_rows > self._max_model_len:
             return False
-        held = int(self.num_blocks[slot])
         missing = self.num_missing_blocks(slot, num_rows)
         if missing > 0:
             blocks = self._pool.allocate(missing)
             if blocks is None:
                 return False
+            held = self.num_blocks.item(slot)
             self.blocks[slot, held : held + missing] = blocks
             self.num_blocks[slot] = held + missing
-            room = int(self.first_row[slot]) + (held + missing) * BLOCK_SIZE
+            room = self.first_row.item(slot) + (held + missing) * BLOCK_SIZE
             self.end_row[slot] = min(room, self._max_model_len)
         return True
 
@@ -116,9 +115,19 @@ class SequenceTable:
         has_room = self.has_room(slots, num_drafts - 1)
         if has_room.all():
             return num_drafts
-        num_drafts = np.minimum(num_drafts, self._max_model_len - self.next_row[slots] + 1)
-        for index in np.flatnonzero(~has_room):
-            slot = int(slots[index])
-            if not self.reserve(slot, int(num_drafts[index]) - 1):
-                num_drafts[index] = self.end_row[slot] - self.next_row[slot] + 1
-        return num_drafts
+        self._extend(slots[~has_room], num_drafts[~has_room] - 1)
+        return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
+
+    def _extend(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
+        """Gives sequences the blocks for so many rows after their true ones, in order, while there are any."""
+        first_rows, held = self.first_row[slots], self.num_blocks[slots]
+        ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
+        missing = -(-(ends - first_rows) // BLOCK_SIZE) - held
+        missing[missing.cumsum() > self._pool.num_free] = 0
+        total = int(missing.sum())
+        columns = (held - (missing.cumsum() - missing)).repeat(missing) + np.arange(total)
+        blocks = self._pool.allocate(total)
+        assert blocks is not None  # so many are free
+        self.blocks[slots.repeat(missing), columns] = blocks
+        self.num_blocks[slots] = held + missing
+        self.end_row[slots] = np.minimum(first_rows + (held + missing) * BLOCK_SIZE, self._max_model_len)

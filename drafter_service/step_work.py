@@ -49,11 +49,11 @@ class StepRows:
 
     def rows(self) -> slice | np.ndarray:
         """Places of the rows in the step's tensors; a slice where they are neighbours."""
-        ends = self.offsets + self.counts
-        if (self.offsets[1:] == ends[:-1]).all():
-            return slice(int(self.offsets[0]), int(ends[-1]))
-        begins = np.cumsum(self.counts) - self.counts
-        return np.repeat(self.offsets - begins, self.counts) + np.arange(int(self.counts.sum()))
+        ends = self.counts.cumsum()
+        num_rows, begin = ends.item(-1), self.offsets.item(0)
+        if self.offsets.item(-1) + self.counts.item(-1) == begin + num_rows:
+            return slice(begin, begin + num_rows)
+        return np.repeat(self.offsets - (ends - self.counts), self.counts) + np.arange(num_rows)
 
     def withdraw(self, chosen: np.ndarray) -> None:
         """Answers these entries, where they want drafts, without any."""
@@ -100,12 +100,16 @@ class StepWork:
         self._left: tuple[np.ndarray, ...] = ()
         self.tokens = step.tokens
 
-    def admit(self, slots: np.ndarray, chosen: np.ndarray) -> None:
-        """Leaves the rows of the step's sequences at `slots` [S] to be computed, of those that are `chosen` [S]."""
+    def admit(self, slots: np.ndarray) -> None:
+        """Leaves the rows of the step's sequences at `slots` [S] to be computed."""
         counts = self.step.num_rows
-        columns = (np.arange(len(counts)), slots, np.cumsum(counts) - counts, counts, self.step.num_drafts)
         self.is_admitted = True
-        self._left = columns if chosen.all() else tuple(column[chosen] for column in columns)
+        self.rows_left = len(self.tokens)
+        self._left = (np.arange(len(counts)), slots, counts.cumsum() - counts, counts, self.step.num_drafts)
+
+    def keep(self, chosen: np.ndarray) -> None:
+        """Computes the rows of no other sequences than the `chosen` [S]; to be called before any are taken."""
+        self._left = tuple(column[chosen] for column in self._left)
         self.rows_left = int(self._left[3].sum())
 
     def forget(self, slot: int) -> int:
