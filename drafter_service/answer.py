@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftwire.carriers import Outgoing, TensorSender
-from draftwire.tensors import encode_tensor
+from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
+_NO_TOKENS = np.empty(0, np.int32)
 
-@dataclass(frozen=True)
-class Load:
+
+class Load(NamedTuple):
     """How busy the engine is."""
 
     sessions: int
@@ -26,44 +27,52 @@ class Load:
         return pb.DrafterLoad(sessions=self.sessions, sequences=self.sequences, kv_cache_usage=self.kv_cache_usage)
 
 
-@dataclass
 class Answer:
-    """The contract's Drafts, one entry for each sequence that wanted drafts or failed, filled while the step runs."""
+    """The contract's Drafts, one entry for each sequence that wanted drafts or failed, filled while the step runs.
 
-    step_id: int
-    sequence_ids: list[int] = field(default_factory=list)
-    statuses: list[pb.SequenceStatus] = field(default_factory=list)
-    committed_lengths: list[int] = field(default_factory=list)
-    last_tokens: list[int] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
-    tokens: list[np.ndarray] = field(default_factory=list)  # pieces of int32 [D], D = sum of num_drafts
-    logits: list[torch.Tensor] = field(default_factory=list)  # pieces of float32 [D, n], on any device
-    logits_token_ids: list[torch.Tensor] = field(default_factory=list)  # pieces of int32 [D, n], on any device
-    load: Load | None = None
-    compute_time_s: float = 0.0  # in batches that had rows of the step
-    _outgoing: list[Outgoing | None] = field(default_factory=lambda: [None, None])  # logits and their token ids
+    Attributes
+    ----------
+    drafts
+        The wire form as far as it is known: what does not hang on the drafts is there before they are.
+    tokens
+        Pieces of int32 [D], D = sum of num_drafts.
+    logits, logits_token_ids
+        Pieces of float32 [D, n] and int32 [D, n], on any device.
+    compute_time_s
+        In batches that had rows of the step.
+    """
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.tokens: list[np.ndarray] = []
+        self.logits: list[torch.Tensor] = []
+        self.logits_token_ids: list[torch.Tensor] = []
+        self.load: Load | None = None
+        self.compute_time_s = 0.0
+        self._outgoing: list[Outgoing | None] = [None, None]  # logits and their token ids
+        self._response = pb.DraftResponse()
+        self.drafts: pb.Drafts = self._response.drafts
+        self.drafts.step_id = step_id
 
     def add_failure(self, sequence_id: int, status: pb.SequenceStatus) -> None:
         """Adds a sequence whose rows were not taken."""
-        self.sequence_ids.append(sequence_id)
-        self.statuses.append(status)
-        for column in (self.committed_lengths, self.last_tokens, self.num_drafts):
+        drafts = self.drafts
+        drafts.sequence_ids.append(sequence_id)
+        drafts.statuses.append(status)
+        for column in (drafts.committed_lengths, drafts.last_tokens, drafts.num_drafts):
             column.append(0)
 
-    def add_drafts(
-        self,
-        sequence_ids: list[int],
-        committed_lengths: np.ndarray,
-        last_tokens: np.ndarray,
-        num_drafts: np.ndarray,
-        tokens: np.ndarray,
-    ) -> None:
-        """Adds sequences and the drafts int32 [D] of all of them, in the order in which their logits are added."""
-        self.sequence_ids += sequence_ids
-        self.statuses += [pb.SEQUENCE_STATUS_OK] * len(sequence_ids)
-        self.committed_lengths += committed_lengths.tolist()
-        self.last_tokens += last_tokens.tolist()
-        self.num_drafts += num_drafts.tolist()
+    def add_sequences(self, ids: list[int], committed_lengths: np.ndarray, last_tokens: np.ndarray) -> None:
+        """Adds sequences that are drafted for; `add_drafts` must follow before any other is added."""
+        drafts = self.drafts
+        drafts.sequence_ids.extend(ids)
+        drafts.statuses.extend([pb.SEQUENCE_STATUS_OK] * len(ids))
+        drafts.committed_lengths.extend(committed_lengths.tolist())
+        drafts.last_tokens.extend(last_tokens.tolist())
+
+    def add_drafts(self, num_drafts: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds the drafts int32 [D] of the sequences added last, in the order in which their logits are added."""
+        self.drafts.num_drafts.extend(num_drafts.tolist())
         self.tokens.append(tokens)
 
     def begin_sending(self, sender: TensorSender, traffic: Traffic) -> None:
@@ -73,26 +82,23 @@ class Answer:
             if outgoing is not None:
                 traffic.count_tensor(outgoing.carrier, "sent", "logits", outgoing.tensor.nbytes)
 
-    def encode(self) -> pb.DraftResponse:
-        """Wire form, once `begin_sending` was called; waits until the logits are there."""
-        tokens = np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
-        drafts = pb.Drafts(
-            step_id=self.step_id,
-            sequence_ids=self.sequence_ids,
-            statuses=self.statuses,
-            committed_lengths=self.committed_lengths,
-            last_tokens=self.last_tokens,
-            num_drafts=self.num_drafts,
-            tokens=encode_tensor(torch.from_numpy(tokens)),
-            load=self.load.encode() if self.load else None,
-            compute_time_s=self.compute_time_s,
-        )
+    def encode(self, features_read: int) -> pb.DraftResponse:
+        """Wire form, once `begin_sending` was called; waits until the logits are there.
+
+        `features_read` is the generation up to which spans of features have been read.
+        """
+        drafts = self.drafts
+        encode_ids(np.concatenate([_NO_TOKENS, *self.tokens]), drafts.tokens)
+        if self.load is not None:
+            drafts.load.CopyFrom(self.load.encode())
+        drafts.compute_time_s = self.compute_time_s
+        drafts.features_read = features_read
         logits, logits_token_ids = self._outgoing
         if logits is not None:
             logits.finish(drafts.logits)
         if logits_token_ids is not None:
             logits_token_ids.finish(drafts.logits_token_ids)
-        return pb.DraftResponse(drafts=drafts)
+        return self._response
 
 
 def _begin(pieces: list[torch.Tensor], sender: TensorSender) -> Outgoing | None:

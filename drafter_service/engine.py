@@ -154,17 +154,20 @@ class DraftEngine:
         self.close_session(session)
 
     @torch.inference_mode()
-    def iterate(self) -> None:
+    def iterate(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
-        Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted.
+        Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
+        is called while the device computes.
         """
         began = time.monotonic()
         batch = self._scheduler.next_batch(self._sessions)
         needed, drafting, later = _plan(batch)
         self._feed(needed)
         for mode, parts in drafting.items():
-            self._draft(mode, parts)
+            self._draft(mode, parts, meanwhile)
+        if not drafting:
+            meanwhile()
         _add_time({rows.work for _, rows in batch.rows}, began)
         waiting = {rows.work for rows in later}
         unanswered = self._deliver(batch.finished, waiting)
@@ -214,12 +217,16 @@ class DraftEngine:
         self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
         self._loop.keep_blocks(given_slots, blocks)
 
-    def _draft(self, mode: SamplingMode, parts: list[StepRows]) -> None:
+    def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
         tokens, states = self._gather(parts)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
-        proposal = self._proposer.propose(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens, states))
+        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens, states))
+        for part in parts:
+            part.announce()
+        meanwhile()
+        proposal = self._proposer.take(launched)
         begin = 0
         for part in parts:
             end = begin + len(part.counts)
@@ -289,9 +296,7 @@ def _joined(parts: list[StepRows], name: str) -> np.ndarray:
 def _add_drafts(part: StepRows, proposal: Proposal) -> None:
     """Answers the sequences of a step with their drafts."""
     tokens, is_draft, logits = proposal
-    part.work.answer.add_drafts(
-        part.sequence_ids, part.committed_lengths, part.last_tokens, is_draft.sum(1), tokens[is_draft]
-    )
+    part.work.answer.add_drafts(is_draft.sum(1), tokens[is_draft])
     if logits:
         pieces = [buffer[:, : tokens.shape[1]].flatten(0, 1) for buffer in logits]
         if not is_draft.all():

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -38,6 +39,7 @@ class EngineThread:
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
         self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device))
+        self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     def start(self) -> None:
@@ -86,6 +88,11 @@ class EngineThread:
         """Takes no more from there; on the engine's thread."""
         self._commands.unwatch(fd)
 
+    def later(self, call: Callable[[], None]) -> None:
+        """Calls `call` when no step waits for it: while the device drafts, or before the thread waits; in order. On the
+        engine's thread. For what is counted and told of steps: an error is logged and ends nothing."""
+        self._later.append(call)
+
     def submit(self, session: Session, received: ReceivedStep) -> None:
         """Queues a step; on the engine's thread."""
         with self._ending_sessions_without_memory():
@@ -121,20 +128,26 @@ class EngineThread:
             self._failure = EngineFailureError(f"the draft engine failed: {error}")
             self.engine.fail(self._failure)
             self._on_failure()
+            self._catch_up()
             self.times.enter(Phase.IDLE)
             while (command := self._commands.get()) is not None:
                 command()
+                self._catch_up()
 
     def _run_commands(self) -> bool:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
         while True:
             has_work = self.engine.has_work
+            if self._later and not has_work:
+                self.times.enter(Phase.ANSWER)
+                self._catch_up()
             self.times.enter(Phase.DECODE if has_work else Phase.IDLE)
             try:
                 command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
                 return True
             if command is None:
+                self._catch_up()
                 return False
             self.times.enter(Phase.DECODE)
             command()
@@ -143,7 +156,16 @@ class EngineThread:
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
         with self._ending_sessions_without_memory():
-            self.engine.iterate()
+            self.engine.iterate(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """Makes the calls that could wait."""
+        while self._later:
+            call = self._later.popleft()
+            try:
+                call()
+            except Exception:
+                logger.exception("a step is not counted, or not told of")
 
     @contextlib.contextmanager
     def _ending_sessions_without_memory(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from prometheus_client import Histogram
@@ -49,9 +50,9 @@ class DrafterCollector(Collector):
             self._failures += 1
             return
         self._compute_time.observe(answer.compute_time_s)
-        self._draft_tokens += sum(answer.num_drafts)
-        for status in answer.statuses:
-            self._answers[status] = self._answers.get(status, 0) + 1
+        self._draft_tokens += sum(answer.drafts.num_drafts)
+        for status, count in Counter(answer.drafts.statuses).items():
+            self._answers[status] = self._answers.get(status, 0) + count
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus; from any thread."""

@@ -39,8 +39,15 @@ class Proposal(NamedTuple):
         return Proposal(self.tokens[begin:end], self.is_draft[begin:end], [x[begin:end] for x in self.logits])
 
 
+class Launched(NamedTuple):
+    """A step that the device computes, of S sequences."""
+
+    is_wanted: np.ndarray  # bool [S, k], which drafts are wanted
+    logits: list[torch.Tensor]  # as in `Proposal`
+
+
 class Proposer:
-    """Fills the loop's inputs, runs it and takes what it drafted."""
+    """Fills the loop's inputs, runs it and takes what it drafted; one step at a time."""
 
     def __init__(
         self,
@@ -58,8 +65,9 @@ class Proposer:
         self._offsets = np.arange(loop.drafts.shape[1])
         self._drafts = loop.drafts.numpy()
 
-    def propose(self, mode: SamplingMode, rows: DraftRows) -> Proposal:
-        """Drafts for rows of sessions of one mode."""
+    def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
+        """Drafts for rows of sessions of one mode. Does not wait for the device; `take` must be called before the next
+        launch."""
         count, num_rows, most = len(rows.slots), len(rows.tokens), int(rows.num_drafts.max())
         shape = None
         if self._graphs is not None:
@@ -72,12 +80,17 @@ class Proposer:
             self._fill(shape, rows)
             self._loop.run(shape)
         logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
+        return Launched(self._offsets[:most] < rows.num_drafts[:, None], logits)
+
+    def take(self, launched: Launched) -> Proposal:
+        """What was drafted, once the device is done."""
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
+        count, most = launched.is_wanted.shape
         tokens = self._drafts[:count, :most].copy()
         # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
-        is_draft = (tokens >= 0) & (self._offsets[:most] < rows.num_drafts[:, None])
-        return Proposal(tokens, np.logical_and.accumulate(is_draft, 1), logits)
+        is_draft = np.logical_and.accumulate((tokens >= 0) & launched.is_wanted, 1)
+        return Proposal(tokens, is_draft, launched.logits)
 
     def _fill(self, shape: LoopShape, rows: DraftRows) -> None:
         """Sets the inputs of the step."""

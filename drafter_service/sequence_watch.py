@@ -60,12 +60,13 @@ class SequenceWatch:
 
     def take_answer(self, answer: Answer) -> None:
         """An answer goes out: it has drafts, and sequences that were not taken."""
-        if answer.statuses.count(pb.SEQUENCE_STATUS_OK) < len(answer.statuses):
-            for sequence_id, status in zip(answer.sequence_ids, answer.statuses, strict=True):
+        drafts = answer.drafts
+        if any(status != pb.SEQUENCE_STATUS_OK for status in drafts.statuses):
+            for sequence_id, status in zip(drafts.sequence_ids, drafts.statuses, strict=True):
                 if status != pb.SEQUENCE_STATUS_OK:
                     self._refuse(sequence_id, status)
         if self._counts:
-            for sequence_id, num_drafts in zip(answer.sequence_ids, answer.num_drafts, strict=True):
+            for sequence_id, num_drafts in zip(drafts.sequence_ids, drafts.num_drafts, strict=True):
                 watched = self._open.get(sequence_id)
                 if watched is not None:
                     watched.steps += 1

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         )
 
         def deliver(answer: Answer | Exception) -> None:
-            self.collector.count(answer)
             stream.deliver(answer)
+            self._engine.later(partial(self.collector.count, answer))
 
         opening = self._engine.open_session(terms, deliver)
         try:

@@ -55,15 +55,18 @@ class StepRows:
             return slice(begin, begin + num_rows)
         return np.repeat(self.offsets - (ends - self.counts), self.counts) + np.arange(num_rows)
 
+    def announce(self) -> None:
+        """Answers the sequences but for their drafts, which `Answer.add_drafts` must add."""
+        self.work.answer.add_sequences(self.sequence_ids, self.committed_lengths, self.last_tokens)
+
     def withdraw(self, chosen: np.ndarray) -> None:
         """Answers these entries, where they want drafts, without any."""
         chosen = chosen & (self.num_drafts > 0)
         if chosen.any():
             part = self.select(chosen)
             none = np.zeros(len(part.counts), np.int64)
-            self.work.answer.add_drafts(
-                part.sequence_ids, part.committed_lengths, part.last_tokens, none, np.empty(0, np.int32)
-            )
+            part.announce()
+            self.work.answer.add_drafts(none, np.empty(0, np.int32))
             self.num_drafts[chosen] = 0
 
     def split(self, most: int) -> tuple[StepRows, StepRows]:

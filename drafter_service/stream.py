@@ -84,7 +84,7 @@ class DraftStream:
     def deliver(self, answer: Answer | Exception) -> None:
         """Takes an answer, or the error that ended the session, on the engine's thread."""
         if isinstance(answer, Answer):
-            self._watch.take_answer(answer)
+            self._engine.later(partial(self._watch.take_answer, answer))
             answer.begin_sending(self._sender, self._traffic)
             if self._is_direct and not self._answer_row_bytes and self._send_directly(self._encode(answer)):
                 self._settle(answer.step_id)
@@ -133,7 +133,7 @@ class DraftStream:
     def _close(self) -> None:
         # Both hold this stream, and with it memory that is shared.
         error, self._error, self._session = self._error, None, None
-        self._watch.end(error)
+        self._engine.later(partial(self._watch.end, error))
         if self._lane is not None:
             self._engine.unwatch(self._lane.fileno())
             self._lane.close()
@@ -158,7 +158,7 @@ class DraftStream:
     def _take_message(self, message: bytes) -> None:
         try:
             request = pb.DraftRequest.FromString(message)
-            self._traffic.count_message("direct", "received", request, len(message))
+            self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
             self._note(request, len(message))
         except DecodeError:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
@@ -173,16 +173,17 @@ class DraftStream:
             return
         try:
             step = self._decoder.decode(request)
-            self._traffic.count_tensor(step.features.carrier, "received", "features", step.features.num_bytes)
+            carrier, num_bytes = step.features.carrier, step.features.num_bytes
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
-            size = sum(request.step.num_drafts) * self._answer_row_bytes
-            if request.step.features.HasField("span"):
-                size += step.features.num_bytes
+            size = step.num_drafts * self._answer_row_bytes
+            if carrier != pb.CARRIER_BYTES:
+                size += num_bytes
             self._make_room(step.step_id, size)
-            self._watch.take_step(request.step)
             self._sender.release(request.step.logits_read, "logits_read")
             assert self._session is not None
             self._engine.submit(self._session, step)
+            self._engine.later(partial(self._traffic.count_tensor, carrier, "received", "features", num_bytes))
+            self._engine.later(partial(self._watch.take_step, request.step))
         except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
         except Exception as error:  # one stream's, whatever it is: the engine goes on with the others
@@ -203,10 +204,11 @@ class DraftStream:
     def _make_room(self, step_id: int, size: int) -> None:
         """Counts bytes that a step takes until it is answered."""
         with self._lock:
-            others = self._unanswered.keys() - {step_id}
-            if others and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
+            own = self._unanswered.get(step_id)
+            is_alone = len(self._unanswered) == (own is not None)
+            if not is_alone and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
                 raise QueueFullError(f"steps of {MAX_UNANSWERED_BYTES} bytes are unanswered, and no more are taken")
-            self._unanswered[step_id] = self._unanswered.get(step_id, 0) + size
+            self._unanswered[step_id] = (own or 0) + size
             self._unanswered_bytes += size
 
     def _settle(self, step_id: int) -> None:
@@ -227,9 +229,7 @@ class DraftStream:
         return self._is_direct
 
     def _encode(self, answer: Answer) -> pb.DraftResponse:
-        response = answer.encode()
-        response.drafts.features_read = self._receiver.generation_read
-        return response
+        return answer.encode(self._receiver.generation_read)
 
     async def _write_answers(self) -> None:
         while (answer := await self._answers.get()) is not None:

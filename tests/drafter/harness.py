@@ -93,16 +93,17 @@ def replies(answer: Answer) -> dict[int, Reply]:
     tokens = np.concatenate(answer.tokens) if answer.tokens else np.empty(0, np.int32)
     logits = torch.cat(answer.logits).cpu() if answer.logits else None
     token_ids = torch.cat(answer.logits_token_ids).cpu() if answer.logits_token_ids else None
-    ends = np.cumsum(answer.num_drafts).tolist()
+    drafts = answer.drafts
+    ends = np.cumsum(drafts.num_drafts).tolist()
     assert len(tokens) == (ends[-1] if ends else 0)
-    assert len(set(answer.sequence_ids)) == len(answer.sequence_ids)
+    assert len(set(drafts.sequence_ids)) == len(drafts.sequence_ids)
     found = {}
     for i, end in enumerate(ends):
-        own = slice(end - answer.num_drafts[i], end)
-        found[answer.sequence_ids[i]] = Reply(
-            answer.statuses[i],
-            answer.committed_lengths[i],
-            answer.last_tokens[i],
+        own = slice(end - drafts.num_drafts[i], end)
+        found[drafts.sequence_ids[i]] = Reply(
+            drafts.statuses[i],
+            drafts.committed_lengths[i],
+            drafts.last_tokens[i],
             tokens[own].tolist(),
             None if logits is None else logits[own],
             None if token_ids is None else token_ids[own],

@@ -121,7 +121,7 @@ class TestBatch:
         run(engine)
         assert head.rows_of_forwards == [15, 3, 3]
         for stream, text in zip(streams, texts, strict=True):
-            assert stream.answers[0].sequence_ids == [1]
+            assert stream.answers[0].drafts.sequence_ids == [1]
             assert np.concatenate(stream.answers[0].tokens).tolist() == draft_alone(head, text, 5, 3).tokens
 
     def test_more_rows_than_a_verify_step_brings_are_fed_before_the_last_one_drafts(self, head: TinyHead) -> None:

@@ -39,8 +39,10 @@ def collector_of(traffic: Traffic | None = None) -> DrafterCollector:
 
 def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
     collector = collector_of()
-    answer = Answer(1, compute_time_s=0.003)
-    answer.add_drafts([1, 2], np.array([5, 6]), np.array([7, 8]), np.array([4, 3]), np.zeros(7, np.int32))
+    answer = Answer(1)
+    answer.compute_time_s = 0.003
+    answer.add_sequences([1, 2], np.array([5, 6]), np.array([7, 8]))
+    answer.add_drafts(np.array([4, 3]), np.zeros(7, np.int32))
     answer.add_failure(3, pb.SEQUENCE_STATUS_NO_CAPACITY)
     collector.count(answer)
     collector.count(RuntimeError("out of memory"))

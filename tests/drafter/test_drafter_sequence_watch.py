@@ -23,9 +23,8 @@ def drafts_for(*counts: int) -> Answer:
     """An answer to sequences 1, 2, ... with so many drafts."""
     answer = Answer(1)
     ones = np.ones(len(counts), np.int64)
-    answer.add_drafts(
-        list(range(1, len(counts) + 1)), ones, ones, np.array(counts), np.zeros(sum(counts), np.int32)
-    )
+    answer.add_sequences(list(range(1, len(counts) + 1)), ones, ones)
+    answer.add_drafts(np.array(counts), np.zeros(sum(counts), np.int32))
     return answer
 
 

@@ -1,0 +1,110 @@
+"""What the engine's thread does before a step's drafts are there, and what waits until nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Rows, Text, connect, make_engine, opened
+from served import TIMEOUT_S
+from tiny_head import TinyHead
+
+from drafter_service.engine_thread import EngineThread
+from drafter_service.limits import EngineLimits
+from drafter_service.sequence_table import SequenceTable
+from draftwire.block_pool import BlockPool
+from draftwire.kv_cache import BLOCK_SIZE
+
+
+def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done(
+    head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(head)
+    stream = connect(engine)
+    thread = EngineThread(engine, lambda: None)
+    launch, take = engine._proposer.launch, engine._proposer.take
+    order: list[Any] = []
+
+    def launched(*inputs: Any) -> Any:
+        order.append("launched")
+        return launch(*inputs)
+
+    def taken(step: Any) -> Any:
+        drafts = begun.answer.drafts
+        order.append(("taken", list(drafts.sequence_ids), list(drafts.committed_lengths), list(drafts.num_drafts)))
+        return take(step)
+
+    monkeypatch.setattr(engine._proposer, "launch", launched)
+    monkeypatch.setattr(engine._proposer, "take", taken)
+    stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
+    begun = stream.session.works[0]
+    thread.later(lambda: order.append("counted"))
+    thread._iterate()
+    assert order == ["launched", "counted", ("taken", [1], [6], [])]
+    assert list(stream.answers[0].drafts.num_drafts) == [4]
+
+
+def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> None:
+    engine = make_engine(head)
+    stream = connect(engine)
+    thread = EngineThread(engine, lambda: None)
+    done: list[int] = []
+    stream.send([Rows(1, Text(1), 0, 5)], [opened(1)])
+    thread.later(lambda: done.append(1))
+    thread._iterate()
+    assert done == [1]
+
+
+def test_what_could_wait_is_done_in_order_before_the_thread_waits_and_its_errors_end_nothing(
+    head: TinyHead, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = EngineThread(make_engine(head), lambda: None)
+    done, is_done = [], threading.Event()
+
+    def fail() -> None:
+        raise ValueError("no such counter")
+
+    def post() -> None:
+        for call in (lambda: done.append(1), fail, lambda: done.append(2), is_done.set):
+            thread.later(call)
+
+    thread.start()
+    with caplog.at_level(logging.ERROR):
+        thread.post(post)
+        assert is_done.wait(TIMEOUT_S)
+    thread.stop()
+    assert done == [1, 2]
+    assert "no such counter" in caplog.text
+
+
+def test_blocks_for_drafts_go_to_the_first_sequences_while_there_are_any() -> None:
+    limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=6)
+    table = SequenceTable(limits, BlockPool(1 + 6))
+    slots = []
+    for sequence_id in range(4):
+        slot = table.open(opened(sequence_id))
+        assert slot is not None
+        assert table.reserve(slot, 14)
+        table.next_row[slot] = 14
+        slots.append(slot)
+    # Two rows are left in each block: three drafts. Two blocks are left, for the first two that want more.
+    found = table.reserve_drafts(np.array(slots), np.array([3, 6, 5, 4]))
+    assert found.tolist() == [3, 6, 5, 3]
+    assert table.num_free_blocks == 0
+    assert [table.num_blocks[slot] for slot in slots] == [1, 2, 2, 1]
+    assert table.end_row[slots].tolist() == [BLOCK_SIZE, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE]
+    blocks = [block for slot in slots for block in table.blocks_of(slot).tolist()]
+    assert sorted(blocks) == [1, 2, 3, 4, 5, 6]
+
+
+def test_drafts_end_with_the_context() -> None:
+    limits = EngineLimits(max_num_seqs=4, max_model_len=20, kv_cache_tokens=1024, max_num_speculative_tokens=6)
+    table = SequenceTable(limits, BlockPool(8))
+    slot = table.open(opened(1))
+    assert slot is not None
+    assert table.reserve(slot, 16)
+    table.next_row[slot] = 16
+    assert table.reserve_drafts(np.array([slot]), np.array([6])).tolist() == [5]
