@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class DraftwireError(Exception):
-    """Base of the errors that users can act on; the message says what was given, what is allowed and what to do."""
+    """Base of the errors that users can act on; the message says what was given, what is allowed and what to do.
+
+    They are pickled with all that they know, whatever their constructors take: they travel between processes.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., DraftwireError], tuple[Any, ...]]:
+        return _restore, (type(self), self.args, self.__dict__)
 
 
 class Described(str):
@@ -82,3 +91,9 @@ class RequestError(DraftwireError):
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _restore(kind: type[DraftwireError], args: tuple[Any, ...], attributes: dict[str, Any]) -> DraftwireError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
