@@ -67,6 +67,7 @@ class Request:
     output: OutputBuilder
     max_length: int  # tokens of prompt and output at which it ends
     traceparent: str = ""  # of its span, told to the drafters; empty without a trace
+    number: int = 0  # by which its service knows it
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)

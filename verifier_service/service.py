@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import grpc
 
-from draftwire.carriers import ALL_CARRIERS
-from draftwire.config import check_limits, resolve_sampling_params, with_defaults
+from draftwire.config import check_limits, resolve_sampling_params
 from draftwire.errors import (
     Described,
     DraftwireError,
@@ -22,21 +21,13 @@ from draftwire.errors import (
 )
 from draftwire.request_id import REQUEST_ID_KEY, choose_request_id
 from draftwire.retry import retry_metadata
-from draftwire.security import ClientSecurity
-from draftwire.v1 import config_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
-from draftwire.version import VERSION
+from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
 from draftwire_kernels import derive_stream_keys
-from verifier_service.drafter_link import DrafterLink
-from verifier_service.drafter_pool import DrafterPool
-from verifier_service.engine import Engine, EngineLimits, Item
-from verifier_service.metrics import VerifierCollector
-from verifier_service.output import OutputBuilder
+from verifier_service.engine_access import EngineAccess, Output, Submission
 from verifier_service.queue_pace import QueuePace
-from verifier_service.ranks import Followers
-from verifier_service.request import NoiseKeys, Request
+from verifier_service.request import NoiseKeys
 from verifier_service.request_watch import RequestWatch
 from verifier_service.scheduler import queue_full
-from verifier_service.target import Target
 from verifier_service.tokenizer import TextCodec
 from verifier_service.unread import Unread
 
@@ -63,53 +54,26 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     def __init__(
         self,
-        target: Target,
+        engine: EngineAccess,
         codec: TextCodec | None,
         config: config_pb2.SpeculativeConfig,
-        limits: EngineLimits,
-        drafters: list[str],
-        drafter_security: ClientSecurity,
         on_failure: Callable[[], None],
-        carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
-        rendezvous_dir: Path | None = None,
-        *,
-        fuses_features: bool = True,
-        followers: Followers | None = None,
     ) -> None:
-        """`on_failure` is called, in the engine's thread, when the engine has failed for good. `carriers`,
-        `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` those of `Engine`.
-        """
-        self._target = target
+        """`on_failure` is called, in any thread, when the engine has failed for good."""
+        self._engine = engine
+        self._facts = engine.facts
         self._codec = codec
         self._config = config
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
-        self._unread: dict[Request, Unread] = {}
-        self._pace = QueuePace(limits.max_open)
+        self._on_failure = on_failure
+        self._numbers = itertools.count()
+        self._unread: dict[int, Unread] = {}  # by the requests' numbers
+        self._pace = QueuePace(engine.facts.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
-        self._engine = Engine(target, config, limits, self._deliver, on_failure, followers)
-        self._drafters = DrafterPool(
-            drafters,
-            lambda address, host: DrafterLink(
-                address,
-                target,
-                config,
-                limits.max_num_seqs,
-                self._engine.post,
-                self._engine.times.traffic,
-                drafter_security,
-                host,
-                carriers,
-                rendezvous_dir,
-                fuses_features=fuses_features,
-            ),
-        )
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts the engine and the connections to the drafters."""
-        self._engine.start()
-        self._drafters.start()
+        await self._engine.start(self._deliver, self._on_failure)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no request any more, and gives those that it has so many seconds; what is left then gets an error."""
@@ -122,25 +86,16 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except TimeoutError:
             logger.warning("%d requests are left after %g s and end now", len(self._unread), timeout_s)
             reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
-            await asyncio.to_thread(self._engine.stop, reason)
+            await self._engine.end_requests(reason)
 
     async def stop(self) -> None:
         """Ends both; requests that are left get an error."""
-        await asyncio.to_thread(self._drafters.stop)
-        await asyncio.to_thread(self._engine.stop)
+        await self._engine.stop()
 
-    @property
-    def collector(self) -> VerifierCollector:
-        """The metrics."""
-        return VerifierCollector(self._engine, self._target.name, lambda: self._drafters.statuses)
-
-    def _deliver(self, items: list[tuple[Request, Item]]) -> None:
-        self._loop.call_soon_threadsafe(self._spread, items)
-
-    def _spread(self, items: list[tuple[Request, Item]]) -> None:
-        for request, item in items:
-            if request in self._unread:
-                self._unread[request].put(item)
+    def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
+        for number, output in outputs:
+            if number in self._unread:
+                self._unread[number].put(output)
 
     # It writes through the context, where a client that does not read shows, and so is no iterator.
     async def Generate(  # type: ignore[override]  # noqa: N802
@@ -164,20 +119,19 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     ) -> DraftwireError | None:
         """Has the request computed and writes its output; the error that it has ended with."""
         try:
-            work = await asyncio.to_thread(self._prepare, request, name)
-            work.traceparent = watch.traceparent
+            work = await asyncio.to_thread(self._prepare, request, name, watch.traceparent)
             if self._is_draining:
                 text = "the server is draining: it is about to end and takes no further request; ask another one"
                 raise UnavailableError(text)
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             return error.with_traceback(None)
-        if len(self._unread) >= self._limits.max_open:
+        if len(self._unread) >= self._facts.max_open:
             self._engine.count_refused()
             refusal = self._refusal()
             watch.failed(refusal)
             return refusal
-        unread = self._unread[work] = Unread()
+        unread = self._unread[work.number] = Unread()
         self._engine.submit(work)
         last: generate_pb2.GenerateResponse | None = None
         failure: DraftwireError | None = None
@@ -186,15 +140,15 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except DraftwireError as error:
             failure = error.with_traceback(None)
         finally:
-            del self._unread[work]
+            del self._unread[work.number]
             if not isinstance(failure, QueueFullError):
                 self._pace.count_end()
             if not self._unread and self._is_draining:
                 self._all_ended.set()
             if last is None:
-                self._engine.cancel(work)
+                self._engine.cancel(work.number)
                 if failure is None:
-                    watch.cancelled(work.num_output)
+                    watch.cancelled(unread.num_tokens)
         if last is not None:
             watch.finished(last)
         elif failure is not None:
@@ -205,12 +159,12 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         """What a request is told when too many are open."""
         retry_after_s = self._pace.retry_after_s()
         num_finished = sum(unread.is_finished for unread in self._unread.values())
-        if num_finished <= self._limits.max_num_seqs:  # then the others fill the batch and the queue
-            return queue_full(self._limits.max_queue, retry_after_s)
+        if num_finished <= self._facts.max_num_seqs:  # then the others fill the batch and the queue
+            return queue_full(self._facts.max_queue, retry_after_s)
         text = f"{num_finished} outputs wait for clients that read slowly; try again later"
         return QueueFullError(text, retry_after_s)
 
-    def _prepare(self, request: generate_pb2.GenerateRequest, request_id: str) -> Request:
+    def _prepare(self, request: generate_pb2.GenerateRequest, request_id: str, traceparent: str) -> Submission:
         """The validated request.
 
         Raises
@@ -219,22 +173,23 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             Names the field, its value and what is allowed.
         """
         check_limits(request)
-        params = resolve_sampling_params(request.sampling_params, self._target.vocab_size)
+        params = resolve_sampling_params(request.sampling_params, self._facts.vocab_size)
         prompt = self._prompt(request)
-        longest = self._target.max_model_len
+        longest = self._facts.max_model_len
         if len(prompt) >= longest:
             self._refuse_length(f"{len(prompt)} tokens")
         if params.stop and self._codec is None:
             raise InvalidArgumentError("sampling_params.stop", list(params.stop), "this server has no tokenizer")
         seed = params.seed if params.HasField("seed") else secrets.randbits(63)
-        return Request(
+        return Submission(
+            number=next(self._numbers),
             request_id=request_id,
             prompt=prompt,
             params=params,
             num_speculative_tokens=self._num_speculative_tokens(request),
             keys=NoiseKeys(*(int(key) for key in derive_stream_keys([seed]))),
-            output=OutputBuilder(params, self._target.eos_token_ids, self._codec, prompt),
             max_length=min(len(prompt) + params.max_tokens, longest),
+            traceparent=traceparent,
         )
 
     def _num_speculative_tokens(self, request: generate_pb2.GenerateRequest) -> int:
@@ -269,7 +224,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     def _check_size(self, request: generate_pb2.GenerateRequest) -> None:
         """Refuses, before it is read and tokenised, what no context can hold."""
-        longest = self._target.max_model_len
+        longest = self._facts.max_model_len
         if len(request.token_ids.ids) >= longest:
             self._refuse_length(f"{len(request.token_ids.ids)} tokens")
         if self._codec is not None:
@@ -279,7 +234,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
                 self._refuse_length(f"{num_bytes} bytes")
 
     def _refuse_length(self, length: str) -> None:
-        longest = self._target.max_model_len
+        longest = self._facts.max_model_len
         allowed = f"allowed range [1, {longest - 1}] tokens: the context has {longest}"
         raise InvalidArgumentError("prompt", Described(length), allowed)
 
@@ -287,35 +242,17 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         if not ids:
             raise InvalidArgumentError("token_ids.ids", [], "at least one token id is required")
         largest = max(ids)
-        if largest >= self._target.vocab_size:
-            raise InvalidArgumentError("token_ids.ids", largest, f"token ids must be in [0, {self._target.vocab_size})")
+        if largest >= self._facts.vocab_size:
+            raise InvalidArgumentError("token_ids.ids", largest, f"token ids must be in [0, {self._facts.vocab_size})")
         return ids
 
     async def GetVerifierInfo(  # noqa: N802
         self,
         request: generate_pb2.GetVerifierInfoRequest,  # noqa: ARG002
-        context: grpc.aio.ServicerContext,  # noqa: ARG002
+        context: grpc.aio.ServicerContext,
     ) -> generate_pb2.GetVerifierInfoResponse:
         """See proto/draftwire/v1/generate.proto."""
-        target, scheduler = self._target, self._engine.scheduler
-        drafters = self._drafters.statuses
-        for status in drafters:
-            self._engine.drafting.describe(status)
-        return generate_pb2.GetVerifierInfoResponse(
-            version=VERSION,
-            target=target.name,
-            target_fingerprint=target.fingerprint,
-            vocab_size=target.vocab_size,
-            max_model_len=target.max_model_len,
-            max_num_seqs=self._limits.max_num_seqs,
-            max_queue=self._limits.max_queue,
-            speculative_config=with_defaults(self._config),
-            drafters=drafters,
-            requests_running=len(scheduler.running),
-            requests_waiting=len(scheduler.waiting),
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            has_tokenizer=self._codec is not None,
-            counters=self._engine.counters(),
-            memory=self._engine.memory,
-        )
+        try:
+            return await self._engine.info()
+        except UnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

@@ -13,6 +13,7 @@ from draftwire.v1 import generate_pb2 as pb
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt that the first output tokens are decoded with.
 CONTEXT_TOKENS = 6
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 class TextCodec:
@@ -69,6 +70,12 @@ class TextCodec:
             allowed = f"the chat template refuses it: {error}"
             raise InvalidArgumentError("chat.messages", conversation, allowed) from error
         return self._encode(str(text), add_special_tokens=False)
+
+
+def find_tokenizer(directory: Path) -> TextCodec | None:
+    """The tokenizer of a target's directory; one without it serves token ids alone."""
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return TextCodec(directory) if has_tokenizer else None
 
 
 class Detokenizer:

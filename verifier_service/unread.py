@@ -21,9 +21,16 @@ READ_S = 600.0
 
 
 class Unread:
-    """Messages of one request, in order, until they are written. Used on the event loop alone."""
+    """Messages of one request, in order, until they are written. Used on the event loop alone.
+
+    Attributes
+    ----------
+    num_tokens
+        Output tokens in all that has come.
+    """
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         self._messages: deque[pb.GenerateResponse] = deque()
         self._error: DraftwireError | None = None
         self._is_there = asyncio.Event()
@@ -41,6 +48,7 @@ class Unread:
         else:
             if _is_last(item):
                 self._set_deadline()
+            self.num_tokens += len(item.token_ids)
             self._messages.append(item)
             if len(self._messages) > MAX_MESSAGES:
                 self._merge_neighbours()

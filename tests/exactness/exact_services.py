@@ -19,6 +19,8 @@ from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
 from draftwire.wire import CHANNEL_OPTIONS
 from verifier_service.engine import EngineLimits
+from verifier_service.engine_access import InProcessEngine
+from verifier_service.engine_host import EngineHost
 from verifier_service.service import GenerationServicer
 from verifier_service.target import Target
 
@@ -80,11 +82,12 @@ def serve_verifier(
 
     async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
         settings = speculative_config_from_mapping(config)
-        servicer = GenerationServicer(target, None, settings, limits, list(drafters), LOOPBACK, lambda: None)
+        engine = InProcessEngine(EngineHost(target, None, settings, limits, drafters, LOOPBACK))
+        servicer = GenerationServicer(engine, None, settings, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
-        servicer.start()
+        await servicer.start()
         await server.start()
         return servicer, server, f"127.0.0.1:{port}"
 

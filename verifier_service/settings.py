@@ -1,0 +1,103 @@
+"""The options of a verifier, checked: what of them can be said before the target is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftwire.carriers import check_rendezvous_dir, parse_carriers
+from draftwire.config import parse_speculative_config
+from draftwire.devices import choose_device
+from draftwire.errors import InvalidArgumentError
+from draftwire.security import ClientSecurity, ServerSecurity
+from draftwire.v1 import config_pb2, draft_pb2
+from draftwire.wire import parse_address
+from verifier_service.options import VerifierOptions
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the options mean on this machine."""
+
+    config: config_pb2.SpeculativeConfig
+    device: torch.device
+    drafters: list[str]  # HOST:PORT, each once
+    security: ServerSecurity  # towards clients
+    drafter_security: ClientSecurity
+    carriers: Sequence[draft_pb2.Carrier]
+    draft_deadline_s: float | None  # None waits until a drafter answers or is lost
+    async_scheduling: bool
+
+
+def check_options(options: VerifierOptions) -> Settings:
+    """The settings.
+
+    Raises
+    ------
+    DraftwireError
+        Says what is wrong with an option.
+    """
+    config = parse_speculative_config(options.speculative_config)
+    drafters = list(dict.fromkeys(address.strip() for address in options.drafters.split(",") if address.strip()))
+    security, drafter_security = _security(options)
+    for address in drafters:
+        parse_address(address, "drafters")
+        drafter_security.credentials(address, "drafters")
+    parse_address(options.listen, "listen")
+    security.credentials(options.listen)
+    if options.metrics_listen is not None:
+        security.tls_context(options.metrics_listen, "metrics_listen")
+    deadline_s = _deadline(options.draft_deadline_ms)
+    carriers = parse_carriers(options.carriers)
+    check_rendezvous_dir(options.rendezvous_dir)
+    device = choose_device(options.device)
+    return Settings(
+        config=config,
+        device=device,
+        drafters=drafters,
+        security=security,
+        drafter_security=drafter_security,
+        carriers=carriers,
+        draft_deadline_s=deadline_s,
+        async_scheduling=_schedules_ahead(options, device),
+    )
+
+
+def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]:
+    """Towards clients, and towards drafters."""
+    server = ServerSecurity(
+        options.tls_cert, options.tls_key, options.tls_client_ca, options.token_file, insecure=options.insecure
+    )
+    try:
+        client = ClientSecurity(
+            ca=options.drafter_tls_ca,
+            certificate=options.drafter_tls_cert,
+            key=options.drafter_tls_key,
+            insecure=options.insecure,
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError("drafter_tls_cert", str(options.drafter_tls_cert), error.allowed) from error
+    return server, client
+
+
+def _schedules_ahead(options: VerifierOptions, device: torch.device) -> bool:
+    """A CPU computes when it launches; and the ranks of a split target are told each step's tokens by the host."""
+    is_split = options.tensor_parallel_size > 1
+    if options.async_scheduling and is_split:
+        raise InvalidArgumentError("async_scheduling", True, "allowed: with tensor_parallel_size = 1")
+    return device.type == "cuda" and not is_split if options.async_scheduling is None else options.async_scheduling
+
+
+def _deadline(text: str) -> float | None:
+    """Seconds, or None for off."""
+    if text == "off":
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 <= milliseconds < float("inf"):
+        raise InvalidArgumentError("draft_deadline_ms", text, 'allowed: "off" or milliseconds in [0, inf)')
+    return milliseconds / 1000
