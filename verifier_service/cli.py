@@ -10,6 +10,7 @@ from draftwire.cli.lazy import importing
 from draftwire.cli.options import FILE, server_security_options, service_options
 from draftwire.logs import start_logging
 from draftwire.tracing import exporting_traces
+from verifier_service.engine_process import starting_engine
 from verifier_service.options import VerifierOptions
 
 
@@ -58,6 +59,11 @@ from verifier_service.options import VerifierOptions
     "Default: on a GPU, where the target is not split.",
 )
 @click.option(
+    "--engine-process/--no-engine-process",
+    default=None,
+    help="Run the target in a process of its own, beside the one that talks to clients. Default: on a GPU.",
+)
+@click.option(
     "--draft-deadline-ms",
     default="500",
     show_default=True,
@@ -94,12 +100,14 @@ from verifier_service.options import VerifierOptions
 )
 @service_options
 @server_security_options
-def verifier(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
+def verifier(**given: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
-    start_logging(log_level, log_format)
-    # Loading torch takes seconds; --help does not wait for it.
-    with importing():
-        from verifier_service.main import run
+    options = VerifierOptions(**given)
+    start_logging(options.log_level, options.log_format)
+    with starting_engine(options) as engine_process:
+        # Loading torch takes seconds; --help does not wait for it, nor does the engine's process.
+        with importing():
+            from verifier_service.main import run
 
-    with exporting_traces("draftwire-verifier", otlp_endpoint, insecure=options["insecure"]):
-        run(VerifierOptions(**options))
+        with exporting_traces("draftwire-verifier", options.otlp_endpoint, insecure=options.insecure):
+            run(options, engine_process)

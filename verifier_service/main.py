@@ -1,24 +1,26 @@
-"""The verifier's process."""
+"""The verifier's process; with an engine's process, the one that talks to clients."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
 
+from draftwire.checkpoints import resolve_directory
 from draftwire.errors import ServerError
 from draftwire.server import serve
 from draftwire.v1 import generate_pb2_grpc
 from draftwire.wire import MAX_REQUEST_BYTES
 from verifier_service.engine_access import EngineAccess, InProcessEngine
-from verifier_service.engine_start import hosting_engine
+from verifier_service.engine_process import EngineProcess
+from verifier_service.engine_proxy import EngineProxy
 from verifier_service.options import VerifierOptions
 from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.settings import Settings, check_options
-from verifier_service.tokenizer import TextCodec
+from verifier_service.tokenizer import TextCodec, find_tokenizer
 
 
-def run(options: VerifierOptions) -> None:
-    """Loads the target and serves until SIGTERM or SIGINT, then drains.
+def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Without a process that was started for it the engine runs here.
 
     Raises
     ------
@@ -26,6 +28,15 @@ def run(options: VerifierOptions) -> None:
         Says what is wrong with an option, a checkpoint or the address.
     """
     settings = check_options(options)
+    if engine_process is not None:
+        # Its errors come first: a checkpoint that is missing is one without a tokenizer too.
+        facts = engine_process.wait_until_ready()
+        codec = find_tokenizer(resolve_directory(options.target))
+        asyncio.run(_serve(options, settings, EngineProxy(engine_process, facts), codec))
+        return
+    # Loading the target's libraries is for the process that has it.
+    from verifier_service.engine_start import hosting_engine
+
     with hosting_engine(options, settings) as host:
         asyncio.run(_serve(options, settings, InProcessEngine(host), host.codec))
 

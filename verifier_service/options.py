@@ -25,6 +25,7 @@ class VerifierOptions:
     tensor_parallel_size: int = 1
     prefix_caching: bool = True
     async_scheduling: bool | None = None
+    engine_process: bool | None = None
     draft_deadline_ms: str = "500"
     adaptive_k: bool | None = None
     drain_timeout: float = 30.0
@@ -42,3 +43,6 @@ class VerifierOptions:
     carriers: str = "auto"
     rendezvous_dir: Path | None = None
     fuse_features: bool = True
+    log_level: str = "info"
+    log_format: str = "text"
+    otlp_endpoint: str | None = None

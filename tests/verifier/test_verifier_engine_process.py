@@ -1,0 +1,333 @@
+"""The engine behind a socket: the same answers, and neither end waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from engine_scene import make_target
+
+from draftwire.config import build_sampling_params, speculative_config_from_mapping
+from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
+from draftwire.retry import retry_after_s
+from draftwire.security import LOOPBACK
+from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service.engine import EngineLimits
+from verifier_service.engine_access import EngineAccess, InProcessEngine, Submission
+from verifier_service.engine_channel import Outbox, pack, receive
+from verifier_service.engine_host import EngineHost
+from verifier_service.engine_process import has_engine_process
+from verifier_service.engine_proxy import EngineProxy
+from verifier_service.engine_server import run_engine
+from verifier_service.options import VerifierOptions
+from verifier_service.request import NoiseKeys
+from verifier_service.service import GenerationServicer
+
+WAIT_S = 60.0
+MAX_TOKENS = 50
+CONFIG = speculative_config_from_mapping({})
+
+
+def make_host() -> EngineHost:
+    limits = EngineLimits(max_num_seqs=2, max_queue=1, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
+    return EngineHost(make_target(), None, CONFIG, limits, [], LOOPBACK)
+
+
+class EngineThread:
+    """In place of an engine's process; `kill` does what the end of one does to its socket."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self.connection, self._engine_end = socket.socketpair()
+        # Full after some messages.
+        self._engine_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self._host = host
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        outbox = Outbox(self._engine_end)
+        try:
+            run_engine(self._host, self._engine_end, outbox)
+            outbox.close()
+        except EOFError:
+            self._host.stop()
+        self._engine_end.close()
+
+    def kill(self) -> None:
+        self._engine_end.shutdown(socket.SHUT_RDWR)
+
+    def exit_status(self) -> int:
+        return -9
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+class Served:
+    """A service whose engine is behind a socket, or not."""
+
+    def __init__(self, host: EngineHost, process: EngineThread | None) -> None:
+        self.host = host
+        self.process = process
+        self.has_failed = threading.Event()
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        engine: EngineAccess = InProcessEngine(self.host)
+        if self.process is not None:
+            _, facts = receive(self.process.connection)
+            engine = EngineProxy(self.process, facts)
+        servicer = GenerationServicer(engine, None, CONFIG, self.has_failed.set)
+        await servicer.start()
+        server = grpc.aio.server()
+        add_GenerationServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
+            await servicer.stop()
+            if self.process is not None:
+                self.process.join()
+
+
+def served(*, behind_socket: bool = True) -> Served:
+    host = make_host()
+    return Served(host, EngineThread(host) if behind_socket else None)
+
+
+def request(**params: Any) -> pb.GenerateRequest:
+    given = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **params}
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=build_sampling_params(**given))
+
+
+async def outputs_of(call: grpc.aio.UnaryStreamCall) -> list[pb.GenerateResponse]:
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+def test_output_is_the_same_behind_a_socket():
+    """Tokens, log probabilities, counts, and the errors' words; times and names alone differ."""
+    requests = [
+        request(logprobs=3),
+        request(temperature=0.8, seed=7, stop_token_ids=[5]),
+        request(max_tokens=2, min_tokens=2),
+        request(stop=["a"]),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[99])),
+    ]
+
+    async def answers(*, behind_socket: bool) -> list[Any]:
+        told: list[Any] = []
+        async with (
+            served(behind_socket=behind_socket).serve() as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            stub = GenerationStub(channel)
+            for one in requests:
+                try:
+                    messages = await outputs_of(stub.Generate(one))
+                except grpc.RpcError as error:
+                    told.append((error.code(), error.details()))
+                    continue
+                for message in messages:
+                    message.request_id = ""
+                    for field in ("time_to_first_token_s", "total_time_s", "queue_time_s"):
+                        if message.HasField("statistics"):
+                            message.statistics.ClearField(field)
+                told.append(messages)
+            info = await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
+            info.counters.ClearField("times")
+            info.ClearField("memory")
+            told.append(info)
+        return told
+
+    direct, proxied = (asyncio.run(answers(behind_socket=behind)) for behind in (False, True))
+    assert direct == proxied
+    assert sum(len(message.token_ids) for message in direct[0]) == MAX_TOKENS
+    assert [answer[0] for answer in direct[3:5]] == 2 * [grpc.StatusCode.INVALID_ARGUMENT]
+    assert direct[5].counters.verify_steps > 0
+
+
+def test_a_full_queue_says_when_to_come_again():
+    async def run() -> None:
+        async with served().serve() as address, grpc.aio.insecure_channel(address) as channel:
+            stub = GenerationStub(channel)
+            calls = [stub.Generate(request()) for _ in range(5)]
+            ended = await asyncio.gather(*map(outputs_of, calls), return_exceptions=True)
+            refused = [one for one in ended if isinstance(one, grpc.RpcError)]
+            assert 0 < len(refused) < len(calls)
+            for one in refused:
+                assert one.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert one.details() == "the queue is full: 1 requests are waiting; try again later"
+                assert retry_after_s(one.trailing_metadata()) > 0
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
+    async def run() -> None:
+        one = served()
+        # It would run for as long as the test may.
+        pause = threading.Event()
+        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
+            slow_down(one.host, pause)
+            call = GenerationStub(channel).Generate(request(), timeout=0.5 if how == "deadline" else None)
+            await call.read()
+            assert one.host.engine.scheduler.running
+            if how == "cancelled":
+                call.cancel()
+            while one.host.engine.scheduler.running:
+                await asyncio.sleep(0.01)
+            assert one.host.engine.counters().verify_steps < MAX_TOKENS - 1
+            pause.set()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def slow_down(host: EngineHost, until: threading.Event) -> None:
+    """Makes each step take a while."""
+    run_rows = host.engine._run_rows
+
+    def run_slowly(step: Any) -> Any:
+        until.wait(0.2)
+        return run_rows(step)
+
+    host.engine._run_rows = run_slowly
+
+
+def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():
+    async def run() -> None:
+        one = served()
+        pause = threading.Event()
+        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
+            slow_down(one.host, pause)
+            stub = GenerationStub(channel)
+            calls = [stub.Generate(request()) for _ in range(3)]
+            await calls[0].read()
+            one.process.kill()
+            for call in [*calls, stub.Generate(request())]:
+                with pytest.raises(grpc.RpcError) as ended:
+                    await outputs_of(call)
+                assert ended.value.code() == grpc.StatusCode.INTERNAL
+                assert ended.value.details() == "the engine's process has ended by itself; the server's log says more"
+            with pytest.raises(grpc.RpcError) as unanswered:
+                await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
+            assert unanswered.value.code() == grpc.StatusCode.UNAVAILABLE
+            await asyncio.to_thread(one.has_failed.wait, WAIT_S)
+            pause.set()
+        assert one.has_failed.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_an_engine_that_fails_tells_its_requests_and_the_process_in_front():
+    async def run() -> None:
+        one = served()
+
+        def fail() -> None:
+            raise RuntimeError("out of order")
+
+        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
+            one.host.engine._tell_drafters = fail
+            with pytest.raises(grpc.RpcError) as ended:
+                await outputs_of(GenerationStub(channel).Generate(request()))
+            assert ended.value.code() == grpc.StatusCode.INTERNAL
+            assert ended.value.details() == "the engine failed: out of order"
+            assert await asyncio.to_thread(one.has_failed.wait, WAIT_S)
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+@contextmanager
+def engine_alone() -> Iterator[tuple[EngineHost, socket.socket]]:
+    host = make_host()
+    process = EngineThread(host)
+    try:
+        yield host, process.connection
+    finally:
+        process.connection.close()
+        process.join()
+
+
+def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
+    """The output of ten requests is more than the socket holds; not a byte of it is read before all have ended."""
+    params = build_sampling_params(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=15)
+    with engine_alone() as (host, connection):
+        assert receive(connection) == ("ready", host.facts)
+        output: dict[int, list[pb.GenerateResponse]] = {}
+        for number in range(10):
+            submission = Submission(number, f"r{number}", [3, 1, 4], params, 0, NoiseKeys(1, 2, 3), 3 + MAX_TOKENS)
+            connection.sendall(pack(("submit", submission)))
+            # The first token is that of the prompt's step.
+            wait_for(lambda: host.engine.counters().verify_steps == (number + 1) * (MAX_TOKENS - 1))  # noqa: B023
+        while len(output) < 10 or not all(is_whole(messages) for messages in output.values()):
+            kind, items = receive(connection)
+            assert kind == "deliver"
+            for number, data in items:
+                output.setdefault(number, []).append(pb.GenerateResponse.FromString(data))
+    tokens = [[token for message in messages for token in message.token_ids] for messages in output.values()]
+    assert tokens == 10 * [tokens[0]]
+    assert sum(message.ByteSize() for messages in output.values() for message in messages) > 10 * 4096
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def is_whole(messages: list[pb.GenerateResponse]) -> bool:
+    return sum(len(message.token_ids) for message in messages) == MAX_TOKENS
+
+
+def test_messages_larger_than_the_socket_come_whole_and_in_order():
+    here, there = socket.socketpair()
+    outbox = Outbox(there)
+    sent = [("deliver", [(number, bytes([number]) * (1 + number * 100_000))]) for number in range(20)]
+    for message in sent:
+        outbox.send(message)
+    assert [receive(here) for _ in sent] == sent
+    outbox.close()
+    there.close()
+    with pytest.raises(EOFError):
+        receive(here)
+    here.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("max_num_seqs", 0, "allowed range [1, 4096]"),
+        InvalidArgumentError.from_text("a server's own words"),
+        QueueFullError("full", 1.5),
+        ServerError("it broke"),
+    ],
+)
+def test_errors_arrive_as_they_were(error: DraftwireError):
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert vars(there) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "has"),
+    [("cuda:1", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_a_gpu_has_the_engine_in_a_process_of_its_own_unless_told_otherwise(device, given, has):
+    assert has_engine_process(VerifierOptions("t", device=device, engine_process=given)) is has

@@ -1,0 +1,61 @@
+"""What the engine's process does: it loads the target and runs the engine as its socket says."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+
+from draftwire.errors import DraftwireError
+from draftwire.server import SWITCH_INTERVAL_S
+from verifier_service.engine_access import Output
+from verifier_service.engine_channel import Outbox, receive
+from verifier_service.engine_host import EngineHost
+from verifier_service.engine_start import hosting_engine
+from verifier_service.options import VerifierOptions
+from verifier_service.settings import check_options
+
+
+def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
+    """Loads an engine and runs it; False when it cannot be loaded, which the other end is told."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    outbox = Outbox(connection)
+    try:
+        with hosting_engine(options, check_options(options)) as host:
+            run_engine(host, connection, outbox)
+            return True
+    except DraftwireError as error:
+        outbox.send(("refused", error))
+        return False
+    finally:
+        outbox.close()
+
+
+def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> None:
+    """Starts an engine and does what the other end says, until that is to stop."""
+
+    def deliver(outputs: Sequence[tuple[int, Output]]) -> None:
+        outbox.send(("deliver", [(number, _encode(output)) for number, output in outputs]))
+
+    host.start(deliver, lambda: outbox.send(("failed",)))
+    outbox.send(("ready", host.facts))
+    while True:
+        match receive(connection):
+            case ("submit", submission):
+                host.submit(submission)
+            case ("cancel", number):
+                host.cancel(number)
+            case ("count_refused",):
+                host.count_refused()
+            case ("info",):
+                outbox.send(("info", host.info().SerializeToString()))
+            case ("end_requests", reason):
+                host.end_requests(reason)
+                outbox.send(("requests_ended",))
+            case ("stop",):
+                host.stop()
+                return
+
+
+def _encode(output: Output) -> bytes | DraftwireError:
+    return output if isinstance(output, DraftwireError) else output.SerializeToString()
