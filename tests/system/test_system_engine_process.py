@@ -1,0 +1,231 @@
+"""A verifier whose engine has a process of its own: it answers as one without, and the two processes end together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from services import DEMO, crowd, drafted_share, wait_for, wait_for_drafter
+
+from draftwire import Client
+from draftwire.errors import DraftwireError, RequestError
+from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+
+pytestmark = pytest.mark.xdist_group("engine_process")
+
+TEXT = "def read_lines(path):\n"
+PROMPT = [5, 6, 7]
+# Long enough to run when a process is ended, on any machine.
+LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
+OPTIONS = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0", "--draft-deadline-ms", "off", "--no-adaptive-k")
+ENDED = ("asked to end", "engine killed", "front killed")
+# More processes start at once than a small machine has cores.
+START_TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Iterator[ServiceProcess]:
+    with start_drafter(DEMO / "head", DEMO / "target", "--device", "cpu") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def verifiers(drafter) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """With the engine in the one process, and in one of its own; both with the same drafter."""
+
+    def start(option: str) -> ServiceProcess:
+        return start_verifier(DEMO / "target", [drafter.address], *OPTIONS, option, timeout_s=START_TIMEOUT_S)
+
+    with ThreadPoolExecutor() as pool:
+        one, two = pool.map(start, ("--no-engine-process", "--engine-process"))
+    with one, two:
+        for process in (one, two):
+            with Client(process.address) as client:
+                wait_for_drafter(client, drafter.address)
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def ending(shelf) -> Iterator[dict[str, ServiceProcess]]:
+    """Verifiers to be ended, started side by side; that whose front is killed has a split target too."""
+
+    def start(how: str) -> ServiceProcess:
+        ranks = ("--tensor-parallel-size", "2") if how == "front killed" else ()
+        options = ("--device", "cpu", "--kv-cache-tokens", "1024", "--engine-process", *ranks)
+        return start_verifier(shelf.target("random_llama"), [], *options, timeout_s=START_TIMEOUT_S)
+
+    with ThreadPoolExecutor() as pool:
+        started = dict(zip(ENDED, pool.map(start, ENDED), strict=True))
+    yield started
+    for process in started.values():
+        process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that come from `pid`, itself left out."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(name.split()[0])] = int(rest.split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def engine_of(process: ServiceProcess) -> int:
+    """The engine's process: the only child that was spawned, for which Python's own helper is none."""
+    (engine,) = (pid for pid in descendants(process.pid) if parent_of(pid) == process.pid and is_spawned(pid))
+    return engine
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_spawned(pid: int) -> bool:
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def all_ending(process: ServiceProcess) -> Iterator[int]:
+    """Gives the process id of the engine; in the end no process of the verifier is to be left."""
+    own = descendants(process.pid)
+    yield engine_of(process)
+    wait_for(lambda: not process.running, "the verifier ended")
+    wait_for(lambda: not any(map(is_running, own)), "its children ended")
+
+
+def test_output_is_the_same(verifiers):
+    calls = [
+        (TEXT, {"temperature": 0, "max_tokens": 40}),
+        (TEXT, {"temperature": 0, "max_tokens": 200, "stop": ["return"], "num_speculative_tokens": 2}),
+        (TEXT, {"temperature": 0.9, "seed": 5, "max_tokens": 40, "num_speculative_tokens": 0}),
+        (PROMPT, {"temperature": 0.9, "seed": 6, "max_tokens": 12, "logprobs": 3, "num_speculative_tokens": 0}),
+    ]
+    told = []
+    for process in verifiers:
+        with Client(process.address) as client:
+            done = crowd(client, calls, at_once=1)  # in company, scores differ by rounding
+            assert drafted_share(done[:1]) > 0.3
+            told.append([(c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_text) for c in done])
+    assert told[0] == told[1]
+    assert told[1][1][4] == "return"
+    assert told[1][3][2]
+
+
+def test_errors_are_the_same(verifiers):
+    texts = []
+    for process in verifiers:
+        with Client(process.address) as client:
+            for options in ({"max_tokens": 0}, {"num_speculative_tokens": 9}):
+                with pytest.raises(DraftwireError) as refused:
+                    client.complete(TEXT, **options)
+                texts.append(str(refused.value))
+    assert texts[:2] == texts[2:]
+
+
+def test_the_verifier_tells_of_its_engine_and_counts_what_that_does(verifiers, drafter):
+    infos = []
+    for process in verifiers:
+        with Client(process.address) as client:
+            client.complete(TEXT, max_tokens=4)
+            infos.append(client.info())
+        url = re.search(r"metrics on (http://\S+)", process.log_text())[1]
+        with urlopen(url, timeout=20) as response:
+            page = response.read().decode()
+        tokens = re.search(r"^draftwire_generation_tokens_total\{.*\} (\S+)$", page, re.MULTILINE)
+        assert float(tokens[1]) >= 4
+        assert re.search(rf'^draftwire_drafter_state\{{drafter="{drafter.address}".*state="ready".*\}} 1', page, re.M)
+    for info in infos:
+        assert info.counters.steps > 0
+        assert info.counters.times.verify_s > 0
+        assert info.memory.peak_host_bytes > 0
+        assert info.drafters[0].address == drafter.address
+        for field in ("counters", "memory", "drafters"):
+            info.ClearField(field)
+    assert infos[0] == infos[1]
+
+
+def test_asked_to_end_both_finish_what_runs(ending):
+    process = ending["asked to end"]
+    with all_ending(process) as engine, Client(process.address) as client:
+        output = client.generate(PROMPT, **LONG)
+        chunks = [next(output)]
+        # As a service manager, or a terminal, that signals every process of the service.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(engine, number)
+        process.send_signal(signal.SIGTERM)
+        chunks += output
+    assert sum(len(chunk.token_ids) for chunk in chunks) == LONG["max_tokens"]
+    assert process.returncode == 0
+    assert "CRITICAL" not in process.log_text()
+    assert "Traceback" not in process.log_text()
+
+
+def test_a_killed_engine_ends_its_requests_and_the_verifier(ending):
+    process = ending["engine killed"]
+    with all_ending(process) as engine, Client(process.address) as client:
+        output = client.generate(PROMPT, **LONG)
+        next(output)
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(RequestError, match="the engine's process has ended by itself") as ended:
+            list(output)
+        assert ended.value.status == "INTERNAL"
+    assert process.wait(30) == 1
+    assert "the engine's process ended with status -9, and the verifier with it" in process.log_text()
+    assert "Error: the engine or a rank of the target failed; the log says why" in process.log_text()
+
+
+def test_a_killed_front_leaves_no_process(ending):
+    process = ending["front killed"]
+    with all_ending(process) as engine, Client(process.address) as client:
+        assert sum(map(is_spawned, descendants(process.pid))) == 2, "the engine and a rank"
+        assert list(map(is_spawned, descendants(engine))) == [True]
+        output = client.generate(PROMPT, **LONG)
+        next(output)
+        process.kill()
+        with pytest.raises(RequestError):
+            list(output)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "told"),
+    [
+        (("--max-model-len", "999999"), 1, "Error: max_model_len = 999999:"),
+        (
+            ("--metrics-listen", "192.0.2.1:1", "--insecure"),
+            1,
+            "Error: metrics_listen = '192.0.2.1:1': cannot be bound",
+        ),
+        (("--listen", "192.0.2.1:1", "--insecure"), 1, "Error: listen = '192.0.2.1:1': cannot be bound"),
+        (("--tensor-parallel-size", "3"), 2, "Error: tensor_parallel_size = 3: must divide"),
+    ],
+    ids=["checkpoint", "metrics", "address", "split"],
+)
+def test_what_keeps_it_from_starting_is_told_as_without_such_a_process(shelf, options, status, told):
+    given = ("--target", str(shelf.target("random_llama")), "--listen", "127.0.0.1:0", "--device", "cpu", *options)
+    command = [sys.executable, "-m", "draftwire", "verifier", "--engine-process", *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    assert ended.stderr.strip().splitlines()[-1].startswith(told)
+    assert ended.returncode == status
+    assert "Traceback" not in ended.stderr
