@@ -109,5 +109,8 @@ def verifier(**given: Any) -> None:
         with importing():
             from verifier_service.main import run
 
+            if engine_process is None:
+                import verifier_service.engine_start  # noqa: F401  # what `run` imports then
+
         with exporting_traces("draftwire-verifier", options.otlp_endpoint, insecure=options.insecure):
             run(options, engine_process)
