@@ -415,8 +415,10 @@ class Engine:
         if not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
             self.drafting.handle(event)
-            if self._expected is not None:
-                self._expected.begin(self.drafting.gate.is_waiting)
+            if self._expected is not None and self._expected.has_all(self.drafting.gate.is_waiting):
+                self.times.enter(Phase.VERIFY)
+                self._expected.begin()
+                self.times.enter(Phase.HOST)
             self._drop_unused_stores()
 
     def _use_lane(self, event: LinkEvent) -> None:

@@ -69,10 +69,14 @@ class ExpectedStep:
         self._held = hold(step)
         self.until = time.monotonic() + PATIENCE_S
 
-    def begin(self, is_awaited: Callable[[Request], bool]) -> None:
-        """Begins it with the drafts that the requests have, once none is awaited: before the step is scheduled, and
-        whether it is that step shows when it is taken."""
-        if self._held is not None and not any(one.drafts is None and is_awaited(one) for one in self._spans):
+    def has_all(self, is_awaited: Callable[[Request], bool]) -> bool:
+        """Whether it can begin: it is held, and none of its drafts is awaited any more."""
+        return self._held is not None and not any(one.drafts is None and is_awaited(one) for one in self._spans)
+
+    def begin(self) -> None:
+        """Begins it with the drafts that the requests have, before the step is scheduled; whether it is that step shows
+        when it is taken."""
+        if self._held is not None:
             drafts = ((one, () if one.drafts is None else one.drafts.tokens) for one in self._spans)
             self._begin(self._held, {one: [one.tokens[-1], *tokens] for one, tokens in drafts})
 
