@@ -360,7 +360,8 @@ class Engine:
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
         if wait:
-            self._count_landed()
+            if not self._events.wait(0):  # else what is there may be drafts, which go first
+                self._count_landed()
             self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
         try:
             event = self._next_event() if wait else self._events.get_nowait()
