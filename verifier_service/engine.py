@@ -286,7 +286,8 @@ class Engine:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
-        if num_drafts is None or self._is_pending:
+        # A prompt that waits goes with the drafts: it may have no other step, as where logits are still read.
+        if num_drafts is None or self._is_pending or self.scheduler.may_admit:
             return
         self.times.enter(Phase.WAIT)
         try:

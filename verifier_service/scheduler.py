@@ -161,9 +161,14 @@ class Scheduler:
             room -= len(works[-1].tokens)
         return works
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step may begin a request that waits."""
+        return bool(self.waiting) and len(self.running) < min(self._max_num_seqs, self._cache.num_free)
+
     def _admit(self) -> Request | None:
         """Moves the first of the queue into the batch if a block is left for each running request to grow into."""
-        if not self.waiting or len(self.running) >= min(self._max_num_seqs, self._cache.num_free):
+        if not self.may_admit:
             return None
         request = self.waiting[0]
         known = self._take_known(request)

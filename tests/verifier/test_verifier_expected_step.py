@@ -16,6 +16,7 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
 from verifier_service.scheduler import Work
+from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
 from verifier_service.target_runner import HeldStep, StepRows
 
@@ -150,6 +151,20 @@ def test_a_request_that_arrives_is_computed_although_a_drafter_is_silent(target,
     assert own.held
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
     assert (own.num_begun, own.num_dropped) == (0, 1)  # and not launched again
+    own.engine.stop()
+
+
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 1}])
+def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come_soon(target, monkeypatch, kind):
+    monkeypatch.setattr(StepGate, "_hold_until", lambda _, now, *__: now + WAIT_S)
+    own = Noted(target)
+    own.connect_late()
+    drafting = own.submit(max_tokens=50, **kind)
+    own.engine.start()
+    own.next(drafting)
+    own.tokens(own.submit([2, 7], k=0, max_tokens=1))
+    assert drafting.verify_steps < 10
+    own.tokens(drafting)
     own.engine.stop()
 
 
