@@ -144,10 +144,13 @@ class Scheduler:
             for request in self.running
             if (request in following or (request.is_decoding and not request.is_in_flight)) and is_ready(request)
         ]
-        if self._cache.num_free < len(decoding):
+        lengths = [len(request.tokens) + (request in following) for request in decoding]
+        missing = sum(
+            max(0, blocks_for(length) - len(request.blocks)) for request, length in zip(decoding, lengths, strict=True)
+        )
+        if self._cache.num_free < missing:  # not before: a step may have been launched with those blocks
             self._take_back_draft_rows()
-        for request in decoding:
-            length = len(request.tokens) + (request in following)
+        for request, length in zip(decoding, lengths, strict=True):
             if length > len(request.blocks) * BLOCK_SIZE:
                 self._grow(request, length)
         works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]

@@ -18,7 +18,7 @@ from verifier_service.request import ReadyDrafts
 from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
-from verifier_service.target_runner import HeldStep, StepRows
+from verifier_service.target_runner import HeldStep, StepOutput, StepRows
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 
@@ -166,6 +166,27 @@ def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come
     assert drafting.verify_steps < 10
     own.tokens(drafting)
     own.engine.stop()
+
+
+def test_no_step_is_computed_twice_where_the_cache_is_nearly_full(target):
+    own = Noted(target, num_blocks=45, max_num_seqs=16, max_queue=16)
+    own.connect_late()
+    requests = [{"prompt": [3 + i, *range(i)], "max_tokens": 30} for i in range(16)]
+    made = [own.submit(**one) for one in requests]
+    taken: list[StepOutput] = []
+    logits_of = StepOutput.with_logits_of
+
+    def noted(output: StepOutput, rows: Any) -> StepOutput:
+        taken.append(output)
+        return logits_of(output, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepOutput, "with_logits_of", noted)
+        own.engine.start()
+        assert [own.tokens(one) for one in made] == undrafted(target, requests)
+    own.engine.stop()
+    assert own.num_begun > 20
+    assert len(taken) == own.num_begun
 
 
 def test_a_held_step_does_not_outlive_the_engine(target):
