@@ -478,7 +478,7 @@ class Engine:
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
             marks = StepMarks(output.began, computed, drawn)
-        return Flight(works, sampling, pending, marks)
+        return Flight(works, sampling, pending, marks, len(output.slots_on_host))
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
@@ -580,7 +580,7 @@ class Engine:
         if flight is not None:
             self.times.end_step(flight.marks)
             self.drafting.gate.count_step(
-                sum(len(work.tokens) for work in flight.works),
+                flight.num_rows,
                 has_prompts=not all(work.is_decoding for work in flight.works),
                 busy_s=self.times.busy_s,
             )

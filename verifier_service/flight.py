@@ -18,6 +18,7 @@ class Flight:
     sampling: Sequence[Work]
     pending: PendingDraw | None  # of those that sample
     marks: StepMarks | None  # on a GPU
+    num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
 
     @property
     def is_done(self) -> bool:

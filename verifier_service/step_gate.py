@@ -90,11 +90,14 @@ class StepGate:
         """How many drafts each request brings to the next step, at most, if that step waits for drafts and is one of
         them all; else None."""
         counts = []
+        sessions = []
         is_awaited = False
         for request in requests:
             binding = self._bindings.get(request)
             if request.is_in_flight or not request.is_decoding:
                 return None
+            if binding is not None:
+                sessions.append(binding.session)
             if request.drafts is not None:
                 counts.append(len(request.drafts.tokens))
             elif binding is not None and binding.is_waiting:
@@ -104,7 +107,8 @@ class StepGate:
                 is_awaited = True
             else:
                 counts.append(0)
-        return counts if is_awaited else None
+        parts = self._parts and len(set(sessions)) < len(sessions)
+        return counts if is_awaited and not parts else None
 
     @property
     def next_deadline(self) -> float:

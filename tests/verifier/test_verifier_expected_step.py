@@ -189,6 +189,40 @@ def test_no_step_is_computed_twice_where_the_cache_is_nearly_full(target):
     assert len(taken) == own.num_begun
 
 
+@pytest.mark.parametrize("limits", [{"draft_deadline_s": 0.02}, {}])
+def test_a_step_costs_what_all_rows_cost_that_were_computed(target, limits):
+    own = Noted(target, **limits)
+    computed: list[int] = []
+    counted: list[int] = []
+    target_cost, forward = own.engine.drafting.gate.target_cost, target.forward
+
+    def noted_forward(token_ids: Any, *arguments: Any) -> Any:
+        computed.append(len(token_ids))
+        return forward(token_ids, *arguments)
+
+    def observe(rows: int, *_: Any) -> None:
+        counted.append(rows)
+        if len(counted) == 5:
+            own.engine.drafting.gate.part_next()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "forward", noted_forward)
+        patch.setattr(target_cost, "observe", observe)
+        if limits:
+            own.connect().on_send = lambda _: None
+        else:
+            own.connect_late()
+        made = [own.submit(**one) for one in REQUESTS]
+        own.engine.start()
+        for one in made:
+            own.tokens(one)
+        own.engine.stop()
+    assert own.num_begun > 0
+    assert counted == computed[-len(counted) :]
+    if not limits:
+        assert len(REQUESTS) // 2 * (1 + K) in counted[5:8]
+
+
 def test_a_held_step_does_not_outlive_the_engine(target):
     own = Noted(target)
     stream = own.connect()
