@@ -103,7 +103,8 @@ class StepGate:
             elif binding is not None and binding.is_waiting:
                 if binding.session.pace.plan.num_groups > 1:
                     return None
-                counts.append(binding.asked_drafts)
+                # One that waits for its drafter to take more was asked last when it had fewer tokens.
+                counts.append(min(binding.asked_drafts, request.num_drafts_wanted))
                 is_awaited = True
             else:
                 counts.append(0)

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
-from drafting_scene import make_request
+from drafting_scene import Scene, make_request
 from engine_scene import WAIT_S, K, Served, make_target
 
-from verifier_service import expected_step
+from verifier_service import draft_session, expected_step
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
@@ -221,6 +221,23 @@ def test_a_step_costs_what_all_rows_cost_that_were_computed(target, limits):
     assert counted == computed[-len(counted) :]
     if not limits:
         assert len(REQUESTS) // 2 * (1 + K) in counted[5:8]
+
+
+def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
+    monkeypatch.setattr(draft_session, "MAX_UNANSWERED_STEPS", 1)
+    scene = Scene()
+    stream = scene.connect()
+    request = scene.decode(4, max_tokens=6)
+    scene.flush()
+    scene.answer(stream)
+    assert request.drafts is not None
+    scene.compute(scene.admit(8), 8)  # rows of a prompt, which the drafter does not answer
+    scene.flush()
+    scene.verify(request, 5, 6, 7)
+    scene.flush()
+    gate = scene.drafting.gate
+    assert gate.is_waiting(request)  # until the drafter takes more
+    assert (request.num_drafts_wanted, gate.expected_drafts([request])) == (1, [1])
 
 
 def test_a_held_step_does_not_outlive_the_engine(target):
