@@ -254,7 +254,7 @@ class Engine:
         """Launches the next step, if there is one."""
         works: list[Work] = []
         try:
-            if self._expected is not None and time.monotonic() >= self._expected.until:
+            if self._expected is not None and (time.monotonic() >= self._expected.until or not self.scheduler.running):
                 self._drop_expected()
             works = self._schedule()
             if not works:

@@ -240,6 +240,23 @@ def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
     assert (request.num_drafts_wanted, gate.expected_drafts([request])) == (1, [1])
 
 
+def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
+    own = Noted(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    gone = own.submit(max_tokens=20)
+    own.engine.start()
+    deadline = time.monotonic() + 10
+    while not own.held and time.monotonic() < deadline:
+        time.sleep(0.001)
+    own.engine.cancel(gone)
+    began = time.monotonic()
+    assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
+    assert time.monotonic() < began + expected_step.PATIENCE_S / 2
+    assert (own.num_begun, own.num_dropped) == (0, 1)
+    own.engine.stop()
+
+
 def test_a_held_step_does_not_outlive_the_engine(target):
     own = Noted(target)
     stream = own.connect()
