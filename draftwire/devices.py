@@ -167,7 +167,7 @@ class StagedUpload:
     def __call__(self, indices: np.ndarray) -> torch.Tensor:
         """The int64 indices [n] on the device; nothing waits for the copy."""
         count = len(indices)
-        if count > len(self._moved):
+        if count > len(self._moved) or not self._staged:
             return upload([indices], self._device)[0]
         self._turn ^= 1
         turn = self._turn

@@ -417,11 +417,19 @@ class Engine:
         if not isinstance(event, Connected) or self._has_store(event.stream):
             self._use_lane(event)
             self.drafting.handle(event)
-            if self._expected is not None and self._expected.has_all(self.drafting.gate.is_waiting):
-                self.times.enter(Phase.VERIFY)
-                self._expected.begin()
-                self.times.enter(Phase.HOST)
+            self._begin_expected()
             self._drop_unused_stores()
+
+    def _begin_expected(self) -> None:
+        """Begins the step that was launched, if nothing is awaited any more."""
+        if self._expected is None or not self._expected.has_all(self.drafting.gate.is_waiting):
+            return
+        self.times.enter(Phase.VERIFY)
+        try:
+            self._expected.begin()
+        except Exception as error:
+            self._end_failed(list(self.scheduler.running), error)
+        self.times.enter(Phase.HOST)
 
     def _use_lane(self, event: LinkEvent) -> None:
         """Answers that come over a stream's lane reach this thread without another one."""

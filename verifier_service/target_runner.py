@@ -277,7 +277,11 @@ class _Graph:
         loaded = self._inputs.load(step, self._bucket)
         token_ids = _staged(step.token_ids, self._bucket.num_rows)
         hold.stop()
-        output = self._replay(step, loaded, token_ids)
+        try:
+            output = self._replay(step, loaded, token_ids)
+        except BaseException:
+            hold.release(lambda: None)
+            raise
 
         def begin(known: np.ndarray) -> StepOutput | None:
             return output if hold.release(lambda: np.copyto(token_ids.numpy()[: len(known)], known)) else None

@@ -257,6 +257,27 @@ def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
     own.engine.stop()
 
 
+def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, monkeypatch):
+    own = Noted(target)
+    hold = own.engine._hold
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    def failing_hold(step: StepRows) -> HeldStep | None:
+        held = hold(step)
+        return held if len(own.held) != 3 or held is None else HeldStep(fail, held.drop)
+
+    monkeypatch.setattr(own.engine, "_hold", failing_hold)
+    own.connect_late()
+    one = own.submit(max_tokens=40)
+    own.engine.start()
+    assert own.error(one) == "the step failed: no memory"
+    assert own.tokens(own.submit([2, 7])) == undrafted(target, [{"prompt": [2, 7]}])[0]
+    assert not own.has_failed.is_set()
+    own.engine.stop()
+
+
 def test_a_held_step_does_not_outlive_the_engine(target):
     own = Noted(target)
     stream = own.connect()
