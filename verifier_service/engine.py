@@ -22,10 +22,11 @@ from draftwire.memory import measure_memory
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.emission import Emission, response
+from verifier_service.emission import Emission
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.flight import Flight
+from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
@@ -37,9 +38,6 @@ from verifier_service.target import Target
 from verifier_service.target_runner import DrawnTokens, StepOutput, StepRows, start_runner
 
 logger = logging.getLogger(__name__)
-
-# What the engine hands to a request's sink.
-Item = generate_pb2.GenerateResponse | DraftwireError
 
 # How often a thread that waits for a step looks for drafts that let it launch the next one.
 LOOK_EVERY_S = 50e-6
@@ -160,10 +158,9 @@ class Engine:
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device))
-        self._emissions: list[Emission] = []
         self._uncounted: list[Emission] = []
         self._steps_held = 0
-        self._items: list[tuple[Request, Item]] = []
+        self._output = OutputQueue(deliver, self.metrics)
         self._stop_reason = ""
         self._ended: DraftwireError | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -209,7 +206,7 @@ class Engine:
             self._on_failure()
         self._drop_expected()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._items.append((request, self._ended))
+            self._output.add_error(request, self._ended)
         self._hand_out()
         self._refuse_arrived()
 
@@ -386,8 +383,8 @@ class Engine:
         deadline = self.drafting.next_deadline()
         if self._expected is not None and self._expected.is_pending:
             deadline = self._expected.until if deadline is None else min(deadline, self._expected.until)
-        if self._emissions or self._items:
-            moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._items else 0.0
+        if self._output.is_waiting:
+            moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._output.has_errors else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
                 return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             with suppress(queue.Empty):
@@ -400,7 +397,7 @@ class Engine:
             try:
                 self.scheduler.add(event.request)
             except QueueFullError as error:
-                self._items.append((event.request, error))
+                self._output.add_error(event.request, error)
                 self.metrics.count_refused()
         elif isinstance(event, _Cancelled):
             if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
@@ -568,7 +565,7 @@ class Engine:
         try:
             piece = request.output.take(drawn.tokens, request.max_length - len(request.tokens))
         except Exception as error:  # a tokenizer that fails on one request's tokens
-            self._end(request, _undecodable(request, error))
+            self._end(request, undecodable(request, error))
             return
         request.tokens += piece.token_ids
         if request.first_token is None:
@@ -580,7 +577,7 @@ class Engine:
             self._count_verified(emission)
             emission = emission._replace(statistics=request.statistics(self._is_synthetic))
             self._forget(request)
-        self._emissions.append(emission)
+        self._output.add(emission)
 
     def _end_step(self) -> None:
         """Counts the last step."""
@@ -612,7 +609,7 @@ class Engine:
         return generate_pb2.FALLBACK_CAUSE_KV_CACHE if work.lacks_blocks else self.drafting.fallback_cause(work.request)
 
     def _end(self, request: Request, error: DraftwireError) -> None:
-        self._items.append((request, error))
+        self._output.add_error(request, error)
         self.metrics.count_end("error", time.monotonic() - request.arrived)
         self._forget(request, has_failed=True)
 
@@ -645,44 +642,7 @@ class Engine:
         """Share of the cache blocks in use, [0, 1]."""
         return self._blocks.usage
 
-    def _observe(self, emission: Emission) -> None:
-        request, count = emission.work.request, len(emission.piece.token_ids)
-        if request.last_output is None:
-            self.metrics.observe_first(emission.drawn_at - request.arrived, len(request.prompt), count)
-        else:
-            self.metrics.observe_next(emission.drawn_at - request.last_output, count)
-        request.last_output = emission.drawn_at
-        if emission.statistics is not None:
-            reason = generate_pb2.FinishReason.Name(emission.piece.finish_reason)
-            reason = reason.removeprefix("FINISH_REASON_").lower()
-            self.metrics.count_end(reason, emission.drawn_at - request.arrived)
-            if request.first_token is not None:
-                decode_s = emission.drawn_at - request.first_token
-                self.metrics.observe_decode(decode_s, emission.statistics.output_tokens)
-
     def _hand_out(self) -> None:
-        """Turns the output of a step into text and messages."""
-        emissions, self._emissions = self._emissions, []
-        written: dict[Request, list[Emission]] = {}
-        failed: dict[Request, DraftwireError] = {}
-        for emission in emissions:
-            request = emission.work.request
-            self._observe(emission)
-            if request in failed:
-                continue
-            try:
-                request.output.write(emission.piece)
-                written.setdefault(request, []).append(emission)
-            except Exception as error:
-                failed[request] = _undecodable(request, error)
-                self._forget(request)
-        items: list[tuple[Request, Item]] = [(request, response(of_request)) for request, of_request in written.items()]
-        items += [*failed.items(), *self._items]
-        self._items = []
-        if items:
-            self._deliver(items)
-
-
-def _undecodable(request: Request, error: Exception) -> ServerError:
-    logger.error("the output cannot be decoded", extra=fields(request_id=request.request_id), exc_info=error)
-    return ServerError(f"the output cannot be decoded: {error}")
+        """Turns the output of steps into text and messages."""
+        for request in self._output.hand_out():
+            self._forget(request)

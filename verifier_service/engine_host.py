@@ -13,10 +13,11 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from draftwire.version import VERSION
 from verifier_service.drafter_link import DrafterLink
 from verifier_service.drafter_pool import DrafterPool
-from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.engine import Engine, EngineLimits
 from verifier_service.engine_access import Deliver, EngineFacts, Submission
 from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
+from verifier_service.output_queue import Item
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.target import Target

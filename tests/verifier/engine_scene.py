@@ -19,7 +19,8 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import attention_hook
 from verifier_service.draft_stream import Answered, Connected
-from verifier_service.engine import Engine, EngineLimits, Item
+from verifier_service.engine import Engine, EngineLimits
+from verifier_service.output_queue import Item
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.target import Target
