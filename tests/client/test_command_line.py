@@ -173,6 +173,8 @@ def test_interrupt_cancels_and_ends_quietly_with_130(verifier):
         [sys.executable, "-m", "draftwire", "generate", "--server", verifier.address, "--prompt", "abc"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A shell that runs the tests in the background has them ignore it, and with them what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not verifier.requests and time.monotonic() < deadline:
