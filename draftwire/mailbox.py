@@ -22,8 +22,8 @@ class Mailbox(Generic[T]):
     """
 
     def __init__(self, awake_s: float = 0.0) -> None:
-        """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping: waking it
-        would take some 50 us, and more on a virtual machine."""
+        """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
+        nobody has to wake it."""
         self._awake_s = awake_s
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from services import DEMO, crowd, drafted_share, wait_for, wait_for_drafter
+from process_tree import all_ending, descendants, is_spawned
+from services import DEMO, crowd, drafted_share, wait_for_drafter
 
 from draftwire import Client
 from draftwire.errors import DraftwireError, RequestError
@@ -68,51 +67,6 @@ def ending(shelf) -> Iterator[dict[str, ServiceProcess]]:
     yield started
     for process in started.values():
         process.kill()
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that come from `pid`, itself left out."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().rpartition(")")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(name.split()[0])] = int(rest.split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
-
-
-def engine_of(process: ServiceProcess) -> int:
-    """The engine's process: the only child that was spawned, for which Python's own helper is none."""
-    (engine,) = (pid for pid in descendants(process.pid) if parent_of(pid) == process.pid and is_spawned(pid))
-    return engine
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_spawned(pid: int) -> bool:
-    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@contextmanager
-def all_ending(process: ServiceProcess) -> Iterator[int]:
-    """Gives the process id of the engine; in the end no process of the verifier is to be left."""
-    own = descendants(process.pid)
-    yield engine_of(process)
-    wait_for(lambda: not process.running, "the verifier ended")
-    wait_for(lambda: not any(map(is_running, own)), "its children ended")
 
 
 def test_output_is_the_same(verifiers):

@@ -6,11 +6,9 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from services import wait_for
+from process_tree import all_ending
 
 from draftwire import Client
 from draftwire.errors import RequestError
@@ -39,35 +37,6 @@ def verifiers(shelf) -> Iterator[dict[str, ServiceProcess]]:
     yield started
     for process in started.values():
         process.kill()
-
-
-def children(pid: int) -> list[int]:
-    """Processes that `pid` has started, the ranks first of all."""
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-    fields = [(int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats]
-    return sorted(child for child, (state, parent, *_) in fields if int(parent) == pid and state != "Z")
-
-
-def is_rank(pid: int) -> bool:
-    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@contextmanager
-def all_ending(process: ServiceProcess) -> Iterator[int]:
-    """Gives the process id of rank 1; in the end no process of the verifier is to be left."""
-    own = children(process.pid)
-    ranks = [pid for pid in own if is_rank(pid)]
-    assert len(ranks) == 1
-    yield ranks[0]
-    wait_for(lambda: not process.running, "the verifier ended")
-    wait_for(lambda: not any(map(is_running, own)), "its children ended")
 
 
 def test_asked_to_end_all_ranks_finish_what_runs(verifiers):
