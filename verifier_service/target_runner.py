@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from draftwire.block_pool import blocks_for
 from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
-from draftwire.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
 from draftwire.stream_hold import StreamHold
 from verifier_service.target import Target
 from verifier_service.target_buckets import Bucket, Buckets
@@ -137,7 +138,8 @@ class TargetRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the graphs, with a progress bar; without effect on a CPU. The target is compiled by then."""
+        """Captures the graphs, with a progress bar, and compiles what steps that have none need; without effect on a CPU.
+        The target is compiled by then."""
         if self._target.device.type != "cuda":
             return
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
@@ -148,10 +150,23 @@ class TargetRunner:
         console = Console(stderr=True)
         for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
             self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
+        for step in track(
+            list(self._prompts()), "steps with prompts", console=console, disable=not console.is_terminal
+        ):
+            self.run(step)
         torch.cuda.synchronize(self._target.device)
-        torch.cuda.empty_cache()  # what the runs before the captures took
+        torch.cuda.empty_cache()  # what the runs outside of the captures took
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
         logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
+
+    def _prompts(self) -> Iterator[StepRows]:
+        """Steps of padding that use every form of the attention kernels that a step with prompts may take: a short or a
+        long piece of a prompt, at its begin or far into it, beside few and many sequences."""
+        far = (self._max_blocks - 1) * BLOCK_SIZE
+        counts = {min(2**i, self._max_num_seqs) for i in range(self._max_num_seqs.bit_length() + 1)}
+        for count, rows in product(sorted(counts), (16, 32, 64)):
+            for start in sorted({0, max(far - rows, 0)}):
+                yield _padding([(start, rows)] + [(0, 1)] * (count - 1))
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
     @torch.inference_mode()
@@ -252,7 +267,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            token_ids, positions, batch, _ = inputs.load(_padding(bucket), bucket)
+            token_ids, positions, batch, _ = inputs.load(_padding([(0, bucket.max_rows)] * bucket.num_sequences), bucket)
             token_ids.zero_()
             rows = torch.arange(bucket.num_rows, device=target.device)
             target.forward(token_ids, positions, cache, batch, rows)  # kernels are built outside of the capture
@@ -301,13 +316,12 @@ class _Graph:
         return output.with_logits_of(step.logit_rows)
 
 
-def _padding(bucket: Bucket) -> StepRows:
-    """A step of the bucket's size that is written to the block of padding."""
-    blocks = [0] * blocks_for(bucket.max_rows)
-    num_rows = bucket.num_sequences * bucket.max_rows
+def _padding(sequences: Sequence[tuple[int, int]]) -> StepRows:
+    """A step of sequences (start, rows) that is written to the block of padding."""
+    placed = [SequenceRows([0] * blocks_for(start + rows), start, rows) for start, rows in sequences]
+    num_rows = sum(rows for _, rows in sequences)
     rows = np.zeros(num_rows, np.int64)
-    sequences = [SequenceRows(blocks, 0, bucket.max_rows)] * bucket.num_sequences
-    return StepRows(rows, rows, sequences, np.arange(num_rows))
+    return StepRows(rows, rows, placed, np.arange(num_rows))
 
 
 class _Memory:

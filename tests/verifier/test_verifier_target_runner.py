@@ -148,6 +148,32 @@ def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(mo
         assert output.logits.shape[0] == begin
 
 
+@pytest.mark.parametrize("target", DEVICES[1:], indirect=True)
+@pytest.mark.usefixtures("no_recompilation")
+@torch.inference_mode()
+def test_steps_with_prompts_find_all_kernels_compiled(runner):
+    from draftwire_kernels.gpu.paged_attention import attention_kernel, combine_kernel
+
+    kernels = (attention_kernel, combine_kernel)
+
+    def count_forms() -> int:
+        return sum(len(forms) for kernel in kernels for forms, *_ in kernel.device_caches.values())
+
+    rng = random.Random(5)
+    before = count_forms()
+    assert before > 0
+    for _ in range(100):
+        pool = BlockPool(200)
+        sequences = [Sequence([], pool) for _ in range(rng.randint(1, MAX_NUM_SEQS))]
+        pieces = []
+        for i, sequence in enumerate(sequences):
+            count = rng.randint(6, 150) if i == 0 or rng.random() < 0.3 else rng.randint(1, K + 1)
+            sequence.num_computed = rng.randint(0, CONTEXT - count)
+            pieces.append((sequence, [5] * count))
+        run(runner, pieces)
+    assert count_forms() == before
+
+
 @torch.inference_mode()
 def test_logits_come_for_the_rows_asked_for(runner):
     """Whether the step decodes or holds a prompt, and for no row as well."""

@@ -326,7 +326,7 @@ def attention_kernel(
 
 @triton.jit(
     do_not_specialize=["num_sequences", "least_rows", "most_rows", "most_shares", "fill", "most_steps", "rows_each",
-                       "window"]
+                       "window", "heads_each"]
 )  # fmt: skip
 def combine_kernel(
     out,  # [T, H, Dv]
@@ -341,8 +341,8 @@ def combine_kernel(
     shares,
     rows_each,
     window,
+    heads_each,
     HEADS: tl.constexpr,
-    HEADS_EACH: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -351,7 +351,7 @@ def combine_kernel(
     AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: rows, parts of HEADS_EACH heads. Adds the shares up, always in the same order."""
+    """Grid: rows, parts of heads_each heads. Adds the shares up, always in the same order."""
     row = tl.program_id(0)
     division = Division(most_shares, fill, most_steps)
     sequence = _find(cu_rows, num_sequences, row, 1, BLOCK_B)
@@ -365,8 +365,8 @@ def combine_kernel(
     all_shares, few = tl.arange(0, BLOCK_SHARES), tl.arange(0, AT_ONCE)
     dv = tl.arange(0, BLOCK_DV)[None, :]
     shared_row = _shared_row(sequence, first_row, rows_each, row - first_row)
-    for each in range(HEADS_EACH):
-        head = tl.program_id(1) * HEADS_EACH + each
+    for each in range(heads_each):
+        head = tl.program_id(1) * heads_each + each
         first = (shared_row * HEADS + head) * most_shares
         there = all_shares < num_shares
         tops = tl.load(shares.tops + first + all_shares, mask=there, other=-INFINITY)

@@ -96,7 +96,7 @@ def _attend(
         GROUP=problem.group,
         D=size,
         DV=size_v,
-        BLOCK_B=_block(problem.num_sequences) if launch.is_searched else 0,
+        BLOCK_B=_block_of_sequences(problem) if launch.is_searched else 0,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         BLOCK_D=_block(size),
@@ -131,10 +131,10 @@ def _combine(batch: RaggedBatch, out: Tensor, problem: Problem, launch: Launch, 
         shares,
         launch.rows_each,
         problem.window,
+        heads_each,
         HEADS=heads,
-        HEADS_EACH=heads_each,
         DV=out.shape[2],
-        BLOCK_B=_block(problem.num_sequences),
+        BLOCK_B=_block_of_sequences(problem),
         BLOCK_N=launch.tuning.block_n,
         BLOCK_DV=block_dv,
         BLOCK_SHARES=_block(launch.most_shares),
@@ -156,6 +156,14 @@ def _shares(launch: Launch, out: Tensor) -> Shares:
 def _block(size: int) -> int:
     """Sizes in few kinds, as each is compiled for itself."""
     return max(power_of_2(size), 16)
+
+
+def _block_of_sequences(problem: Problem) -> int:
+    """Fewer kinds still: a program reads the sequences' first rows once, and 64 of them cost what one does."""
+    size = 64
+    while size < problem.num_sequences:
+        size *= 4
+    return size
 
 
 def _heads(x: Tensor) -> Heads:
