@@ -138,8 +138,10 @@ class TargetRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the graphs, with a progress bar, and compiles what steps that have none need; without effect on a CPU.
-        The target is compiled by then."""
+        """Captures the graphs, with a progress bar, and compiles what steps without one need; not on a CPU.
+
+        The target is compiled by then.
+        """
         if self._target.device.type != "cuda":
             return
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
@@ -267,7 +269,8 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            token_ids, positions, batch, _ = inputs.load(_padding([(0, bucket.max_rows)] * bucket.num_sequences), bucket)
+            padding = _padding([(0, bucket.max_rows)] * bucket.num_sequences)
+            token_ids, positions, batch, _ = inputs.load(padding, bucket)
             token_ids.zero_()
             rows = torch.arange(bucket.num_rows, device=target.device)
             target.forward(token_ids, positions, cache, batch, rows)  # kernels are built outside of the capture
