@@ -162,12 +162,12 @@ class TargetRunner:
         logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
 
     def _prompts(self) -> Iterator[StepRows]:
-        """Steps of padding that use every form of the attention kernels that a step with prompts may take: a short or a
+        """Steps of padding that use the forms of the attention kernels that steps with prompts take: a short or a
         long piece of a prompt, at its begin or far into it, beside few and many sequences."""
-        far = (self._max_blocks - 1) * BLOCK_SIZE
+        far = max(self._max_blocks - 1, 1) * BLOCK_SIZE
         counts = {min(2**i, self._max_num_seqs) for i in range(self._max_num_seqs.bit_length() + 1)}
-        for count, rows in product(sorted(counts), (16, 32, 64)):
-            for start in sorted({0, max(far - rows, 0)}):
+        for count, rows in product(sorted(counts), sorted({min(rows, far) for rows in (8, 16, 32, 64, 256)})):
+            for start in sorted({0, far - rows}):
                 yield _padding([(start, rows)] + [(0, 1)] * (count - 1))
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.

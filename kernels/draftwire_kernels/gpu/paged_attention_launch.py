@@ -11,6 +11,8 @@ from draftwire_kernels.gpu.paged_attention import Heads, Sequences, Shares, atte
 from draftwire_kernels.gpu.paged_attention_plan import Launch, Problem, Tuning, plan, power_of_2
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, RaggedBatch
 
+_SHARES_AT_ONCE = 8
+
 
 def paged_attention(
     query: Tensor,
@@ -117,7 +119,7 @@ def _attend(
 def _combine(batch: RaggedBatch, out: Tensor, problem: Problem, launch: Launch, shares: Shares) -> None:
     heads, overlap = problem.kv_heads * problem.group, _overlaps(out.device)
     heads_each = launch.heads_combined_by_a_program(problem)
-    block_dv, at_once = _block(out.shape[2]), min(power_of_2(max(launch.fill, 4)), 8)
+    block_dv = _block(out.shape[2])
     combine_kernel[(problem.num_rows, heads // heads_each)](
         out,
         batch.cu_rows,
@@ -137,10 +139,10 @@ def _combine(batch: RaggedBatch, out: Tensor, problem: Problem, launch: Launch, 
         BLOCK_B=_block_of_sequences(problem),
         BLOCK_N=launch.tuning.block_n,
         BLOCK_DV=block_dv,
-        BLOCK_SHARES=_block(launch.most_shares),
-        AT_ONCE=at_once,
+        BLOCK_SHARES=_block(launch.tuning.most_shares),
+        AT_ONCE=_SHARES_AT_ONCE,
         OVERLAP=overlap,
-        num_warps=max(1, block_dv * at_once // 1024),
+        num_warps=max(1, block_dv * _SHARES_AT_ONCE // 1024),
         launch_pdl=overlap,
     )
 
