@@ -200,9 +200,9 @@ class Stream:
             return None
         events: list[LinkEvent] = []
         try:
-            for message in self.lane.receive():
+            for message, received in self.lane.receive_timed():
                 answer = draft_pb2.DraftResponse.FromString(message)
-                events.append(Answered(self, answer.drafts))
+                events.append(Answered(self, answer.drafts, received))
                 self._traffic.count_message("direct", "received", answer, len(message))
                 self.count_bytes("received", len(message))
                 if not self.count_answer():

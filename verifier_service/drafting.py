@@ -450,6 +450,7 @@ class Drafting:
         if len(drafts.sequence_ids) > message.rows:
             self._give_up(session, f"answered for more sequences than step {drafts.step_id} had rows", expel=True)
             return
+        received = max(received, message.sent)
         self._times.count_answer(drafts.compute_time_s)
         session.pace.take_answer(message, received, drafts.compute_time_s)
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:

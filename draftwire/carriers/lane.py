@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import socket
+import struct
+import time
 
 # A message that is larger goes another way. Steps and drafts whose tensors are in shared memory take a few KiB.
 MAX_MESSAGE_BYTES = 128 * 1024
 # Messages taken at once, so that a peer that sends without end keeps nobody from other work.
 MAX_MESSAGES = 64
+# Linux's number of the option, which Python's socket module does not name before 3.14, and of what it sends along.
+_TIMESTAMPS = 35
+_TIMESTAMP = struct.Struct("@ll")  # of CLOCK_REALTIME: seconds, nanoseconds
+_TIMESTAMP_ROOM = socket.CMSG_SPACE(_TIMESTAMP.size)
 
 
 class Lane:
@@ -18,8 +26,11 @@ class Lane:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        with contextlib.suppress(OSError):  # a kernel without them: a message then comes when it is read
+            connection.setsockopt(socket.SOL_SOCKET, _TIMESTAMPS, 1)
         self._socket = connection
         self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
+        self._empty_at = -math.inf  # monotonic time at which there was no message
 
     def fileno(self) -> int:
         """Readable when there are messages, or when the peer is gone."""
@@ -36,18 +47,25 @@ class Lane:
         return True
 
     def receive(self) -> list[bytes]:
-        """The messages that are there, at most MAX_MESSAGES.
+        """As `receive_timed`, without the times."""
+        return [message for message, _ in self.receive_timed()]
+
+    def receive_timed(self) -> list[tuple[bytes, float]]:
+        """The messages that are there, at most MAX_MESSAGES, and the monotonic time at which each of them came.
+
+        A thread that was busy then reads it later. What it says of the peer and of the way there is when it came.
 
         Raises
         ------
         ConnectionError
             When the peer is gone or sends what no peer does, and all before it has been received.
         """
-        messages: list[bytes] = []
+        messages: list[tuple[bytes, float]] = []
         while len(messages) < MAX_MESSAGES:
             try:
-                size = self._socket.recv_into(self._buffer)
+                size, told, _, _ = self._socket.recvmsg_into([self._buffer], _TIMESTAMP_ROOM)
             except BlockingIOError:
+                self._empty_at = time.monotonic()
                 break
             except OSError:
                 size = 0
@@ -55,9 +73,22 @@ class Lane:
                 if messages:
                     break
                 raise ConnectionError("the peer is gone" if size == 0 else "a message is too large")
-            messages.append(bytes(memoryview(self._buffer)[:size]))
+            messages.append((bytes(memoryview(self._buffer)[:size]), max(_arrival(told), self._empty_at)))
         return messages
 
     def close(self) -> None:
         """Ends it for both sides."""
         self._socket.close()
+
+
+def _arrival(told: list[tuple[int, int, bytes]]) -> float:
+    """Monotonic time at which a message came, from what the kernel tells with it; now, where it tells nothing.
+
+    Its clock is another one, which may be set in between.
+    """
+    now = time.monotonic()
+    for _, kind, data in told:
+        if kind == _TIMESTAMPS and len(data) == _TIMESTAMP.size:
+            seconds, nanoseconds = _TIMESTAMP.unpack(data)
+            return now - max(0.0, time.time() - seconds - nanoseconds * 1e-9)
+    return now

@@ -38,6 +38,29 @@ def test_messages_arrive_whole_and_in_order(ends):
     assert here.receive() == [b"back"]
 
 
+def test_a_message_has_the_time_at_which_it_came_however_late_it_is_read(ends):
+    here, there = ends
+    assert there.receive_timed() == []
+    begin = time.monotonic()
+    assert here.send(b"x")
+    end = time.monotonic()
+    time.sleep(0.6)
+    ((message, came),) = there.receive_timed()
+    assert message == b"x"
+    assert begin - 0.3 <= came <= end + 0.3
+
+
+def test_a_clock_that_is_set_puts_no_message_before_the_last_look_or_into_the_future(ends, monkeypatch):
+    here, there = ends
+    looked, real = time.monotonic(), time.time
+    assert there.receive_timed() == []
+    for shift in (3600.0, -3600.0):
+        assert here.send(b"x")
+        monkeypatch.setattr(time, "time", lambda shift=shift: real() + shift)
+        ((_, came),) = there.receive_timed()
+        assert looked <= came <= time.monotonic()
+
+
 def test_a_message_that_is_too_large_is_not_sent(ends):
     here, there = ends
     assert not here.send(LARGEST + b"x")
