@@ -225,6 +225,7 @@ class DraftEngine:
         launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens, states))
         for part in parts:
             part.announce()
+        self._table.reserve_ahead(slots)
         meanwhile()
         proposal = self._proposer.take(launched)
         begin = 0

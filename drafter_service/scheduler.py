@@ -50,7 +50,8 @@ class Scheduler:
         `end_batch` called, before the next one.
         """
         batch = Batch()
-        waiting = sorted((s for s in sessions if s.works), key=lambda s: (not s.has_claimed, s.waiting_rows))
+        waiting = [session for session in sessions if session.works]
+        waiting.sort(key=lambda session: (not session.has_claimed, session.waiting_rows))
         budget = self._limits.max_batch_rows
         for index, session in enumerate(waiting):
             budget -= self._take(session, sessions, budget // (len(waiting) - index), batch)
@@ -101,8 +102,8 @@ class Scheduler:
 
     def _closes_busy(self, session: Session, step: Step) -> bool:
         """Whether the step closes a sequence with rows in this batch, whose slot is not free before its end."""
-        slots = (session.slots.get(sequence_id) for sequence_id in step.closed_ids)
-        return any(slot is not None and self._is_busy[slot] for slot in slots)
+        slots = [session.slots[sequence_id] for sequence_id in step.closed_ids if sequence_id in session.slots]
+        return bool(slots) and bool(self._is_busy[slots].any())
 
     def _claim(self, session: Session, sessions: Sequence[Session], step: Step) -> bool:
         """Makes room for a step at the cost of sessions that hold more; whether it is there after this batch only.
@@ -173,10 +174,10 @@ class Scheduler:
             self.drop(session, sequence_id)
         refused = self._open(session, step)
         slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(step.sequence_ids))
-        follows = (slots >= 0) & (step.first_rows == table.next_row[slots])
+        follows = step.first_rows == table.next_row[slots]
         is_taken = follows & table.has_room(slots, step.num_rows)
         work.admit(slots)
-        if not is_taken.all():
+        if np.count_nonzero(is_taken) < len(is_taken):
             self._make_room(session, work, slots, follows, is_taken, refused)
             work.keep(is_taken)
         for sequence_id in refused:

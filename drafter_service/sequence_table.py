@@ -21,7 +21,8 @@ class SequenceTable:
     first_row
         [max_num_seqs] int64, position of the first row.
     next_row
-        [max_num_seqs] int64, position of the first row that is not true: the true rows counted from position 0.
+        [max_num_seqs + 1] int64, position of the first row that is not true: the true rows counted from position 0.
+        The last one is -1, which no row follows: slot -1 stands for a sequence that there is not.
     temperature, proposal_key
         [max_num_seqs] float32 and int64.
     end_row
@@ -35,10 +36,13 @@ class SequenceTable:
         self._pool = pool
         self._max_num_seqs = max_num_seqs = limits.max_num_seqs
         self._max_model_len = limits.max_model_len
+        # A verify step's rows, and the speculative ones after them.
+        self._rows_ahead = 2 * limits.max_num_speculative_tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         width = blocks_for(limits.max_model_len) + num_new_blocks(limits.max_num_speculative_tokens)
         self.first_row = np.zeros(max_num_seqs, np.int64)
-        self.next_row = np.zeros(max_num_seqs, np.int64)
+        self.next_row = np.zeros(max_num_seqs + 1, np.int64)
+        self.next_row[-1] = -1
         self.end_row = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.proposal_key = np.zeros(max_num_seqs, np.int64)
@@ -113,17 +117,27 @@ class SequenceTable:
         A sequence's first draft needs no row of its own: its last true row predicts it.
         """
         has_room = self.has_room(slots, num_drafts - 1)
-        if has_room.all():
+        if np.count_nonzero(has_room) == len(slots):
             return num_drafts
         self._extend(slots[~has_room], num_drafts[~has_room] - 1)
         return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
 
-    def _extend(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
-        """Gives sequences the blocks for so many rows after their true ones, in order, while there are any."""
+    def reserve_ahead(self, slots: np.ndarray) -> None:
+        """Makes room for what the sequences' next steps bring, where blocks are left for everybody who needs one then.
+
+        A step for which there is room is taken with no look at each of its sequences.
+        """
+        wanted = self.next_row[slots] + self._rows_ahead
+        lacks = (wanted > self.end_row[slots]) & (self.end_row[slots] < self._max_model_len)
+        if np.count_nonzero(lacks):
+            self._extend(slots[lacks], self._rows_ahead, spare=self.num_open)
+
+    def _extend(self, slots: np.ndarray, num_rows: np.ndarray | int, spare: int = 0) -> None:
+        """Gives sequences the blocks for so many rows after their true ones, in order; `spare` blocks stay free."""
         first_rows, held = self.first_row[slots], self.num_blocks[slots]
         ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
         missing = -(-(ends - first_rows) // BLOCK_SIZE) - held
-        missing[missing.cumsum() > self._pool.num_free] = 0
+        missing[missing.cumsum() > self._pool.num_free - spare] = 0
         total = int(missing.sum())
         columns = (held - (missing.cumsum() - missing)).repeat(missing) + np.arange(total)
         blocks = self._pool.allocate(total)
