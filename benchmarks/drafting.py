@@ -32,6 +32,7 @@ from drafter_service.limits import EngineLimits
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
+from draftwire.carriers import Incoming
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,7 +94,7 @@ class Rig:
             num_rows=np.array(counts),
             num_drafts=np.full(batch, num_drafts),
             tokens=torch.randint(128256, (total,), dtype=torch.int32).numpy(),
-            features=torch.randn(total, 3 * 4096).bfloat16().to(self.engine.device),
+            features=Incoming(torch.randn(total, 3 * 4096).bfloat16().to(self.engine.device), self.engine.device),
         )
         self.num_rows = [rows + count for rows, count in zip(self.num_rows, counts, strict=True)]
         self.engine.submit(self.session, step)
@@ -106,10 +107,11 @@ class Rig:
         began = time.perf_counter()
         self.engine.iterate()
         seconds = time.perf_counter() - began
-        assert sum(self.answers.pop().num_drafts) == K * batch
+        assert sum(self.answers.pop().drafts.num_drafts) == K * batch
         return seconds
 
 
+@torch.inference_mode()
 def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
     rig = Rig.open(engine, mode, batch, context)
     seconds = [rig.step() for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]

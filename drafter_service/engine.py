@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -23,10 +24,13 @@ from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
+from draftwire.carriers import Incoming
 from draftwire.devices import upload
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.memory import measure_memory
 from draftwire.v1 import draft_pb2 as pb
+
+_WORKS = attrgetter("works")
 
 
 class DraftEngine:
@@ -78,7 +82,7 @@ class DraftEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step waits."""
-        return any(session.works for session in self._sessions)
+        return any(map(_WORKS, self._sessions))
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Session:
         """Adds a session; `deliver` gets the answer to each of its steps.
@@ -127,6 +131,7 @@ class DraftEngine:
             session.works.append(work)
             session.waiting_rows += len(work.tokens)
 
+    @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
         """Captures greedy steps and drafts once, from zeros, so that no verifier waits for the device to be set up.
 
@@ -147,18 +152,19 @@ class DraftEngine:
             num_rows=num_rows * one,
             num_drafts=k * one,
             tokens=np.zeros(num_rows, np.int32),
-            features=torch.zeros(num_rows, self.head.spec.feature_width, dtype=self._dtype),
+            features=Incoming(torch.zeros(num_rows, self.head.spec.feature_width, dtype=self._dtype), self.device),
         )
         self.submit(session, step)
         self.iterate()
         self.close_session(session)
 
-    @torch.inference_mode()
     def iterate(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
         Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
         is called while the device computes.
+
+        To be called in torch's inference mode, which costs too much to enter for each batch.
         """
         began = time.monotonic()
         batch = self._scheduler.next_batch(self._sessions)
@@ -190,6 +196,7 @@ class DraftEngine:
             if session in held:
                 left.append((session, work))
             else:
+                work.drop_features()
                 work.answer.load = self.load
                 session.deliver(work.answer)
         return left
@@ -203,7 +210,9 @@ class DraftEngine:
         """Computes rows, after which nothing is drafted."""
         if not parts:
             return
-        tokens, states = self._gather(parts)
+        tokens = _tokens_of(parts)
+        states = torch.empty(len(tokens), self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
+        self._load_states(parts, states)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
         table = self._table
@@ -216,13 +225,16 @@ class DraftEngine:
         given_tokens, given_positions, given_slots, blocks = upload(arrays, self.device)
         self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
         self._loop.keep_blocks(given_slots, blocks)
+        _finish_features(parts)
 
     def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
-        tokens, states = self._gather(parts)
+        self._load_states(parts, self._loop.states)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
-        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens, states))
+        rows = DraftRows(slots, first_rows, counts, num_drafts, _tokens_of(parts))
+        launched = self._proposer.launch(mode, rows)
+        _finish_features(parts)
         for part in parts:
             part.announce()
         self._table.reserve_ahead(slots)
@@ -234,19 +246,15 @@ class DraftEngine:
             _add_drafts(part, proposal.part(begin, end))
             begin = end
 
-    def _gather(self, parts: list[StepRows]) -> tuple[np.ndarray, torch.Tensor]:
-        """Tokens int32 [T] and the head's states g [T, hidden] of rows."""
-        tokens, states = [], []
+    def _load_states(self, parts: list[StepRows], states: torch.Tensor) -> None:
+        """Writes the head's states g of rows into the first of `states` [>= T, hidden]."""
+        begin = 0
         for part in parts:
-            rows = part.rows()
-            tokens.append(part.work.tokens[rows])
-            features = part.work.step.features
-            given = features[rows] if isinstance(rows, slice) else features[torch.from_numpy(rows).to(features.device)]
-            given = given.to(self.device, non_blocking=True)
-            states.append(given if part.work.step.is_fused else self.head.fuse(given))
-        if len(parts) == 1:
-            return tokens[0], states[0]
-        return np.concatenate(tokens), torch.cat(states)
+            given = part.work.read_features(part)
+            if not part.work.step.is_fused:
+                given = self.head.fuse(given.to(self.device, non_blocking=True))
+            states[begin : begin + part.num_rows].copy_(given, non_blocking=True)
+            begin += part.num_rows
 
 
 def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRows]], list[StepRows]]:
@@ -259,7 +267,8 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
     idle: list[StepRows] = []
     for session, rows in batch.rows:
         most, mode = session.terms.num_speculative_tokens + 1, session.terms.mode
-        if rows.num_drafts.all() and rows.counts.max() <= most:  # a step like any other
+        is_usual = (rows.num_drafts > 0) & (rows.counts <= most)
+        if np.count_nonzero(is_usual) == len(is_usual):  # faster than all()
             drafting.setdefault(mode, []).append(rows)
             continue
         wants_drafts = rows.num_drafts > 0
@@ -276,6 +285,17 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
             needed.append(rows.select(is_needed))
             later.append(rows.select(~is_needed))
     return _filled(needed), drafting, _filled(later)
+
+
+def _tokens_of(parts: list[StepRows]) -> np.ndarray:
+    """int32 [T] of all parts' rows."""
+    tokens = [part.work.tokens[part.rows()] for part in parts]
+    return tokens[0] if len(parts) == 1 else np.concatenate(tokens)
+
+
+def _finish_features(parts: list[StepRows]) -> None:
+    for part in parts:
+        part.work.finish_features()
 
 
 def _filled(parts: list[StepRows]) -> list[StepRows]:

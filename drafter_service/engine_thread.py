@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -18,7 +17,7 @@ from drafter_service.engine import DraftEngine
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import ReceivedStep
+from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
 
@@ -93,10 +92,9 @@ class EngineThread:
         engine's thread. For what is counted and told of steps: an error is logged and ends nothing."""
         self._later.append(call)
 
-    def submit(self, session: Session, received: ReceivedStep) -> None:
+    def submit(self, session: Session, step: Step) -> None:
         """Queues a step; on the engine's thread."""
-        with self._ending_sessions_without_memory():
-            self.engine.submit(session, received.load())
+        self.engine.submit(session, step)
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
@@ -119,6 +117,10 @@ class EngineThread:
 
     def _run(self) -> None:
         make_current(self.engine.device)
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             while self._run_commands():
                 self._iterate()
@@ -155,8 +157,15 @@ class EngineThread:
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
-        with self._ending_sessions_without_memory():
+        try:
             self.engine.iterate(self._catch_up)
+        except (RuntimeError, MemoryError) as error:
+            known = (torch.OutOfMemoryError, MemoryError)
+            if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
+                raise
+            logger.exception("out of memory; all sessions end")
+            self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
+            torch.cuda.empty_cache()
 
     def _catch_up(self) -> None:
         """Makes the calls that could wait."""
@@ -166,15 +175,3 @@ class EngineThread:
                 call()
             except Exception:
                 logger.exception("a step is not counted, or not told of")
-
-    @contextlib.contextmanager
-    def _ending_sessions_without_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            known = (torch.OutOfMemoryError, MemoryError)
-            if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
-                raise
-            logger.exception("out of memory; all sessions end")
-            self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
-            torch.cuda.empty_cache()

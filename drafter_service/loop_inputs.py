@@ -14,10 +14,13 @@ _ALIGNMENT = 4  # int32; kernels load vectors of 16 bytes
 
 
 class LoopInputs(NamedTuple):
-    """N sequences with T rows, padding included; numpy arrays on the host, tensors on the device."""
+    """N sequences with T rows, padding included; numpy arrays on the host, tensors on the device.
+
+    Padding has any values where nothing else is said.
+    """
 
     proposal_keys: Any  # [N] int64
-    tokens: Any  # [T] int32, x_{i+1} of every row, sequence after sequence; anything in rows of padding
+    tokens: Any  # [T] int32, x_{i+1} of every row, sequence after sequence
     cu_rows: Any  # [N + 1] int32, prefix sums of the sequences' rows; rows past the last sum are padding
     first_positions: Any  # [N] int32, position of each sequence's first row here
     first_places: Any  # [N] int32, its place in the sequence's blocks
@@ -98,13 +101,11 @@ def fill(host: LoopInputs, *, counts: np.ndarray, tokens: np.ndarray, **per_sequ
     """Writes the rows' `tokens`, the sequences' `counts` of rows and further inputs; the rest becomes padding."""
     num_sequences, num_rows = len(counts), len(tokens)
     host.tokens[:num_rows] = tokens
-    host.tokens[num_rows:] = 0
     host.cu_rows[0] = 0
-    counts.cumsum(out=host.cu_rows[1 : num_sequences + 1])
+    host.cu_rows[1 : num_sequences + 1] = counts.cumsum()
     for name, values in per_sequence.items():
         getattr(host, name)[:num_sequences] = values
     if num_sequences < len(host.slots):
         host.cu_rows[num_sequences + 1 :] = num_rows
         host.slots[num_sequences:] = -1
-        for column in (host.first_positions, host.first_places, host.num_drafts, host.temperatures, host.new_blocks):
-            column[num_sequences:] = 0
+        host.num_drafts[num_sequences:] = 0

@@ -17,14 +17,16 @@ from draftwire.kv_cache import BLOCK_SIZE
 
 
 class DraftRows(NamedTuple):
-    """Rows of S sequences that want drafts after them; room for their speculative rows is reserved."""
+    """Rows of S sequences that want drafts after them; room for their speculative rows is reserved.
+
+    Their states are in the loop's.
+    """
 
     slots: np.ndarray  # int64 [S]
     first_rows: np.ndarray  # int64 [S], position of the first row
     counts: np.ndarray  # int64 [S], rows
     num_drafts: np.ndarray  # int64 [S], at least 1
     tokens: np.ndarray  # int32 [T], sequence after sequence
-    states: torch.Tensor  # [T, hidden]
 
 
 class Proposal(NamedTuple):
@@ -68,7 +70,7 @@ class Proposer:
     def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
         """Drafts for rows of sessions of one mode. Does not wait for the device; `take` must be called before the next
         launch."""
-        count, num_rows, most = len(rows.slots), len(rows.tokens), int(rows.num_drafts.max())
+        count, num_rows, most = len(rows.slots), len(rows.tokens), max(rows.num_drafts.tolist())
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_for(mode, count, num_rows, most)
@@ -96,7 +98,8 @@ class Proposer:
         """Sets the inputs of the step."""
         table = self._table
         first_places = rows.first_rows - table.first_row[rows.slots]
-        new_blocks = (first_places // BLOCK_SIZE)[:, None] + self._new_blocks
+        width = table.blocks.shape[1]
+        first_blocks = rows.slots * width + first_places // BLOCK_SIZE
         fill(
             self._loop.inputs.host(shape.num_sequences, shape.num_rows),
             counts=rows.counts,
@@ -107,6 +110,5 @@ class Proposer:
             slots=rows.slots,
             num_drafts=rows.num_drafts,
             temperatures=table.temperature[rows.slots],
-            new_blocks=table.blocks[rows.slots[:, None], new_blocks],
+            new_blocks=table.blocks.ravel().take(first_blocks[:, None] + self._new_blocks),
         )
-        self._loop.states[: len(rows.tokens)] = rows.states

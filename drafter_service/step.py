@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from draftwire.carriers import Incoming
 
@@ -31,18 +29,5 @@ class Step(NamedTuple):
     num_rows: np.ndarray  # int64 [S]
     num_drafts: np.ndarray  # int64 [S]
     tokens: np.ndarray  # int32 [T], x_{i+1} of every row, sequence after sequence
-    features: torch.Tensor  # [T, width], g_i of every row, on the engine's device
+    features: Incoming  # [T, width], g_i of every row, which the engine reads and finishes
     is_fused: bool = False  # the features are the head's states
-
-
-class ReceivedStep(NamedTuple):
-    """A step that was checked, whose features are still where they arrived."""
-
-    step_id: int
-    num_drafts: int  # that are wanted, of all sequences together
-    features: Incoming
-    make_step: Callable[..., Step]  # of `features`
-
-    def load(self) -> Step:
-        """The step; to be called once, in the thread of the engine, whose stream then copies the features."""
-        return self.make_step(features=self.features.load())

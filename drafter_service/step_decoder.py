@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as List
-from functools import partial
 
 import numpy as np
 import torch
 
-from drafter_service.step import OpenedSequence, ReceivedStep, Step
+from drafter_service.step import OpenedSequence, Step
 from draftwire.carriers import Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.request_id import check_request_id
@@ -42,7 +41,7 @@ class StepDecoder:
         # Ids rise within a stream, which is how "never reused" is enforced without remembering them all.
         self._last_opened_id = -1
 
-    def decode(self, request: pb.DraftRequest) -> ReceivedStep:
+    def decode(self, request: pb.DraftRequest) -> Step:
         """The step of a message; its tensors lie in the message's bytes or in shared memory.
 
         Raises
@@ -58,24 +57,23 @@ class StepDecoder:
         self._last_step_id = step.step_id
         opened = self._decode_opened(step.opened) if step.HasField("opened") else []
         # Lists, because each look at a repeated field costs as much as one of these conversions.
-        sequence_ids, num_rows = list(step.sequence_ids), list(step.num_rows)
-        columns = (list(step.first_rows), num_rows, list(step.num_drafts))
+        sequence_ids, num_rows = step.sequence_ids[:], step.num_rows[:]
+        columns = (step.first_rows[:], num_rows, step.num_drafts[:])
         self._check_sequences(sequence_ids, *columns)
         total = sum(num_rows)
-        counts = np.array(columns, np.int64)
-        make_step = partial(
-            Step,
-            step.step_id,
+        first_rows, counts, num_drafts = np.array(columns, np.int64)
+        return Step(
+            self._last_step_id,
             opened,
-            list(step.closed_ids),
+            step.closed_ids[:],
             sequence_ids,
-            counts[0],
-            counts[1],
-            counts[2],
+            first_rows,
+            counts,
+            num_drafts,
             self._decode_tokens(step, total),
-            is_fused=self._is_fused,
+            self._claim_features(step, total),
+            self._is_fused,
         )
-        return ReceivedStep(step.step_id, sum(columns[2]), self._claim_features(step, total), make_step)
 
     def _decode_opened(self, opened: pb.OpenSequences) -> list[OpenedSequence]:
         count = len(opened.ids)
@@ -124,7 +122,7 @@ class StepDecoder:
             return np.empty(0, np.int32)
         tokens = decode_id_array(step.tokens, "tokens", num_rows)
         # Read without its sign, a negative id is above all others: one look finds both kinds.
-        if num_rows and tokens.view(np.uint32).max() >= self._target_vocab_size:
+        if np.count_nonzero(tokens.view(np.uint32) >= self._target_vocab_size):
             wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise InvalidArgumentError("tokens", wrong, f"token ids must be in [0, {self._target_vocab_size})")
         return tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 
 from drafter_service.answer import Answer
 from drafter_service.sequence_table import SequenceTable
@@ -20,16 +22,17 @@ class StepRows:
     indices: np.ndarray  # of the sequence in the step
     slots: np.ndarray  # of the sequence in the table
     first_rows: np.ndarray  # position of the first row
-    offsets: np.ndarray  # of the first row in the step's tensors
+    ends: np.ndarray  # behind the last row in the step's tensors
     counts: np.ndarray
     num_drafts: np.ndarray  # drafts wanted after the rows; 0 while more of the sequence's rows follow
+    num_rows: int  # sum of the counts
 
     def select(self, chosen: np.ndarray) -> StepRows:
         """The entries of a mask."""
         if chosen.all():
             return self
-        columns = (self.indices, self.slots, self.first_rows, self.offsets, self.counts, self.num_drafts)
-        return StepRows(self.work, *(column[chosen] for column in columns))
+        columns = (self.indices, self.slots, self.first_rows, self.ends, self.counts, self.num_drafts)
+        return _rows(self.work, *(column[chosen] for column in columns))
 
     @property
     def sequence_ids(self) -> list[int]:
@@ -45,15 +48,14 @@ class StepRows:
     @property
     def last_tokens(self) -> np.ndarray:
         """Token of each last row."""
-        return self.work.tokens[self.offsets + self.counts - 1]
+        return self.work.tokens[self.ends - 1]
 
     def rows(self) -> slice | np.ndarray:
         """Places of the rows in the step's tensors; a slice where they are neighbours."""
-        ends = self.counts.cumsum()
-        num_rows, begin = ends.item(-1), self.offsets.item(0)
-        if self.offsets.item(-1) + self.counts.item(-1) == begin + num_rows:
-            return slice(begin, begin + num_rows)
-        return np.repeat(self.offsets - (ends - self.counts), self.counts) + np.arange(num_rows)
+        begin, end = self.ends.item(0) - self.counts.item(0), self.ends.item(-1)
+        if end - begin == self.num_rows:
+            return slice(begin, end)
+        return np.repeat(self.ends - self.counts.cumsum(), self.counts) + np.arange(self.num_rows)
 
     def announce(self) -> None:
         """Answers the sequences but for their drafts, which `Answer.add_drafts` must add."""
@@ -67,7 +69,7 @@ class StepRows:
             none = np.zeros(len(part.counts), np.int64)
             part.announce()
             self.work.answer.add_drafts(none, np.empty(0, np.int32))
-            self.num_drafts[chosen] = 0
+            self.num_drafts = np.where(chosen, 0, self.num_drafts)
 
     def split(self, most: int) -> tuple[StepRows, StepRows]:
         """(all but the last row of each entry of more than `most` rows, the rest of each entry)."""
@@ -75,20 +77,25 @@ class StepRows:
         if not is_long.any():
             return self.select(is_long), self
         lead = self.select(is_long)
-        head = StepRows(
-            self.work, lead.indices, lead.slots, lead.first_rows, lead.offsets, lead.counts - 1, lead.num_drafts * 0
+        head = _rows(
+            self.work, lead.indices, lead.slots, lead.first_rows, lead.ends - 1, lead.counts - 1, lead.num_drafts * 0
         )
         skipped = np.where(is_long, self.counts - 1, 0)
-        tail = StepRows(
+        tail = _rows(
             self.work,
             self.indices,
             self.slots,
             self.first_rows + skipped,
-            self.offsets + skipped,
+            self.ends,
             self.counts - skipped,
             self.num_drafts,
         )
         return head, tail
+
+
+def _rows(work: StepWork, *columns: np.ndarray) -> StepRows:
+    indices, slots, first_rows, ends, counts, num_drafts = columns
+    return StepRows(work, indices, slots, first_rows, ends, counts, num_drafts, int(counts.sum()))
 
 
 class StepWork:
@@ -96,19 +103,43 @@ class StepWork:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.answer = Answer(step.step_id)
         self.is_admitted = False
         self.rows_left = 0
-        # Indices, slots, offsets of the first rows, rows and drafts wanted of the sequences with rows left, in order.
+        self._unread_rows = len(step.tokens)  # whose features have not been read
+        # Indices, slots, ends of the rows, rows and drafts wanted of the sequences with rows left, in order.
         self._left: tuple[np.ndarray, ...] = ()
         self.tokens = step.tokens
+
+    @cached_property
+    def answer(self) -> Answer:
+        """What the verifier gets."""
+        return Answer(self.step.step_id)
+
+    def read_features(self, rows: StepRows) -> torch.Tensor:
+        """The features [n, width] of rows of the step where they have arrived; each is read once."""
+        self._unread_rows -= rows.num_rows
+        features = self.step.features.tensor
+        if rows.num_rows == len(self.tokens):
+            return features
+        places = rows.rows()
+        return features[places] if isinstance(places, slice) else features[torch.from_numpy(places).to(features.device)]
+
+    def finish_features(self) -> None:
+        """Gives the features' memory back if the copies of all rows have been issued."""
+        if not self._unread_rows:
+            self.step.features.finish()
+
+    def drop_features(self) -> None:
+        """Gives the features' memory back: the rows that have not been read are not taken."""
+        self._unread_rows = 0
+        self.finish_features()
 
     def admit(self, slots: np.ndarray) -> None:
         """Leaves the rows of the step's sequences at `slots` [S] to be computed."""
         counts = self.step.num_rows
         self.is_admitted = True
         self.rows_left = len(self.tokens)
-        self._left = (np.arange(len(counts)), slots, counts.cumsum() - counts, counts, self.step.num_drafts)
+        self._left = (np.arange(len(counts)), slots, counts.cumsum(), counts, self.step.num_drafts)
 
     def keep(self, chosen: np.ndarray) -> None:
         """Computes the rows of no other sequences than the `chosen` [S]; to be called before any are taken."""
@@ -130,24 +161,22 @@ class StepWork:
 
     def take(self, limit: int, table: SequenceTable) -> StepRows:
         """Takes the next rows, `limit` at most; each sequence then counts its own as true."""
-        indices, slots, offsets, counts, num_drafts = self._left
-        num_drafts = num_drafts.copy()
-        if self.rows_left <= limit:
-            self.rows_left = 0
-        else:
-            ends = np.cumsum(counts)
-            last = int(np.searchsorted(ends, limit))  # of the sequences touched
-            beyond = int(ends[last]) - limit
-            rest_offsets, rest_counts = offsets[last:].copy(), counts[last:].copy()
-            rest_offsets[0] += counts[last] - beyond
+        indices, slots, ends, counts, num_drafts = self._left
+        num_rows = min(self.rows_left, limit)
+        self.rows_left -= num_rows
+        if self.rows_left:
+            sums = np.cumsum(counts)
+            last = int(np.searchsorted(sums, limit))  # of the sequences touched
+            beyond = int(sums[last]) - limit
+            rest_counts = counts[last:].copy()
             rest_counts[0] = beyond
-            rest = (indices[last:], slots[last:], rest_offsets, rest_counts, num_drafts[last:].copy())
+            rest = (indices[last:], slots[last:], ends[last:], rest_counts, num_drafts[last:])
             self._left = tuple(column[int(beyond == 0) :] for column in rest)
-            self.rows_left -= limit
-            indices, slots, offsets = indices[: last + 1], slots[: last + 1], offsets[: last + 1]
-            counts, num_drafts = counts[: last + 1].copy(), num_drafts[: last + 1]
+            indices, slots = indices[: last + 1], slots[: last + 1]
+            ends, counts, num_drafts = (column[: last + 1].copy() for column in (ends, counts, num_drafts))
+            ends[last] -= beyond
             counts[last] -= beyond
             num_drafts[last] *= beyond == 0
         first_rows = table.next_row[slots]
         table.next_row[slots] = first_rows + counts
-        return StepRows(self, indices, slots, first_rows, offsets, counts, num_drafts)
+        return StepRows(self, indices, slots, first_rows, ends, counts, num_drafts, num_rows)

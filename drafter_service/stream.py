@@ -175,20 +175,24 @@ class DraftStream:
             step = self._decoder.decode(request)
             carrier, num_bytes = step.features.carrier, step.features.num_bytes
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
-            size = step.num_drafts * self._answer_row_bytes
+            size = self._answer_row_bytes and self._answer_row_bytes * int(step.num_drafts.sum())
             if carrier != pb.CARRIER_BYTES:
                 size += num_bytes
             self._make_room(step.step_id, size)
             self._sender.release(request.step.logits_read, "logits_read")
             assert self._session is not None
             self._engine.submit(self._session, step)
-            self._engine.later(partial(self._traffic.count_tensor, carrier, "received", "features", num_bytes))
-            self._engine.later(partial(self._watch.take_step, request.step))
+            self._engine.later(partial(self._tell, request.step, carrier, num_bytes))
         except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
         except Exception as error:  # one stream's, whatever it is: the engine goes on with the others
             logger.exception("a step could not be read")
             self._fail(EngineFailureError(f"a step could not be read: {error}"))
+
+    def _tell(self, step: pb.DraftStep, carrier: pb.Carrier, num_bytes: int) -> None:
+        """Counts and tells what was taken, features of so many bytes among it."""
+        self._traffic.count_tensor(carrier, "received", "features", num_bytes)
+        self._watch.take_step(step)
 
     def _fail(self, error: Exception) -> None:
         self._has_failed = True

@@ -101,7 +101,13 @@ def check_tensor(
     if DTYPES.get(message.dtype) != dtype:
         raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
     given = tuple(message.shape)
-    if len(given) != len(shape) or any(want not in (None, size) for want, size in zip(shape, given, strict=True)):
+    if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
     return given
+
+
+def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    if len(given) != len(shape):
+        return False
+    return all(want in (None, size) for want, size in zip(shape, given, strict=True))

@@ -15,10 +15,19 @@ from draftwire.v1 import draft_pb2 as pb
 
 
 class Incoming:
-    """A tensor of a message that was checked; `load` gives it."""
+    """A tensor of a message that was checked: `load` gives a copy, or `tensor` is read and then `finish` called.
+
+    Attributes
+    ----------
+    tensor
+        The elements where they have arrived, on the device of the segment or, in the message's bytes, on the CPU. They
+        must not be written to, and the sender may change those in shared memory at any time: what is checked must be a
+        copy.
+    """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, segment: Segment | None = None) -> None:
-        self._tensor = tensor
+        """`device` is where the tensor is wanted."""
+        self.tensor = tensor
         self._device = device
         self._segment = segment  # keeps the memory mapped
         self._is_read = False
@@ -32,7 +41,7 @@ class Incoming:
     @property
     def num_bytes(self) -> int:
         """Size of the elements."""
-        return self._tensor.nbytes
+        return self.tensor.nbytes
 
     def load(self, device: torch.device | None = None) -> torch.Tensor:
         """The tensor on `device`, by default the receiver's, a copy of what is in shared memory; to be called once.
@@ -42,14 +51,23 @@ class Incoming:
         """
         device = device or self._device
         if self._segment is None:
-            return self._tensor.to(device)
-        is_cuda = device.type == "cuda"
-        copy = self._tensor.to(device, non_blocking=is_cuda, copy=True)
-        if is_cuda:
+            return self.tensor.to(device)
+        copy = self.tensor.to(device, non_blocking=device.type == "cuda", copy=True)
+        self.finish(device)
+        return copy
+
+    def finish(self, device: torch.device | None = None) -> None:
+        """All reads have been issued: on a GPU, by default the receiver's, on the calling thread's current stream.
+
+        Does not wait for them. Later calls are without effect.
+        """
+        device = device or self._device
+        if self._segment is None or self._is_read:
+            return
+        if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
         self._is_read = True
-        return copy
 
     @property
     def is_read(self) -> bool:
@@ -60,8 +78,8 @@ class Incoming:
 class TensorReceiver:
     """Checks tensors of messages, which are not trusted, and finds their elements.
 
-    `claim` must be called for the tensors in the order in which they were begun; it, `load` and `generation_read` may
-    be called from different threads.
+    `claim` must be called for the tensors in the order in which they were begun; it, the methods of what it gives and
+    `generation_read` may be called from different threads.
     """
 
     def __init__(self, device: torch.device, segment: Segment | None = None) -> None:
@@ -112,8 +130,9 @@ class TensorReceiver:
                     begin,
                     f"{size} bytes must lie in [{2 * ALIGNMENT}, {segment.size}), from a multiple of {ALIGNMENT} on",
                 )
-            if any(begin < other_end and other_begin < end for other_begin, other_end, _ in self._unread):
-                raise InvalidArgumentError(f"{name}.offset", begin, "lies in a span that has not been read yet")
+            for other_begin, other_end, _ in self._unread:
+                if begin < other_end and other_begin < end:
+                    raise InvalidArgumentError(f"{name}.offset", begin, "lies in a span that has not been read yet")
             if not segment.is_stamped(begin, span.generation, size):
                 raise InvalidArgumentError(f"{name}.generation", span.generation, "is not what stands in the memory")
             incoming = Incoming(segment.tensor(begin, dtype, shape), self._device, segment)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Self
 
 import torch
 
+from draftwire.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
 # Spans begin at multiples of this. As many bytes before each, and at the segment's beginning, are not of the spans.
@@ -79,9 +81,15 @@ class Segment(ABC):
         return self.memory.numel()
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The span at `offset`, which must be within the segment, as a tensor."""
-        size = math.prod(shape) * dtype.itemsize
-        return self.memory[offset : offset + size].view(dtype).view(*shape)
+        """The span at `offset`, a multiple of ALIGNMENT, which must be within the segment, as a tensor."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return self._elements[dtype].as_strided(shape, strides, offset // dtype.itemsize)
+
+    @cached_property
+    def _elements(self) -> dict[torch.dtype, torch.Tensor]:
+        """The memory as elements of each type, made once: every operation on a tensor costs some microseconds."""
+        whole = self.memory[: self.size // 8 * 8]
+        return {dtype: whole.view(dtype) for dtype in DTYPES.values()}
 
     def read_nonce(self) -> bytes:
         """What stands at the beginning.

@@ -16,6 +16,7 @@ from drafter_service.limits import EngineLimits
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
+from draftwire.carriers import Incoming
 from draftwire.v1 import draft_pb2 as pb
 
 # Batches of other shapes add up in another order; what is wrong differs by 1e-2 and more.
@@ -84,7 +85,7 @@ def make_step(
         num_rows=np.array([part.count for part in rows], np.int64),
         num_drafts=np.array([part.drafts for part in rows], np.int64),
         tokens=tokens.numpy(),
-        features=features,
+        features=Incoming(features, torch.device("cpu")),
     )
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Rows, Text, connect, make_engine, opened
+import torch
+from harness import Rows, Text, connect, make_engine, make_step, opened
 from served import TIMEOUT_S
 from tiny_head import TinyHead
 
 from drafter_service.engine_thread import EngineThread
 from drafter_service.limits import EngineLimits
+from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence_table import SequenceTable
+from drafter_service.session import SessionTerms
 from draftwire.block_pool import BlockPool
 from draftwire.kv_cache import BLOCK_SIZE
 
@@ -108,3 +111,51 @@ def test_drafts_end_with_the_context() -> None:
     assert table.reserve(slot, 16)
     table.next_row[slot] = 16
     assert table.reserve_drafts(np.array([slot]), np.array([6])).tolist() == [5]
+
+
+def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.ndarray]:
+    """Sequences with so many true rows, drafts of up to 4, and a pool of so many blocks."""
+    limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=4)
+    table = SequenceTable(limits, BlockPool(1 + num_blocks))
+    slots = []
+    for sequence_id, length in enumerate(lengths):
+        slot = table.open(opened(sequence_id))
+        assert slot is not None
+        assert table.reserve(slot, length)
+        table.next_row[slot] = length
+        slots.append(slot)
+    return table, np.array(slots)
+
+
+def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
+    table, slots = table_of(16, [16, 9, 8, 96])
+    table.reserve_ahead(slots)
+    # The next step brings up to 5 rows, and 3 rows follow for drafts: from 9 and 8 on they end at 17 and 16.
+    assert table.num_blocks[slots].tolist() == [2, 2, 1, 6]
+    assert table.has_room(slots[:3], np.array([8, 8, 8])).all()
+
+
+def test_blocks_taken_ahead_leave_one_for_each_sequence() -> None:
+    table, slots = table_of(8, [16, 16, 16])
+    table.reserve_ahead(slots)
+    assert table.num_free_blocks == 3
+    assert table.num_blocks[slots].tolist() == [2, 2, 1]
+
+
+def test_no_row_follows_in_a_sequence_that_there_is_not() -> None:
+    table, _ = table_of(8, [])
+    assert table.next_row[np.array([-1])].tolist() == [-1]
+
+
+def test_the_thread_computes_without_autograd(head: TinyHead) -> None:
+    engine, seen, answered = make_engine(head), [], threading.Event()
+    head.logits = lambda g: seen.append(torch.is_inference_mode_enabled()) or g @ head.lm_head
+    thread = EngineThread(engine, lambda: None)
+    thread.start()
+    terms = SessionTerms("test", SamplingMode(), 4, 4)
+    session = thread.open_session(terms, lambda _: answered.set()).result(TIMEOUT_S)
+    step = make_step(1, [Rows(1, Text(1), 0, 5, drafts=2)], [opened(1)])
+    thread.post(lambda: thread.submit(session, step))
+    assert answered.wait(TIMEOUT_S)
+    thread.stop()
+    assert seen == [True, True]
