@@ -23,7 +23,7 @@ from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.pacing import NUM_SCOUTS, Load, Pace
+from verifier_service.pacing import NUM_SCOUTS, Load, Pace, Profile
 from verifier_service.redraws import Redraws
 from verifier_service.request import ReadyDrafts, Request
 from verifier_service.step_gate import StepGate
@@ -74,6 +74,7 @@ class Drafting:
         times: StepTimes,
         *,
         adaptive_k: bool | None = None,
+        profile: Profile | None = None,
     ) -> None:
         """
         Parameters
@@ -84,6 +85,8 @@ class Drafting:
             Whether fewer drafts than configured, or none, are asked for where that is faster. None: where there is a
             deadline and acceptance is not synthetic. Without a deadline every step has the drafts that were configured,
             so that a seed reproduces the output; and a benchmark of synthetic acceptance counts on them.
+        profile
+            Of the target's forward pass, where it has been measured.
         """
         self._config = config
         self._vocab_size = vocab_size
@@ -101,7 +104,7 @@ class Drafting:
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
-        self.gate = StepGate(self._sessions, self._bindings)
+        self.gate = StepGate(self._sessions, self._bindings, profile or Profile())
 
     @property
     def feature_kinds(self) -> set[FeatureKind]:

@@ -27,6 +27,7 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.flight import Flight
 from verifier_service.output_queue import Item, OutputQueue, undecodable
+from verifier_service.pacing import Profile
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
@@ -150,6 +151,7 @@ class Engine:
             target.device,
             self.times,
             adaptive_k=limits.adaptive_k,
+            profile=Profile(runner.pass_seconds),
         )
         self._flight: Flight | None = None
         self._landed: Flight | None = None  # and not counted yet
@@ -483,7 +485,8 @@ class Engine:
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
             marks = StepMarks(output.began, computed, drawn)
-        return Flight(works, sampling, pending, marks, len(output.slots_on_host))
+        is_beside = self._flight is not None
+        return Flight(works, sampling, pending, marks, len(output.slots_on_host), is_beside=is_beside)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
@@ -583,11 +586,13 @@ class Engine:
         """Counts the last step."""
         flight, self._landed = self._landed, None
         if flight is not None:
-            self.times.end_step(flight.marks)
+            step_s, host_s = self.times.end_step(flight.marks)
             self.drafting.gate.count_step(
                 flight.num_rows,
                 has_prompts=not all(work.is_decoding for work in flight.works),
-                busy_s=self.times.busy_s,
+                step_s=step_s,
+                host_s=host_s,
+                is_beside=flight.is_beside if self._limits.async_scheduling and flight.marks is not None else None,
             )
 
     def _count_landed(self) -> None:

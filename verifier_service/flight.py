@@ -19,6 +19,7 @@ class Flight:
     pending: PendingDraw | None  # of those that sample
     marks: StepMarks | None  # on a GPU
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
+    is_beside: bool = False  # another step ran when it was launched
 
     @property
     def is_done(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from verifier_service.draft_session import Binding, DraftSession
 from verifier_service.draft_stream import Stream
-from verifier_service.pacing import Expected, Group, TargetCost, hold_until
+from verifier_service.pacing import Expected, Group, Profile, TargetCost, hold_until
 from verifier_service.request import Request
 
 logger = logging.getLogger(__name__)
@@ -18,11 +18,12 @@ logger = logging.getLogger(__name__)
 class StepGate:
     """Used by the engine's thread alone. It reads the sessions and bindings that `Drafting` keeps."""
 
-    def __init__(self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding]) -> None:
-        self.target_cost = TargetCost()
+    def __init__(
+        self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding], profile: Profile
+    ) -> None:
+        self.target_cost = TargetCost(profile)
         self._sessions = sessions
         self._bindings = bindings
-        self._busy_s = 0.0  # of the engine's thread, at the last step
         self._feature_rows = 0  # sent since then
         self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
         self._parts = False  # whether the next step is to take a part of those that are ready
@@ -33,19 +34,29 @@ class StepGate:
         """Notes rows that the drafters were sent, which take some of the engine's time."""
         self._feature_rows += feature_rows
 
-    def count_step(self, rows: int, *, has_prompts: bool, busy_s: float) -> None:
+    def count_step(
+        self, rows: int, *, has_prompts: bool, step_s: float, host_s: float, is_beside: bool | None = None
+    ) -> None:
         """Learns what a step has cost.
 
         Parameters
         ----------
         rows
             Of all its requests; the time of rows of prompts is of another kind and left out.
-        busy_s
-            Time that steps have taken since the engine started, waits left out; see `StepTimes`.
+        step_s, host_s
+            Time of the step itself and of the host before it, waits left out; see `StepTimes`.
+        is_beside
+            Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
+            and so is that for rows sent before it.
         """
         if not has_prompts:
-            self.target_cost.observe(rows, self._feature_rows, busy_s - self._busy_s, time.monotonic())
-        self._busy_s, self._feature_rows = busy_s, 0
+            now = time.monotonic()
+            if is_beside is None:
+                self.target_cost.observe(rows, self._feature_rows, step_s + host_s, now)
+            else:
+                self.target_cost.observe(rows, 0, step_s, now)
+                self.target_cost.observe_host(rows, host_s, now, is_beside=is_beside)
+        self._feature_rows = 0
 
     def part_next(self) -> None:
         """Has the next step take a part of those that are ready, so that its cost shows."""

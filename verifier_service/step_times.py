@@ -87,13 +87,14 @@ class StepTimes:
         self._wire_s += self._waited_s - draft_s
         self._waited_s = self._computed_s = 0.0
 
-    @property
-    def busy_s(self) -> float:
-        """Time for the steps that have ended, waits for drafts and for requests left out."""
-        return self._seconds[Phase.HOST] + self._seconds[Phase.VERIFY] + self._seconds[Phase.SAMPLE]
+    def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
+        """Takes the time since the last step ended; on a GPU with the step's marks, unless it failed.
 
-    def end_step(self, marks: StepMarks | None = None) -> None:
-        """Takes the time since the last step ended; on a GPU with the step's marks, unless it failed."""
+        Returns
+        -------
+        tuple[float, float]
+            Seconds that the step took, VERIFY and SAMPLE, and those of HOST, which went before it.
+        """
         self.enter(Phase.HOST)
         own = self._own
         verify_s, sample_s = own[Phase.VERIFY], own[Phase.SAMPLE]
@@ -101,11 +102,12 @@ class StepTimes:
         if marks is not None:
             verify_s = min(marks.began.elapsed_time(marks.computed) / 1000, total_s)
             sample_s = min(marks.computed.elapsed_time(marks.drawn) / 1000, total_s - verify_s)
+        host_s = total_s - verify_s - sample_s
         with self._lock:
             self._seconds[Phase.WAIT] += own[Phase.WAIT]
             self._seconds[Phase.VERIFY] += verify_s
             self._seconds[Phase.SAMPLE] += sample_s
-            self._seconds[Phase.HOST] += total_s - verify_s - sample_s
+            self._seconds[Phase.HOST] += host_s
             self._own = dict.fromkeys(Phase, 0.0)
         self.histogram.observe(
             {
@@ -116,6 +118,7 @@ class StepTimes:
                 "host": self._seconds[Phase.HOST],
             }
         )
+        return verify_s + sample_s, host_s
 
     def count_step(self, *, prompt_rows: int, verify_steps: int, verify_rows: int) -> None:
         """Counts a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""

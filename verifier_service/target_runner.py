@@ -110,6 +110,8 @@ class TargetRunner:
     ----------
     cache
         Keys and values; of a split target, those of this rank's heads.
+    pass_seconds
+        Time of the graphs' forward passes by their rows, with no context; empty before they are captured.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class TargetRunner:
         self._max_blocks = max_blocks_per_sequence
         self._graphs: dict[Bucket, _Graph] = {}
         self._hold: StreamHold | None = None
+        self.pass_seconds: dict[int, float] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -152,6 +155,7 @@ class TargetRunner:
         console = Console(stderr=True)
         for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
             self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
+            self.pass_seconds[bucket.num_rows] = self._measured(bucket)
         for step in track(
             list(self._prompts()), "steps with prompts", console=console, disable=not console.is_terminal
         ):
@@ -160,6 +164,18 @@ class TargetRunner:
         torch.cuda.empty_cache()  # what the runs outside of the captures took
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
         logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
+
+    def _measured(self, bucket: Bucket) -> float:
+        """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
+        taken = []
+        for _ in range(3):
+            output = self._graphs[bucket].run(_padding([(0, bucket.max_rows)] * bucket.num_sequences))
+            ended = record_event(self._target.device)
+            assert output.began is not None
+            assert ended is not None
+            ended.synchronize()
+            taken.append(output.began.elapsed_time(ended) / 1000)
+        return min(taken)
 
     def _prompts(self) -> Iterator[StepRows]:
         """Steps of padding that use the forms of the attention kernels that steps with prompts take: a short or a

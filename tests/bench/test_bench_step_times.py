@@ -53,9 +53,8 @@ def test_every_second_belongs_to_one_phase(scene):
     scene.spend(Phase.HOST, 1)
     scene.spend(Phase.VERIFY, 4)
     scene.spend(Phase.SAMPLE, 2)
-    assert scene.times.busy_s == 0  # until it has ended
-    scene.times.end_step()
-    assert scene.times.busy_s == 7
+    assert times_of(scene) == {"idle_s": 50}  # until it has ended
+    assert scene.times.end_step() == (6, 1)
     assert times_of(scene) == {"idle_s": 50, "host_s": 1, "verify_s": 4, "sample_s": 2}
 
 
@@ -111,7 +110,7 @@ def test_on_a_gpu_the_host_has_the_time_in_which_the_device_did_nothing(scene):
     scene.spend(Phase.HOST, 2)
     scene.spend(Phase.VERIFY, 1)  # launched, and computed while the host goes on
     scene.spend(Phase.SAMPLE, 6)
-    scene.times.end_step(StepMarks(*map(Mark, (10.0, 15.5, 16.0))))
+    assert scene.times.end_step(StepMarks(*map(Mark, (10.0, 15.5, 16.0)))) == (6.0, 3.0)
     assert times_of(scene) == {"verify_s": 5.5, "sample_s": 0.5, "host_s": 3.0}
     scene.spend(Phase.HOST, 1)  # the next one was computed ahead, mostly before the last one's tokens were taken
     scene.times.end_step(StepMarks(*map(Mark, (16.0, 21.5, 22.0))))

@@ -75,7 +75,6 @@ class World:
         for store in self.scene.stores.values():
             store._is_written[:] = True  # the features are of no interest here, so that none are computed
         self.stream.on_send = self.drafter.take
-        self.busy_s = 0.0
         self.tokens = 0
         self.step_sizes: list[int] = []  # sequences of each step
         self.drafted: list[int] = []  # drafts of each verify step of a sequence
@@ -131,10 +130,9 @@ class World:
         rows = sum(counts) + len(requests)
         seconds = self.noisy(self.costs.step_s + self.costs.row_s * rows)
         self.clock.now += seconds
-        self.busy_s += seconds
         self.step_sizes.append(len(requests))
         self.drafted += counts
-        self.drafting.gate.count_step(rows, has_prompts=False, busy_s=self.busy_s)
+        self.drafting.gate.count_step(rows, has_prompts=False, step_s=seconds, host_s=0.0)
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
             while accepted < count and self._random.random() < self.costs.acceptance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from verifier_service.pacing import (
@@ -14,10 +15,12 @@ from verifier_service.pacing import (
     Group,
     Load,
     Plan,
+    Profile,
     TargetCost,
     hold_until,
 )
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
+from verifier_service.step_gate import StepGate
 
 # The 8B shape on an H200: seconds of a step, of a row.
 FIXED_S, ROW_S = 4.87e-3, 6.5e-6
@@ -67,9 +70,7 @@ def test_a_step_costs_something_even_where_its_features_take_the_blame_for_all()
     erratic = [(8, 0, 1e-3), (8, 600, 0.1), (1, 200, 1e-5), (200, 600, 1e-3), (200, 600, 1e-5)]
     for i, (rows, feature_rows, seconds) in enumerate(erratic):
         target.observe(rows, feature_rows, seconds, 0.001 * i)
-    assert target.coefficients[1] == 0
-    assert target.fixed > 0
-    assert target.coefficients[0] == target.fixed
+    assert target.seconds(100) == target.fixed > 0
     forecast = Forecast(Load(1, ROW_BYTES), tokens_at(0.7), target, learnt_drafter(1e-3))
     assert forecast.without > 0
 
@@ -107,9 +108,8 @@ def test_a_step_that_stalls_is_forgotten_even_if_it_is_the_first_with_drafts():
     target.observe(5, 3, 2.0, 1.0)
     for i in range(20):
         target.observe(5, 3, 6.9e-3 * noise.uniform(0.97, 1.03), 3.0 + 0.01 * i)
-    fixed, per_row, per_feature_row = target.coefficients
-    assert fixed + 5 * per_row + 3 * per_feature_row == pytest.approx(6.9e-3, rel=0.05)
-    assert fixed > 3e-3
+    assert target.seconds(5) + 3 * target.per_feature_row == pytest.approx(6.9e-3, rel=0.05)
+    assert target.fixed > 3e-3
     assert Forecast(Load(8, ROW_BYTES), tokens_at(0.7), target, learnt_drafter(1e-3)).best(4).num_groups == 1
 
 
@@ -129,6 +129,77 @@ def test_the_target_cost_tells_its_fixed_part_from_rows():
     target = learnt_target()
     assert target.fixed == pytest.approx(FIXED_S, rel=0.01)
     assert target.seconds(160) == pytest.approx(FIXED_S + 160 * ROW_S, rel=0.01)
+
+
+# A pass of the 8B shape on an H200 by its rows, seconds: bound by memory, then by arithmetic.
+MEASURED = {1: 4.55e-3, 5: 4.62e-3, 40: 5.05e-3, 64: 5.6e-3, 160: 6.3e-3, 320: 9.6e-3}
+
+
+def test_a_measured_pass_shows_what_no_straight_line_does():
+    """After steps of one size, a little longer than when they were measured, those of others are known."""
+    target = TargetCost(Profile(MEASURED))
+    for i in range(100):
+        target.observe(320, 0, 1.02 * MEASURED[320], 0.01 * i)
+    for rows, seconds in MEASURED.items():
+        assert target.seconds(rows) == pytest.approx(1.02 * seconds, rel=0.01)
+    between = target.seconds(np.array([[100.0, 112.0], [1.0, 480.0]]))
+    assert between[0, 1] == pytest.approx(1.02 * (5.6e-3 + 6.3e-3) / 2, rel=0.01)
+    assert between[1, 0] == pytest.approx(target.fixed)
+    assert between[1, 1] == pytest.approx(1.02 * (9.6e-3 + 3.3e-3), rel=0.01)
+
+
+def test_more_rows_take_no_less_whatever_was_measured():
+    profile = Profile({1: 5e-3, 5: 4.9e-3, 8: 6e-3})
+    assert profile.size(5) == profile.size(1) == 5e-3
+    assert Profile({5: 4e-3}).size(7) == 7  # one size shows nothing
+
+
+def hidden_target(lead_s: float, beside_s: float = 0.0) -> TargetCost:
+    """One whose host takes `lead_s` before a step of 320 rows and half of it before one of none, where it shows."""
+    target = TargetCost(Profile(MEASURED))
+    for i in range(100):
+        rows = (320, 160)[i % 2]
+        target.observe(rows, 0, MEASURED[rows], 0.01 * i)
+        target.observe_host(rows, lead_s * (0.5 + 0.5 * rows / 320), 0.01 * i, is_beside=False)
+        if beside_s:
+            target.observe_host(rows, beside_s, 0.01 * i, is_beside=True)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("sequences", "lead_s", "beside_s", "groups"),
+    [(64, 2.7e-3, 0.1e-3, 2), (64, 0.5e-3, 0.1e-3, 1), (32, 2.7e-3, 0.1e-3, 1), (64, 2.7e-3, 2e-3, 1)],
+)
+def test_sequences_part_where_the_host_and_the_drafts_of_one_group_hide_behind_the_step_of_the_other(
+    sequences, lead_s, beside_s, groups
+):
+    """Two passes of 160 rows take 12.6 ms, one of 320 rows 9.6 ms and 1.5 ms of drafting."""
+    load = Load(sequences, ROW_BYTES)
+    drafter = learnt_drafter(0.2e-3, byte_s=1e-12, draft_s=0.325e-3)
+    own = Forecast(load, tokens_at(0.75), hidden_target(lead_s, beside_s), drafter)
+    assert own.best(4).num_groups == groups
+
+
+def test_the_rate_counts_the_hosts_time_where_it_is_not_hidden():
+    drafter = learnt_drafter(0.2e-3, byte_s=1e-12, draft_s=0.325e-3)
+    own = Forecast(Load(64, ROW_BYTES), tokens_at(0.75), hidden_target(2.7e-3, 0.1e-3), drafter)
+    assert own.rate(Plan(4)) == pytest.approx(64 * 3.05 / (9.6e-3 + 2.7e-3 + 1.5e-3), rel=0.02)
+    assert own.rate(Plan(4, 2)) == pytest.approx(64 * 3.05 / (2 * 6.4e-3), rel=0.02)
+    assert own.without == pytest.approx(64 / 5.7e-3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("is_beside", "step_s", "lead_s", "beside_s"),
+    [(None, 6e-3, 0.0, 0.0), (False, 4e-3, 2e-3, 0.0), (True, 4e-3, 0.0, 2e-3)],
+)
+def test_the_hosts_time_is_the_steps_where_nothing_hides_it(is_beside, step_s, lead_s, beside_s):
+    gate = StepGate({}, {}, Profile())
+    for _ in range(20):
+        gate.count_step(500, has_prompts=True, step_s=1.0, host_s=1.0, is_beside=is_beside)
+        gate.count_step(5, has_prompts=False, step_s=4e-3, host_s=2e-3, is_beside=is_beside)
+    cost = gate.target_cost
+    found = (cost.seconds(5), cost.lead_s(5), cost.beside_s(5))
+    assert found == pytest.approx((step_s, lead_s, beside_s), rel=0.01)
 
 
 def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read_at_the_end():

@@ -1,6 +1,6 @@
 """How fast drafters are asked and when steps run: measured costs, and what they say is fastest."""
 
-from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
+from verifier_service.pacing.costs import Acceptance, DrafterCost, Profile, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group, hold_until
 from verifier_service.pacing.pace import Message, Pace
@@ -18,6 +18,7 @@ __all__ = [
     "Message",
     "Pace",
     "Plan",
+    "Profile",
     "TargetCost",
     "hold_until",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
 
@@ -20,6 +23,8 @@ FIRST_RATE = 0.7
 PRIOR_DRAFTS = 4.0
 HALF_LIFE_STEPS = (64, 16)
 MOST_WEIGHT = 1e9
+
+_Rows = TypeVar("_Rows", float, np.ndarray)
 
 
 class _LazyEstimate:
@@ -41,20 +46,65 @@ class _LazyEstimate:
         return self._estimate
 
 
-class TargetCost:
-    """Time of the engine's thread for a step without prompts: fixed + rows + feature rows sent before it."""
+class Profile:
+    """How the time of a forward pass grows with its rows: measured once, on a GPU, where it is no straight line.
 
-    def __init__(self) -> None:
-        self._estimate = _LazyEstimate((1.0, 0.0, 0.0), TARGET_DRIFT)
+    Without a measurement it is one: rows count for themselves.
+    """
+
+    def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
+        """`seconds` of passes of so many rows."""
+        rows = sorted(seconds or ())
+        self._rows = np.array(rows, np.float64)
+        # More rows never take less, but for noise.
+        self._seconds = np.maximum.accumulate(np.array([(seconds or {})[one] for one in rows], np.float64))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `size` is in seconds."""
+        return len(self._rows) > 1
+
+    def size(self, rows: _Rows) -> _Rows:
+        """What so many rows count for, beyond what no row counts for; beyond the largest pass as its last rows do."""
+        if not self.is_measured:
+            return rows
+        xs, ys = self._rows, self._seconds
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+        beyond = np.maximum(np.subtract(rows, xs[-1]), 0.0) * slope
+        size = np.interp(rows, xs, ys) + beyond
+        return size if isinstance(rows, np.ndarray) else float(size)
+
+
+class TargetCost:
+    """Time of a step without prompts: fixed + rows + feature rows sent before it.
+
+    Where steps are launched before the tokens of those before them are known, that is the device's time, and the host's
+    is kept apart: before a step that was launched when nothing ran it is part of what its requests wait for (`lead_s`);
+    beside a step that runs there is hardly any (`beside_s`).
+    """
+
+    def __init__(self, profile: Profile | None = None) -> None:
+        self._profile = profile or Profile()
+        # The first step is as long as its pass, if that was measured.
+        shares = (0.0, 1.0, 0.0) if self._profile.is_measured else (1.0, 0.0, 0.0)
+        self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
+        self._lead = _LazyEstimate((1.0, 0.0), TARGET_DRIFT)
+        self._beside = _LazyEstimate((1.0, 0.0), TARGET_DRIFT)
         self._explored = 0.0
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
-        self._estimate.observe((1.0, rows, feature_rows), seconds, now)
+        self._estimate.observe((1.0, self._profile.size(rows), feature_rows), seconds, now)
+
+    def observe_host(self, rows: int, seconds: float, now: float, *, is_beside: bool) -> None:
+        """Takes the time in which the device waited for the host before a step of `rows`, one launched beside a step
+        that ran or one launched when nothing did."""
+        (self._beside if is_beside else self._lead).observe((1.0, rows), seconds, now)
 
     def settle(self) -> None:
         """Works in the steps taken, which the next use would do."""
-        self._estimate.read()
+        for estimate in (self._estimate, self._lead, self._beside):
+            estimate.read()
 
     @property
     def is_known(self) -> bool:
@@ -62,25 +112,36 @@ class TargetCost:
         return self._estimate.read().count >= ENOUGH
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """Seconds of a step, above 0, of each of its rows and of each feature row."""
-        _, per_row, per_feature_row = self._estimate.read().weights
-        return self.fixed, per_row, per_feature_row
-
-    @property
     def fixed(self) -> float:
         """Seconds that a step takes whatever its rows: what two steps pay twice and a joint one once."""
-        return max(self._estimate.read().weights[0], CLOCK_S)
+        return self.seconds(0)
 
-    def seconds(self, rows: float) -> float:
-        """Expected time of a step that no features were sent before."""
-        return self._estimate.read().predict((1.0, rows, 0.0))
+    @property
+    def per_feature_row(self) -> float:
+        """Seconds of each feature row that is sent before a step."""
+        return self._estimate.read().weights[2]
+
+    def seconds(self, rows: _Rows) -> _Rows:
+        """Expected time, above 0, of steps that no features were sent before."""
+        fixed, of_size, _ = self._estimate.read().weights
+        return max(fixed, CLOCK_S) + of_size * self._profile.size(rows)
+
+    def lead_s(self, rows: _Rows) -> _Rows:
+        """Expected time from one step's tokens to the next step's launch that the host takes when nothing else runs."""
+        fixed, per_row = self._lead.read().weights
+        return fixed + per_row * rows
+
+    def beside_s(self, rows: _Rows) -> _Rows:
+        """Expected time by which the host holds up a step although another one runs meanwhile."""
+        fixed, per_row = self._beside.read().weights
+        return fixed + per_row * rows
 
     def wants_step_of(self, rows: float, now: float) -> bool:
         """Whether a step of about so many rows should be tried out; once it says so, it rests for a while."""
         if not self.is_known or now < self._explored + EXPLORE_EVERY_S:
             return False
-        is_uncertain = self._estimate.read().uncertainty((1.0, rows, 0.0)) > UNCERTAIN * self.seconds(rows)
+        causes = (1.0, self._profile.size(rows), 0.0)
+        is_uncertain = self._estimate.read().uncertainty(causes) > UNCERTAIN * self.seconds(rows)
         if is_uncertain:
             self._explored = now
         return is_uncertain

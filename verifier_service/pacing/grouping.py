@@ -45,7 +45,7 @@ def hold_until(
     after two steps, in the second of which the sequences without drafts run again. The greater rate of tokens wins.
     With no such sequences this is: wait while the drafts are less than the fixed time of a step away.
     """
-    fixed, per_row, _ = target.coefficients
+    fixed = target.fixed
     best, until = 0.0, None
     rows, tokens = 0, 0.0
     for one in sorted(expected, key=lambda entry: entry.arrival):
@@ -53,9 +53,9 @@ def hold_until(
         if now >= one.latest or delay >= fixed:
             continue
         rows, tokens = rows + one.group.rows, tokens + one.group.tokens
-        joined = (ready.tokens + tokens) / (delay + fixed + per_row * (ready.rows + rows))
+        joined = (ready.tokens + tokens) / (delay + target.seconds(ready.rows + rows))
         apart = (ready.tokens + tokens + undrafted.tokens) / (
-            2 * fixed + per_row * (ready.rows + rows + undrafted.rows)
+            target.seconds(ready.rows) + target.seconds(rows + undrafted.rows)
         )
         if joined > max(best, apart):
             best, until = joined, one.latest

@@ -44,8 +44,8 @@ class Forecast:
     """Tokens per second of every plan.
 
     With k drafts and J groups a sequence is in every J-th step. While its drafts are made, the J - 1 steps of the other
-    groups run; what they do not hide is waited for. Neither the drafter nor the link works on two groups at once, so
-    that a round is never shorter than the time of either for all groups.
+    groups run; what they do not hide is waited for, and so is what the host does between. Neither the drafter nor the
+    link works on two groups at once, so that a round is never shorter than the time of either for all groups.
     """
 
     def __init__(
@@ -64,21 +64,22 @@ class Forecast:
         deadline_s
             How long drafts are waited for; a plan that needs longer gets none.
         """
-        fixed, per_row, per_feature_row = target.coefficients
         count = load.sequences
-        self.without = (count + load.other_tokens) / (fixed + per_row * (count + load.other_rows))
+        undrafted = count + load.other_rows
+        self.without = (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s(undrafted))
         drafts = np.arange(1, len(tokens))  # [k]
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
         groups = np.arange(1, most + 1)[:, None]  # [J, 1]
         rows = count * (drafts + 1) / groups + load.other_rows
-        step = fixed + per_row * rows + per_feature_row * emitted / groups
+        step = target.seconds(rows) + target.per_feature_row * emitted / groups
+        step += np.where(groups > 1, target.beside_s(rows), 0.0)
         trip, per_byte = drafter.link
         per_answer, per_position, per_draft, per_drafter_row = drafter.compute
         compute = per_answer + per_position * drafts + (per_draft * drafts * count + per_drafter_row * emitted) / groups
         wire = per_byte * load.row_bytes * emitted / groups
         latency = trip + wire + compute
-        round_s = groups * step + np.maximum(0.0, latency - (groups - 1) * step)
+        round_s = groups * step + np.maximum(0.0, latency + target.lead_s(rows) - (groups - 1) * step)
         round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
         rates = (emitted + groups * load.other_tokens) / round_s
         self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
