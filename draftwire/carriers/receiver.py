@@ -78,7 +78,7 @@ class Incoming:
 class TensorReceiver:
     """Checks tensors of messages, which are not trusted, and finds their elements.
 
-    `claim` must be called for the tensors in the order in which they were begun; it, the methods of what it gives and
+    `claim` must be called for the tensors in the order in which they were finished; it, the methods of what it gives and
     `generation_read` may be called from different threads.
     """
 

@@ -4,44 +4,71 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 
 from draftwire.carriers.segment import ALIGNMENT, MAX_SPANS
 from draftwire.errors import InvalidArgumentError
 
 
+@dataclass(eq=False)
+class Span:
+    """Space that was handed out."""
+
+    offset: int  # bytes
+    generation: int = 0  # its number, once it has one
+    is_given_up: bool = False
+
+
 class Ring:
-    """Hands out the space of a segment in order and takes it back in that order. May be used from several threads."""
+    """Hands out the space of a segment in order and takes it back in that order. May be used from several threads.
+
+    Spans are numbered when they are sent, so that one may be begun before others and sent after them, or not at all.
+    """
 
     def __init__(self, size: int) -> None:
         """`size` of the segment, bytes; its first `ALIGNMENT` bytes are not handed out."""
         self._size = size
         self._lock = threading.Lock()
-        self._next = ALIGNMENT  # where the next span's room begins
+        self._next = ALIGNMENT  # where the next span's room begins, `ALIGNMENT` bytes before the span
         self._generation = 0
-        self._spans: deque[tuple[int, int]] = deque()  # (generation, where its room begins), oldest first
+        self._released = 0  # generation
+        self._spans: deque[Span] = deque()  # those whose room is in use, in its order
 
-    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
-        """(generation, offset) of a new span; None when there is no room now, or MAX_SPANS are in use."""
+    def allocate(self, num_bytes: int) -> Span | None:
+        """A new span; None when there is no room now, or MAX_SPANS are in use."""
         room = ALIGNMENT + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             begin = self._find(room) if len(self._spans) < MAX_SPANS else None
             if begin is None:
                 return None
-            self._generation += 1
             self._next = begin + room
-            self._spans.append((self._generation, begin))
-            return self._generation, begin + ALIGNMENT
+            span = Span(begin + ALIGNMENT)
+            self._spans.append(span)
+            return span
 
     def _find(self, room: int) -> int | None:
         if not self._spans:
             return ALIGNMENT if ALIGNMENT + room <= self._size else None
-        oldest = self._spans[0][1]
+        oldest = self._spans[0].offset - ALIGNMENT
         if oldest < self._next:  # used: oldest .. next
             if self._next + room <= self._size:
                 return self._next
             # What is used must not end where it begins: that would read as nothing used.
             return ALIGNMENT if ALIGNMENT + room < oldest else None
         return self._next if self._next + room < oldest else None
+
+    def number(self, span: Span) -> int:
+        """Gives a span that is to be sent the next generation."""
+        with self._lock:
+            self._generation += 1
+            span.generation = self._generation
+            return span.generation
+
+    def give_up(self, span: Span) -> None:
+        """Takes back a span that has no generation: it is not sent, and nobody writes it any more."""
+        with self._lock:
+            span.is_given_up = True
+            self._take_back()
 
     def release(self, generation: int, name: str) -> None:
         """Takes back all spans up to `generation`, which the other side has read.
@@ -54,12 +81,17 @@ class Ring:
         Raises
         ------
         InvalidArgumentError
-            When there has been no such span, or it was taken back long ago.
+            When no such span was sent, or it was taken back long ago.
         """
         with self._lock:
-            oldest = self._spans[0][0] if self._spans else self._generation + 1
-            if not oldest - 1 <= generation <= self._generation:
-                allowed = f"allowed range [{oldest - 1}, {self._generation}]: spans that were sent, never falling"
+            if not self._released <= generation <= self._generation:
+                allowed = f"allowed range [{self._released}, {self._generation}]: spans that were sent, never falling"
                 raise InvalidArgumentError(name, generation, allowed)
-            while self._spans and self._spans[0][0] <= generation:
-                self._spans.popleft()
+            self._released = generation
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Room comes back in its order: that of a span waits for those before it."""
+        spans = self._spans
+        while spans and (spans[0].is_given_up or 0 < spans[0].generation <= self._released):
+            spans.popleft()

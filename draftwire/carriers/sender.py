@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwire.carriers.ring import Ring
+from draftwire.carriers.ring import Ring, Span
 from draftwire.carriers.segment import Segment
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import WIRE_DTYPES, tensor_bytes
@@ -16,6 +16,8 @@ from draftwire.v1 import draft_pb2 as pb
 
 class Outgoing:
     """A tensor on its way: `tensor` is written, then `seal` is called, then `finish` before the message is sent.
+
+    Or `give_up` in the place of `finish`, when it is not to be sent.
 
     Attributes
     ----------
@@ -26,14 +28,13 @@ class Outgoing:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, device: torch.device, segment: Segment | None, span: tuple[int, int]
+        self, tensor: torch.Tensor, device: torch.device, shared: tuple[Segment, Ring, Span] | None = None
     ) -> None:
-        """`span` is (generation, offset) in the segment."""
+        """`shared` is where the tensor is, when it is in shared memory."""
         self.tensor = tensor
-        self.carrier = pb.CARRIER_BYTES if segment is None else segment.carrier
+        self.carrier = pb.CARRIER_BYTES if shared is None else shared[0].carrier
         self._device = device
-        self._segment = segment
-        self._span = span
+        self._shared = shared
         self._event: torch.cuda.Event | None = None
 
     def seal(self) -> None:
@@ -42,27 +43,41 @@ class Outgoing:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
 
+    def keep(self, rows: int) -> None:
+        """Sends the first `rows` rows of the tensor alone."""
+        self.tensor = self.tensor[:rows]
+
+    def give_up(self) -> None:
+        """Gives the room back; waits for the writes."""
+        if self._shared is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            _, ring, span = self._shared
+            ring.give_up(span)
+
     def finish(self, message: pb.Tensor) -> None:
         """Waits for the writes, which the GPU has done by then as a rule, and fills in the message.
 
-        In the thread that sends the message, so that the engine's thread does not wait.
+        In the thread that sends the message, so that the engine's thread does not wait; message after message, field
+        after field, as the receiver meets the tensors.
         """
         if self._event is not None:
             self._event.synchronize()
         message.dtype = WIRE_DTYPES[self.tensor.dtype]
         message.shape.extend(self.tensor.shape)
-        if self._segment is None:
+        if self._shared is None:
             message.data = tensor_bytes(self.tensor)
             return
-        generation, offset = self._span
-        self._segment.stamp(offset, generation, self.tensor.nbytes)
-        message.span.generation, message.span.offset = generation, offset
+        segment, ring, span = self._shared
+        generation = ring.number(span)
+        segment.stamp(span.offset, generation, self.tensor.nbytes)
+        message.span.generation, message.span.offset = generation, span.offset
 
 
 class TensorSender:
     """Finds room for tensors in the segment of a direction; what has none goes in the message.
 
-    `begin` and `release` may be called from different threads.
+    `begin`, `release` and the methods of what is begun may be called from different threads.
     """
 
     def __init__(self, device: torch.device, segment: Segment | None = None) -> None:
@@ -77,16 +92,14 @@ class TensorSender:
         return pb.CARRIER_BYTES if self._segment is None else self._segment.carrier
 
     def begin(self, dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
-        """Room for a tensor that goes into the next message; never waits.
-
-        Tensors must be begun in the order in which the receiver meets them: message after message, field after field.
-        """
+        """Room for a tensor that goes into a message; never waits."""
         num_bytes = math.prod(shape) * dtype.itemsize
         span = self._ring.allocate(num_bytes) if self._segment is not None and num_bytes else None
         if self._segment is None or span is None:
             pinned = self._device.type == "cuda" and num_bytes > 0
-            return Outgoing(torch.empty(*shape, dtype=dtype, pin_memory=pinned), self._device, None, (0, 0))
-        return Outgoing(self._segment.tensor(span[1], dtype, shape), self._device, self._segment, span)
+            return Outgoing(torch.empty(*shape, dtype=dtype, pin_memory=pinned), self._device)
+        shared = self._segment, self._ring, span
+        return Outgoing(self._segment.tensor(span.offset, dtype, shape), self._device, shared)
 
     def release(self, generation: int, name: str) -> None:
         """Takes note that the receiver has read all spans up to `generation`.

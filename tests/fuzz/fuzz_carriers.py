@@ -133,7 +133,7 @@ def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
         memory = shared.outgoing.memory
         at = rng.randrange(len(memory) - 4096)
         memory[at : at + 4096] = torch.frombuffer(bytearray(rng.randbytes(4096)), dtype=torch.uint8)
-    sender.begin(torch.float32, (rng.choice((1, 1000)), WIDTH))
+    sender.begin(torch.float32, (rng.choice((1, 1000)), WIDTH)).finish(pb.Tensor())
 
 
 async def share(rendezvous: Rendezvous) -> asyncio.Future[SharedSegments]:
