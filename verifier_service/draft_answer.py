@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,16 @@ from verifier_service.request import AnswerLogits, ReadyDrafts, Request
 CPU = torch.device("cpu")
 
 
-class AnsweredSequence(NamedTuple):
-    """The answer for one sequence; `drafts` is None when the drafter has no state of it."""
+class DecodedAnswer(NamedTuple):
+    """The answers for the sequences of a message, column after column, and the drafts of all of them."""
 
-    sequence_id: int
-    drafts: ReadyDrafts | None
+    sequence_ids: list[int]
+    statuses: list[draft_pb2.SequenceStatus]
+    committed_lengths: list[int]
+    last_tokens: list[int]
+    num_drafts: list[int]
+    tokens: list[int]  # [sum of num_drafts], sequence after sequence
+    logits: AnswerLogits | None  # of each draft
 
 
 def decode_answer(
@@ -32,8 +37,8 @@ def decode_answer(
     draft_vocab_size: int,
     draft_token_ids: torch.Tensor | None,
     receiver: TensorReceiver,
-) -> Iterator[AnsweredSequence]:
-    """The answers for each sequence of a message, which is not trusted.
+) -> DecodedAnswer:
+    """The answers of a message, which is not trusted.
 
     Parameters
     ----------
@@ -49,28 +54,24 @@ def decode_answer(
     InvalidArgumentError
         When arrays disagree, or a tensor is not what is due.
     """
-    count = len(answer.sequence_ids)
-    most = config.num_speculative_tokens
-    if count and max(answer.num_drafts, default=0) > most:
-        raise InvalidArgumentError("drafts.num_drafts", max(answer.num_drafts), f"allowed range [0, {most}]")
-    for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
-        given = len(getattr(answer, name))
-        if given != count:
-            raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
-    tokens, logits = _decode_tensors(answer, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
-    start = 0
-    columns = (answer.sequence_ids, answer.statuses, answer.committed_lengths, answer.last_tokens, answer.num_drafts)
-    for sequence_id, status, committed_length, last_token, num_drafts in zip(*columns, strict=True):
-        end = start + num_drafts
-        drafts = None
-        if status == draft_pb2.SEQUENCE_STATUS_OK:
-            drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
-        yield AnsweredSequence(sequence_id, drafts)
-        start = end
+    sequence_ids, num_drafts = list(answer.sequence_ids), list(answer.num_drafts)
+    count, most = len(sequence_ids), config.num_speculative_tokens
+    if count and max(num_drafts, default=0) > most:
+        raise InvalidArgumentError("drafts.num_drafts", max(num_drafts), f"allowed range [0, {most}]")
+    statuses, lengths, last_tokens = list(answer.statuses), list(answer.committed_lengths), list(answer.last_tokens)
+    if not len(statuses) == len(lengths) == len(last_tokens) == len(num_drafts) == count:
+        for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
+            given = len(getattr(answer, name))
+            if given != count:
+                raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
+    total = sum(num_drafts)
+    tokens, logits = _decode_tensors(answer, total, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
+    return DecodedAnswer(sequence_ids, statuses, lengths, last_tokens, num_drafts, tokens, logits)
 
 
 def _decode_tensors(
     answer: draft_pb2.Drafts,
+    total: int,
     config: config_pb2.SpeculativeConfig,
     vocab_size: int,
     draft_vocab_size: int,
@@ -78,7 +79,6 @@ def _decode_tensors(
     receiver: TensorReceiver,
 ) -> tuple[list[int], AnswerLogits | None]:
     """Tokens [D] and, as configured, their logits."""
-    total = sum(answer.num_drafts)
     if total == 0:
         return [], None
     tokens = decode_ids(answer.tokens, "drafts.tokens", total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_stream import Stream
 from verifier_service.pacing import NUM_SCOUTS, Message, Pace
 from verifier_service.request import Request
+
+if TYPE_CHECKING:
+    from verifier_service.features_ahead import FeaturesAhead
 
 # Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
@@ -38,11 +42,18 @@ class DraftSession:
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
+    ahead: FeaturesAhead | None = None  # of the step that has landed last, until they are sent or given up
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
         """Notes what the drafter tells of its load."""
         self.others = max(0, load.sequences - len(self.sequences))
         self.kv_cache_usage = load.kv_cache_usage
+
+    def give_up_ahead(self) -> None:
+        """Gives up features that are there before their message and do not go with it."""
+        if self.ahead is not None:
+            self.ahead.features.give_up()
+            self.ahead = None
 
     @property
     def load(self) -> float:

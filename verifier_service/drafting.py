@@ -7,11 +7,12 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from draftwire import config as cfg
+from draftwire.carriers import Outgoing
 from draftwire.errors import Described, InvalidArgumentError
 from draftwire.logs import fields
 from draftwire.tensors import encode_ids
@@ -23,9 +24,11 @@ from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.pacing import NUM_SCOUTS, Load, Pace, Profile
+from verifier_service.features_ahead import FeaturesAhead, begin_features
+from verifier_service.pacing import NUM_SCOUTS, Load, Message, Pace, Profile
 from verifier_service.redraws import Redraws
 from verifier_service.request import ReadyDrafts, Request
+from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepTimes
 
@@ -100,6 +103,7 @@ class Drafting:
         self._accepted: Counter[str] = Counter()
         self._redraws: defaultdict[str, Redraws] = defaultdict(Redraws)  # likewise: a new stream forgets nothing
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
+        self._unlearnt: list[tuple[DraftSession, Message, Answered]] = []
         self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
@@ -172,6 +176,7 @@ class Drafting:
 
     def flush(self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore]) -> None:
         """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
+        self._learn()
         now = time.monotonic()
         self._leave_drained()
         self._watch_circuits(now)
@@ -189,8 +194,33 @@ class Drafting:
                 self._send(session, store, self._pieces(session, session.bindings, now))
             else:
                 self._hold(session, now)
+        for session in self._sessions.values():
+            session.give_up_ahead()
         self._old_rows = {request: request.num_feature_rows for request in requests}
         self._plan(requests, now)
+
+    def begin_features(
+        self,
+        works: Sequence[Work],
+        num_emitted: torch.Tensor,
+        stores: Mapping[FeatureKind, FeatureStore],
+    ) -> dict[DraftSession, FeaturesAhead]:
+        """Has the features of a step that was launched put where they are sent from, so that its message needs nothing
+        of the device when it has landed; see `features_ahead`. The tokens of `works` are drawn, so many of each."""
+        drawn = {work.request: (place, work) for place, work in enumerate(works) if work.is_decoding}
+        begun: dict[DraftSession, FeaturesAhead] = {}
+        for session in self._sessions.values():
+            if not session.is_draining and not session.pace.is_off:
+                ahead = begin_features(session, stores[session.stream.head.kind], drawn, num_emitted)
+                if ahead is not None:
+                    begun[session] = ahead
+        return begun
+
+    def take_ahead(self, begun: Mapping[DraftSession, FeaturesAhead]) -> None:
+        """Takes what `begin_features` gave of a step that is landing, for the next `flush`."""
+        for session, ahead in begun.items():
+            session.give_up_ahead()
+            session.ahead = ahead
 
     def _leave_drained(self) -> None:
         """Ends the streams of draining drafters that have answered everything; their sequences are free to move."""
@@ -342,42 +372,63 @@ class Drafting:
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
-        spans = []
         tokens: list[int] = []
+        first_rows: list[int] = []
         wanted: list[int] = []
+        asked: list[Binding] = []
         for binding, rows in pieces:
             request = binding.request
             if not binding.sequence_id:
                 self._open(step, binding)
-            first, last = binding.next_row, binding.next_row + rows
-            binding.next_row = last
-            spans.append((request.blocks, first, last))
+            first = binding.next_row
+            binding.next_row = last = first + rows
+            first_rows.append(first)
             tokens += request.tokens[first + 1 : last + 1]
-            wanted.append(self._ask(binding, num_drafts))
-        step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
-        step.first_rows.extend([first for _, first, _ in spans])
-        step.num_rows.extend([rows for _, rows in pieces])
-        step.num_drafts.extend(wanted)
+            drafts = self._ask(binding, num_drafts)
+            wanted.append(drafts)
+            if drafts > 0:
+                asked.append(binding)
         num_bytes = num_rows = 0
         features, carrier = None, draft_pb2.CARRIER_BYTES
         if pieces:
-            head = session.stream.head
-            features = session.stream.sender.begin(head.dtype, (len(tokens), head.width))
-            store.read(spans, features.tensor)
-            features.seal()
-            num_bytes, num_rows, carrier = features.tensor.nbytes, len(tokens), features.carrier
+            step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
+            step.first_rows.extend(first_rows)
+            step.num_rows.extend([rows for _, rows in pieces])
+            step.num_drafts.extend(wanted)
             encode_ids(tokens, step.tokens)
-        asked = [binding for binding, _ in pieces if binding.asked_step == step.step_id]
-        most = max((binding.asked_drafts for binding in asked), default=0)
-        message = session.pace.send(time.monotonic(), num_bytes, num_rows, most, len(asked), waits=waits)
+            features = self._features(session, store, pieces, first_rows)
+            num_bytes, num_rows, carrier = features.tensor.nbytes, len(tokens), features.carrier
+        sent = time.monotonic()
+        session.stream.send(step, features)
+        # The rest is done while the drafter computes.
+        message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
         session.unanswered[step.step_id] = message
         for binding in asked:
             binding.wait_until = message.wait_until if waits else None
-        session.stream.send(step, features)
         self._times.count_sent(carrier, num_rows, num_bytes)
         self.gate.count_sent(num_rows)
         if sum(message.num_bytes for message in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
             self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
+
+    def _features(
+        self, session: DraftSession, store: FeatureStore, pieces: list[tuple[Binding, int]], first_rows: list[int]
+    ) -> Outgoing:
+        """The features of rows that are sent from `first_rows` on."""
+        num_rows = sum([rows for _, rows in pieces])
+        if session.ahead is not None:
+            features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
+            if features is not None:
+                session.ahead = None
+                return features
+        head = session.stream.head
+        features = session.stream.sender.begin(head.dtype, (num_rows, head.width))
+        spans = [
+            (binding.request.blocks, first, first + rows)
+            for (binding, rows), first in zip(pieces, first_rows, strict=True)
+        ]
+        store.read(spans, features.tensor)
+        features.seal()
+        return features
 
     def _pieces(self, session: DraftSession, bindings: Iterable[Binding], now: float) -> list[tuple[Binding, int]]:
         """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories.
@@ -390,11 +441,11 @@ class Drafting:
         backlog = None
         pieces = []
         for binding in bindings:
-            rows = binding.rows_behind
+            request, first = binding.request, binding.next_row
+            rows = request.num_feature_rows - first
             if rows <= 0:
                 continue
-            request = binding.request
-            if binding.next_row < self._old_rows.get(request, request.num_reused):
+            if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
             if rows > self._most_verified:
@@ -432,7 +483,7 @@ class Drafting:
     def _ask(self, binding: Binding, num_drafts: int) -> int:
         """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
         request = binding.request
-        if binding.next_row < len(request.tokens) - 1 or request.is_in_flight or not request.is_decoding:
+        if binding.next_row < len(request.tokens) - 1 or request.num_in_flight > 0 or not request.is_decoding:
             return 0
         wanted = min(request.num_drafts_wanted, num_drafts)
         binding.wait_until = None
@@ -442,7 +493,7 @@ class Drafting:
         return wanted
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
-        drafts, received = answer.drafts, answer.received
+        drafts = answer.drafts
         message = session.unanswered.get(drafts.step_id)
         if message is None:
             self._give_up(session, f"answered step {drafts.step_id}, which had no answer due", expel=True)
@@ -453,9 +504,7 @@ class Drafting:
         if len(drafts.sequence_ids) > message.rows:
             self._give_up(session, f"answered for more sequences than step {drafts.step_id} had rows", expel=True)
             return
-        received = max(received, message.sent)
         self._times.count_answer(drafts.compute_time_s)
-        session.pace.take_answer(message, received, drafts.compute_time_s)
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
         session.is_late = session.is_late and bool(session.unanswered)
@@ -464,49 +513,57 @@ class Drafting:
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
             self._give_up(session, f"wrong answer: {error}", expel=True)
-        if message.sequences:
-            session.breaker.take_answer(received - max(message.sent, session.last_received), received)
-        session.last_received = received
-        session.take_load(drafts.load)
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
+        self._unlearnt.append((session, message, answer))
+
+    def _learn(self) -> None:
+        """Learns what the answers tell of their drafters. Not as they come: a step may begin with their drafts."""
+        for session, message, answer in self._unlearnt:
+            received, drafts = max(answer.received, message.sent), answer.drafts
+            session.pace.take_answer(message, received, drafts.compute_time_s)
+            if message.sequences:
+                session.breaker.take_answer(received - max(message.sent, session.last_received), received)
+            session.last_received = received
+            session.take_load(drafts.load)
+        self._unlearnt.clear()
 
     def _store_drafts(self, session: DraftSession, answer: draft_pb2.Drafts) -> None:
-        head = session.stream.head
-        answered: list[tuple[Request, ReadyDrafts]] = []
-        for entry in decode_answer(
+        decoded = decode_answer(
             answer,
             self._config,
             self._vocab_size,
-            head.draft_vocab_size,
+            session.stream.head.draft_vocab_size,
             session.draft_token_ids,
             session.stream.receiver,
-        ):
-            if entry.drafts is not None and entry.drafts.logits is not None:
-                num_bytes = len(entry.drafts.tokens) * entry.drafts.logits.row_bytes
-                self._times.count_logits(entry.drafts.logits.carrier, num_bytes)
-            binding = session.sequences.get(entry.sequence_id)
+        )
+        tokens, logits = decoded.tokens, decoded.logits
+        answered: list[tuple[Request, ReadyDrafts]] = []
+        start = end = 0
+        for sequence_id, status, committed_length, last_token, num_drafts in zip(*decoded[:5], strict=True):
+            start, end = end, end + num_drafts
+            binding = session.sequences.get(sequence_id)
             if binding is None:
                 continue
-            if entry.drafts is None:
+            if status != draft_pb2.SEQUENCE_STATUS_OK:
                 self._unbind(binding, time.monotonic())
-            elif entry.drafts.committed_length == binding.asked_length and self._takes(binding, entry.drafts):
-                answered.append((binding.request, entry.drafts))
-        belied = {id(drafts) for drafts in self._redraw(session, answered)}
+            elif committed_length == binding.asked_length:
+                if num_drafts > binding.asked_drafts:
+                    raise InvalidArgumentError("drafts.num_drafts", num_drafts, f"{binding.asked_drafts} were asked")
+                binding.wait_until = None
+                request, known = binding.request, binding.request.tokens
+                # Late where it is in flight: a step is about to add tokens, and with drafts it would seem ready.
+                if request.num_in_flight == 0 and committed_length == len(known) and last_token == known[-1]:
+                    drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
+                    answered.append((request, drafts))
+        belied: set[int] = set()
+        if logits is not None:
+            self._times.count_logits(logits.carrier, len(tokens) * logits.row_bytes)
+            belied.update(map(id, self._redraw(session, answered)))
         for request, drafts in answered:
             if id(drafts) not in belied:
                 request.drafts = drafts
-
-    def _takes(self, binding: Binding, drafts: ReadyDrafts) -> bool:
-        """Ends the request's wait; whether the drafts are what it waited for."""
-        request = binding.request
-        if len(drafts.tokens) > binding.asked_drafts:
-            raise InvalidArgumentError("drafts.num_drafts", len(drafts.tokens), f"{binding.asked_drafts} were asked")
-        binding.wait_until = None
-        if request.is_in_flight:
-            return False  # they come late: a step is about to add tokens, and with them the request would seem ready
-        return (drafts.committed_length, drafts.last_token) == (len(request.tokens), request.tokens[-1])
 
     def _redraw(self, session: DraftSession, answered: Sequence[tuple[Request, ReadyDrafts]]) -> list[ReadyDrafts]:
         """Draws some of the drafts again; those that are not what their logits sample are not used.

@@ -20,11 +20,13 @@ from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.emission import Emission
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
+from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.flight import Flight
 from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.pacing import Profile
@@ -485,28 +487,36 @@ class Engine:
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
             marks = StepMarks(output.began, computed, drawn)
-        is_beside = self._flight is not None
-        return Flight(works, sampling, pending, marks, len(output.slots_on_host), is_beside=is_beside)
+        ahead: dict[DraftSession, FeaturesAhead] = {}
+        if pending is not None and pending.num_emitted is not None:
+            ahead = self.drafting.begin_features(sampling, pending.num_emitted, self._stores)
+        num_rows, is_beside = len(output.slots_on_host), self._flight is not None
+        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
+        self.drafting.take_ahead(flight.ahead)
         try:
             self.times.enter(Phase.SAMPLE)
-            drawn = self._sampler.finish(flight.pending) if flight.pending is not None else []
-            if flight.marks is not None:
+            drawn: list[Drawn] = []
+            if flight.pending is not None:
+                drawn = self._sampler.finish(flight.pending)
+            elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
             self._landed = flight
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
-            for work in flight.works:
-                if work.is_current:
-                    work.request.num_in_flight -= 1
-                    if not work.samples:
-                        work.request.num_computed = work.start + len(work.tokens)
             now = time.monotonic()
-            for work, result in zip(flight.sampling, drawn, strict=True):
-                if work.is_current:
+            results = iter(drawn)
+            for work in flight.works:
+                result = next(results) if work.samples else None
+                if not work.is_current:
+                    continue
+                work.request.num_in_flight -= 1
+                if result is not None:
                     self._commit(work, result, now)
+                else:
+                    work.request.num_computed = work.start + len(work.tokens)
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
 
@@ -555,18 +565,18 @@ class Engine:
 
     def _commit(self, work: Work, drawn: Drawn, now: float) -> None:
         """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length."""
-        request = work.request
+        request, tokens = work.request, drawn.tokens
         if work.is_decoding:
-            if work.num_drafts == 0 and drawn.tokens:
+            if work.num_drafts == 0 and tokens:
                 self.metrics.count_fallback(self._fallback_cause(work) if work.cause is None else work.cause)
-            request.num_computed = work.start + len(drawn.tokens)
+            request.num_computed = work.start + len(tokens)
         else:
             request.num_computed = work.start + len(work.tokens)
-        if not drawn.tokens:
+        if not tokens:
             self._end(request, ServerError("the target's logits are not finite for this request"))
             return
         try:
-            piece = request.output.take(drawn.tokens, request.max_length - len(request.tokens))
+            piece = request.output.take(tokens, request.max_length - len(request.tokens))
         except Exception as error:  # a tokenizer that fails on one request's tokens
             self._end(request, undecodable(request, error))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +77,11 @@ class ExpectedStep:
         """Begins it with the drafts that the requests have, before the step is scheduled; whether it is that step shows
         when it is taken."""
         if self._held is not None:
-            drafts = ((one, () if one.drafts is None else one.drafts.tokens) for one in self._spans)
-            self._begin(self._held, {one: [one.tokens[-1], *tokens] for one, tokens in drafts})
+            drafts = ((one, one.drafts) for one in self._spans)
+            self._begin(
+                self._held,
+                [one.tokens[-1:] if own is None else [one.tokens[-1], *own.tokens] for one, own in drafts],
+            )
 
     def take(self, works: Sequence[Work]) -> StepOutput | None:
         """Its output as that of the step of `works`, logits in their order, for which it begins unless it has; None
@@ -86,7 +89,8 @@ class ExpectedStep:
         spans = self._spans
         if all(work.request in spans and _is_of(spans[work.request], work) for work in works):
             if self._held is not None:
-                self._begin(self._held, {work.request: work.tokens for work in works})
+                tokens = {work.request: work.tokens for work in works}
+                self._begin(self._held, [tokens.get(request, []) for request in self._spans])
             output, self._output = self._output, None
             ranges = [(spans[work.request].first, len(work.tokens)) for work in works]
             is_it = all(
@@ -98,12 +102,12 @@ class ExpectedStep:
         self.drop()
         return None
 
-    def _begin(self, held: HeldStep, tokens: Mapping[Request, Sequence[int]]) -> None:
+    def _begin(self, held: HeldStep, tokens: Sequence[list[int]]) -> None:
+        """`tokens` are those of each span, which may have room for more or for fewer."""
         token_ids: list[int] = []
-        for request, span in self._spans.items():
-            own = tokens.get(request, ())[: span.num_rows]
-            token_ids += own
-            token_ids += [0] * (span.num_rows - len(own))
+        for own, span in zip(tokens, self._spans.values(), strict=True):
+            missing = span.num_rows - len(own)
+            token_ids += own if missing == 0 else own[: span.num_rows] + [0] * missing
         self._token_ids, self._held = token_ids, None
         self._output = held.begin(np.array(token_ids, np.int64))
 

@@ -53,7 +53,7 @@ class FeatureStore:
 
     def first_row(self, request: Request) -> int:
         """First row of the request from which on all have features."""
-        missing = np.flatnonzero(~self._is_written[_slots([(request.blocks, 0, request.num_feature_rows)])])
+        missing = np.flatnonzero(~self._is_written[slots_of([(request.blocks, 0, request.num_feature_rows)])])
         return int(missing[-1]) + 1 if len(missing) else 0
 
     def holds(self, block: int) -> bool:
@@ -77,14 +77,17 @@ class FeatureStore:
             [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
             the current stream, always the same, and the host does not wait.
         """
-        index = self._upload(_slots(spans))
+        self.read_slots(self._upload(slots_of(spans)), out)
+
+    def read_slots(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """The same of rows at places in the cache, [rows] int64 on the store's device."""
         if out.device == self._rows.device and out.dtype == self._rows.dtype:
             torch.index_select(self._rows, 0, index, out=out)
         else:
             out.copy_(self._rows.index_select(0, index), non_blocking=True)
 
 
-def _slots(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:
+def slots_of(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:
     """Where rows first .. last - 1 of each (blocks, first, last) are in the cache, sequence after sequence."""
     shifts, counts = [], []  # of each piece in one block: from a row's place in the result to its slot, and its rows
     num_rows = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from verifier_service.draft_session import DraftSession
+from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.sampler import PendingDraw
 from verifier_service.scheduler import Work
 from verifier_service.step_times import StepMarks
@@ -19,6 +21,7 @@ class Flight:
     pending: PendingDraw | None  # of those that sample
     marks: StepMarks | None  # on a GPU
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
+    ahead: Mapping[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way to the drafters
     is_beside: bool = False  # another step ran when it was launched
 
     @property

@@ -110,12 +110,14 @@ class Request:
     @property
     def num_drafts_wanted(self) -> int:
         """Drafts of use to the next verify step: it emits one token more, within the request's length."""
-        return max(0, min(self.num_speculative_tokens, self.max_length - len(self.tokens) - 1))
+        room = self.max_length - len(self.tokens) - 1
+        return self.num_speculative_tokens if room >= self.num_speculative_tokens else max(0, room)
 
     @property
     def num_feature_rows(self) -> int:
         """True rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
-        return min(self.num_computed, len(self.tokens) - 1)
+        last = len(self.tokens) - 1
+        return self.num_computed if self.num_computed < last else last
 
     def count_step(self, num_drafts: int, num_emitted: int) -> None:
         """Counts a verify step."""

@@ -52,7 +52,17 @@ class PendingDraw:
     logits: torch.Tensor
     groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
     copied: torch.cuda.Event | None
-    first_tokens: torch.Tensor | None  # [len(works)] int64 on the device, -1 for none; where there is one group alone
+    packed: torch.Tensor | None  # [len(works), k + 2] on the device; None where there are several groups
+
+    @property
+    def num_emitted(self) -> torch.Tensor | None:
+        """[len(works)] int64 on the device, tokens of each work; None where there are several groups."""
+        return None if self.packed is None else self.packed[:, 0]
+
+    @property
+    def first_tokens(self) -> torch.Tensor | None:
+        """[len(works)] int64 on the device, -1 for none; None where there are several groups."""
+        return None if self.packed is None else self.packed[:, 1]
 
     @property
     def keeps_logits(self) -> bool:
@@ -142,8 +152,8 @@ class TokenSampler:
                 rows = processed[upload([np.array(index)], self._device)[0]]
             packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
             groups.append((members, packed.to("cpu", non_blocking=True)))
-        first_tokens = packed[:, 1] if len(groups) == 1 else None
-        return PendingDraw(works, wishes, logits, groups, record_event(self._device), first_tokens)
+        copied = record_event(self._device)
+        return PendingDraw(works, wishes, logits, groups, copied, packed if len(groups) == 1 else None)
 
     def needs_no_tokens(self, request: Request) -> bool:
         """Whether a request's next token can be drawn before those that are in flight are known here."""

@@ -78,8 +78,8 @@ class Incoming:
 class TensorReceiver:
     """Checks tensors of messages, which are not trusted, and finds their elements.
 
-    `claim` must be called for the tensors in the order in which they were finished; it, the methods of what it gives and
-    `generation_read` may be called from different threads.
+    `claim` must be called for the tensors in the order in which they were finished; it, the methods of what it gives
+    and `generation_read` may be called from different threads.
     """
 
     def __init__(self, device: torch.device, segment: Segment | None = None) -> None:

@@ -1,0 +1,133 @@
+"""Features that leave for a drafter before the host has the tokens of their step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from drafting_scene import answer_to
+from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
+
+from draftwire.carriers import TensorReceiver, TensorSender
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.carriers.sender import Outgoing
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.draft_stream import Answered
+from verifier_service.drafting import Drafting
+from verifier_service.features import FeatureStore
+from verifier_service.target import Target
+
+pytestmark = pytest.mark.usefixtures("scheduling")
+
+CPU = torch.device("cpu")
+PROMPTS = [[3 + i, 1, 4] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each message with rows whether its features were there before. All are what the store has of the rows."""
+    noted: list[bool] = []
+    features_of = Drafting._features
+
+    def compared(
+        self: Drafting,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[tuple[Binding, int]],
+        first_rows: list[int],
+    ) -> Outgoing:
+        ahead = session.ahead
+        features = features_of(self, session, store, pieces, first_rows)
+        spans = [
+            (one.request.blocks, first, first + rows) for (one, rows), first in zip(pieces, first_rows, strict=True)
+        ]
+        expected = torch.empty_like(features.tensor)
+        store.read(spans, expected)
+        assert torch.equal(features.tensor, expected)
+        noted.append(ahead is not None and ahead.features is features)
+        return features
+
+    monkeypatch.setattr(Drafting, "_features", compared)
+    return noted
+
+
+def test_they_are_those_of_nearly_every_verify_step(target, sources):
+    own = Served(target)
+    own.connect_with(lambda step: [5 + step.step_id % 7, 6, 7])
+    made = [own.submit(prompt, max_tokens=40, temperature=0.9, seed=i) for i, prompt in enumerate(PROMPTS)]
+    own.engine.start()
+    for one in made:
+        own.tokens(one)
+    own.engine.stop()
+    assert sum(sources) > 0.5 * len(sources)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [[{}], [{"layers": (0, 2)}, {"layers": (1, 2)}], [{"dtype": torch.float16, "row_bytes": 4 * HIDDEN}]],
+    ids=["one", "two", "narrower"],
+)
+@pytest.mark.parametrize(
+    "limits", [{}, {"num_blocks": 9}, {"max_prefill_rows": 2}, {"max_num_seqs": 2}, {"draft_deadline_s": 0.0005}]
+)
+@pytest.mark.parametrize("kind", [{"k": 1}, {"temperature": 0.9, "stop_token_ids": [2, 9]}, {"min_tokens": 8}])
+def test_whatever_becomes_of_requests_features_are_those_of_the_rows(target, sources, heads, limits, kind):
+    own = Served(target, **limits)
+    for head in heads:
+        own.connect_with(lambda step: [5 + step.step_id % 7, 6, 7], **head)
+    made = [own.submit(prompt, max_tokens=30 - 3 * i) for i, prompt in enumerate(PROMPTS)]
+    made += [own.submit(prompt, max_tokens=20 + i, **kind) for i, prompt in enumerate(PROMPTS)]
+    own.engine.start()
+    for one in made:
+        own.tokens(one)
+    own.engine.stop()
+    assert sources
+
+
+@pytest.fixture
+def segments() -> Iterator[tuple[HostSegment, HostSegment]]:
+    """Memory of 16 KiB as both sides see it, 13 steps of three requests."""
+    made, fds = HostSegment.create(16384, CPU)
+    yield made, HostSegment.attach(fds, 16384, CPU)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_room_of_features_that_are_not_sent_comes_back(target, segments):
+    """A request that ends with a step is not in its message, which has other features then."""
+    own = Served(target)
+    ours, theirs = segments
+    receiver = TensorReceiver(CPU, theirs)
+    storages: list[str | None] = []
+    stream = own.connect()
+    stream.sender = TensorSender(CPU, ours)
+
+    def on_send(step: pb.DraftStep) -> None:
+        if step.num_rows:
+            storages.append(step.features.WhichOneof("storage"))
+            shape = (sum(step.num_rows), 2 * HIDDEN)
+            receiver.claim(step.features, "features", torch.float32, shape).load()
+        drafts = answer_to(step)
+        drafts.features_read = receiver.generation_read
+        own.engine.post(Answered(stream, drafts))
+
+    stream.on_send = on_send
+    made: list[Any] = [own.submit([1 + i % 7, 2], max_tokens=2 + i % 5) for i in range(8)]
+    own.engine.start()
+    for i in range(60):
+        own.tokens(made.pop(0))
+        made.append(own.submit([1 + i % 7, 2], max_tokens=3 + i % 5, k=K))
+    for one in made:
+        own.tokens(one)
+    own.engine.stop()
+    assert len(storages) > 30
+    assert set(storages) == {"span"}
