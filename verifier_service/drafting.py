@@ -352,11 +352,11 @@ class Drafting:
     def _send(self, session: DraftSession, store: FeatureStore, pieces: list[tuple[Binding, int]]) -> None:
         """Rows of prompts and histories go in a message of their own, after the one for which drafts are waited."""
         num_drafts = session.pace.take_num_drafts(bool(pieces))
-        verified = [piece for piece in pieces if piece[1] <= self._most_verified]
+        others = [piece for piece in pieces if piece[1] > self._most_verified]
+        verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
         if verified or session.closed_ids:
             self._send_step(session, store, verified, num_drafts)
-        if len(verified) < len(pieces) and session.stream in self._sessions:
-            others = [piece for piece in pieces if piece[1] > self._most_verified]
+        if others and session.stream in self._sessions:
             self._send_step(session, store, others, num_drafts)
 
     def _send_step(
@@ -375,19 +375,19 @@ class Drafting:
         tokens: list[int] = []
         first_rows: list[int] = []
         wanted: list[int] = []
-        asked: list[Binding] = []
         for binding, rows in pieces:
             request = binding.request
             if not binding.sequence_id:
                 self._open(step, binding)
-            first = binding.next_row
+            first, known = binding.next_row, request.tokens
             binding.next_row = last = first + rows
             first_rows.append(first)
-            tokens += request.tokens[first + 1 : last + 1]
-            drafts = self._ask(binding, num_drafts)
+            tokens += known[first + 1 : last + 1]
+            drafts = 0
+            if last == len(known) - 1 and request.num_in_flight == 0 and request.is_decoding:  # all rows are there
+                drafts = min(request.num_drafts_wanted, num_drafts)
+                binding.wait_until = None
             wanted.append(drafts)
-            if drafts > 0:
-                asked.append(binding)
         num_bytes = num_rows = 0
         features, carrier = None, draft_pb2.CARRIER_BYTES
         if pieces:
@@ -401,9 +401,12 @@ class Drafting:
         sent = time.monotonic()
         session.stream.send(step, features)
         # The rest is done while the drafter computes.
+        asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
         message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
         session.unanswered[step.step_id] = message
-        for binding in asked:
+        for binding, drafts in asked:
+            binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)
+            binding.asked_drafts = drafts
             binding.wait_until = message.wait_until if waits else None
         self._times.count_sent(carrier, num_rows, num_bytes)
         self.gate.count_sent(num_rows)
@@ -479,18 +482,6 @@ class Drafting:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
-
-    def _ask(self, binding: Binding, num_drafts: int) -> int:
-        """Number of drafts to ask for with the rows just taken, `num_drafts` at most."""
-        request = binding.request
-        if binding.next_row < len(request.tokens) - 1 or request.num_in_flight > 0 or not request.is_decoding:
-            return 0
-        wanted = min(request.num_drafts_wanted, num_drafts)
-        binding.wait_until = None
-        if wanted > 0:
-            binding.asked_length, binding.asked_drafts = len(request.tokens), wanted
-            binding.asked_step = binding.session.step_id
-        return wanted
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
         drafts = answer.drafts

@@ -413,13 +413,14 @@ class Engine:
             self._take_of_link(event)
 
     def _take_of_link(self, event: LinkEvent) -> None:
-        if isinstance(event, Connected | Disconnected):
+        if isinstance(event, (Connected, Disconnected)):
             self._drop_expected()  # memory of the device comes or goes, for which the driver may wait for all streams
-        if not isinstance(event, Connected) or self._has_store(event.stream):
+            if isinstance(event, Connected) and not self._has_store(event.stream):
+                return
             self._use_lane(event)
-            self.drafting.handle(event)
-            self._begin_expected()
-            self._drop_unused_stores()
+        self.drafting.handle(event)
+        self._begin_expected()
+        self._drop_unused_stores()
 
     def _begin_expected(self) -> None:
         """Begins the step that was launched, if nothing is awaited any more."""
@@ -432,12 +433,12 @@ class Engine:
             self._end_failed(list(self.scheduler.running), error)
         self.times.enter(Phase.HOST)
 
-    def _use_lane(self, event: LinkEvent) -> None:
+    def _use_lane(self, event: Connected | Disconnected) -> None:
         """Answers that come over a stream's lane reach this thread without another one."""
         lane = event.stream.lane
         if lane is not None and isinstance(event, Connected):
             self._events.watch(lane.fileno(), event.stream.read_lane)
-        elif lane is not None and isinstance(event, Disconnected):
+        elif lane is not None:
             self._events.unwatch(lane.fileno())
             lane.close()
 

@@ -10,7 +10,7 @@ from draftwire.v1 import generate_pb2 as pb
 from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What one step adds to the output."""
 
@@ -47,9 +47,9 @@ class OutputBuilder:
 
     def take(self, token_ids: list[int], room: int) -> Piece:
         """Takes a step's tokens; `room` is how many more tokens the context holds."""
-        last = min(self._max_tokens - self._count, room)
-        if len(token_ids) < last and not self._has_stops and self._end_token_ids.isdisjoint(token_ids):
-            self._count += len(token_ids)
+        count, last = len(token_ids), min(self._max_tokens - self._count, room)
+        if count < last and not self._has_stops and self._end_token_ids.isdisjoint(token_ids):
+            self._count += count
             return Piece(token_ids)
         piece = Piece()
         for number, token_id in enumerate(token_ids, 1):

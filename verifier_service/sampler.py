@@ -169,8 +169,7 @@ class TokenSampler:
         for members, packed in pending.groups:
             for i, row in zip(members, packed.tolist(), strict=True):
                 drawn[i] = row[1 : 1 + row[0]]
-        current = [(work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current]
-        self._history.count(current)
+        self._history.count((work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current)
         first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
         return [
             Drawn(tokens, [] if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))

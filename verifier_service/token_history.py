@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -55,7 +55,7 @@ class TokenHistory:
             output_counts=self._output_counts,
         )
 
-    def count(self, drawn: Sequence[tuple[Work, list[int]]]) -> None:
+    def count(self, drawn: Iterable[tuple[Work, list[int]]]) -> None:
         """Adds the tokens drawn of each work to the outputs."""
         if not self._slots:
             return
