@@ -88,7 +88,8 @@ class Answer:
         `features_read` is the generation up to which spans of features have been read.
         """
         drafts = self.drafts
-        encode_ids(np.concatenate([_NO_TOKENS, *self.tokens]), drafts.tokens)
+        tokens = self.tokens[0] if len(self.tokens) == 1 else np.concatenate([_NO_TOKENS, *self.tokens])
+        encode_ids(tokens, drafts.tokens)
         if self.load is not None:
             drafts.load.CopyFrom(self.load.encode())
         drafts.compute_time_s = self.compute_time_s

@@ -210,9 +210,9 @@ class DraftEngine:
         """Computes rows, after which nothing is drafted."""
         if not parts:
             return
-        tokens = _tokens_of(parts)
-        states = torch.empty(len(tokens), self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
-        self._load_states(parts, states)
+        num_rows = sum(part.num_rows for part in parts)
+        states = torch.empty(num_rows, self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
+        tokens = self._load(parts, states)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
         table = self._table
@@ -229,11 +229,10 @@ class DraftEngine:
 
     def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
-        self._load_states(parts, self._loop.states)
+        tokens = self._load(parts, self._loop.states)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
-        rows = DraftRows(slots, first_rows, counts, num_drafts, _tokens_of(parts))
-        launched = self._proposer.launch(mode, rows)
+        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
         _finish_features(parts)
         for part in parts:
             part.announce()
@@ -246,15 +245,17 @@ class DraftEngine:
             _add_drafts(part, proposal.part(begin, end))
             begin = end
 
-    def _load_states(self, parts: list[StepRows], states: torch.Tensor) -> None:
-        """Writes the head's states g of rows into the first of `states` [>= T, hidden]."""
-        begin = 0
+    def _load(self, parts: list[StepRows], states: torch.Tensor) -> np.ndarray:
+        """Tokens int32 [T] of rows, whose states g are written into the first of `states` [>= T, hidden]."""
+        tokens, begin = [], 0
         for part in parts:
-            given = part.work.read_features(part)
+            given_tokens, given = part.work.read(part)
+            tokens.append(given_tokens)
             if not part.work.step.is_fused:
                 given = self.head.fuse(given.to(self.device, non_blocking=True))
             states[begin : begin + part.num_rows].copy_(given, non_blocking=True)
             begin += part.num_rows
+        return tokens[0] if len(parts) == 1 else np.concatenate(tokens)
 
 
 def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRows]], list[StepRows]]:
@@ -267,8 +268,8 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
     idle: list[StepRows] = []
     for session, rows in batch.rows:
         most, mode = session.terms.num_speculative_tokens + 1, session.terms.mode
-        is_usual = (rows.num_drafts > 0) & (rows.counts <= most)
-        if np.count_nonzero(is_usual) == len(is_usual):  # faster than all()
+        # Lists: of so few numbers Python finds the largest sooner than NumPy does.
+        if min(rows.num_drafts.tolist()) > 0 and max(rows.counts.tolist()) <= most:  # a step like any other
             drafting.setdefault(mode, []).append(rows)
             continue
         wants_drafts = rows.num_drafts > 0
@@ -285,12 +286,6 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
             needed.append(rows.select(is_needed))
             later.append(rows.select(~is_needed))
     return _filled(needed), drafting, _filled(later)
-
-
-def _tokens_of(parts: list[StepRows]) -> np.ndarray:
-    """int32 [T] of all parts' rows."""
-    tokens = [part.work.tokens[part.rows()] for part in parts]
-    return tokens[0] if len(parts) == 1 else np.concatenate(tokens)
 
 
 def _finish_features(parts: list[StepRows]) -> None:

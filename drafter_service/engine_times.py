@@ -43,10 +43,12 @@ class EngineTimes:
 
     def enter(self, phase: Phase) -> None:
         """Ends the current phase and begins another, or goes on with the same."""
-        if phase is not self._phase:
-            with self._lock:
-                self._settle()
-                self._phase = phase
+        if phase is self._phase:
+            return
+        with self._lock:
+            now = self._clock()
+            self._seconds[self._phase] += now - self._since
+            self._since, self._phase = now, phase
 
     def end_step(self) -> None:
         """Puts the time since the last step into the histogram."""
@@ -55,10 +57,6 @@ class EngineTimes:
     def read(self) -> dict[Phase, float]:
         """Seconds of each phase so far, the one that lasts included."""
         with self._lock:
-            self._settle()
-            return self._seconds.copy()
-
-    def _settle(self) -> None:
-        now = self._clock()
-        self._seconds[self._phase] += now - self._since
-        self._since = now
+            seconds = self._seconds.copy()
+            seconds[self._phase] += self._clock() - self._since
+        return seconds

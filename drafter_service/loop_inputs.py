@@ -63,8 +63,10 @@ class PackedInputs:
 
     def clear(self, num_sequences: int, num_rows: int) -> None:
         """Makes all of it padding."""
-        none = np.empty(0, np.int64)
-        fill(self.host(num_sequences, num_rows), counts=none, tokens=none)
+        host = self.host(num_sequences, num_rows)
+        host.cu_rows[:] = 0
+        host.slots[:] = -1
+        host.num_drafts[:] = 0
 
     def _layout(self, num_sequences: int, num_rows: int) -> list[int]:
         """Where each input begins, and the end, in int32."""
@@ -97,15 +99,32 @@ class PackedInputs:
         )
 
 
-def fill(host: LoopInputs, *, counts: np.ndarray, tokens: np.ndarray, **per_sequence: np.ndarray) -> None:
-    """Writes the rows' `tokens`, the sequences' `counts` of rows and further inputs; the rest becomes padding."""
-    num_sequences, num_rows = len(counts), len(tokens)
+def fill(
+    host: LoopInputs,
+    *,
+    counts: np.ndarray,
+    tokens: np.ndarray,
+    proposal_keys: np.ndarray,
+    first_positions: np.ndarray,
+    first_places: np.ndarray,
+    slots: np.ndarray,
+    num_drafts: np.ndarray,
+    temperatures: np.ndarray,
+    new_blocks: np.ndarray,
+) -> None:
+    """Writes the inputs of S sequences, which have `counts` rows each; the rest becomes padding."""
+    count, num_rows = len(counts), len(tokens)
     host.tokens[:num_rows] = tokens
     host.cu_rows[0] = 0
-    host.cu_rows[1 : num_sequences + 1] = counts.cumsum()
-    for name, values in per_sequence.items():
-        getattr(host, name)[:num_sequences] = values
-    if num_sequences < len(host.slots):
-        host.cu_rows[num_sequences + 1 :] = num_rows
-        host.slots[num_sequences:] = -1
-        host.num_drafts[num_sequences:] = 0
+    host.cu_rows[1 : count + 1] = counts.cumsum()
+    host.proposal_keys[:count] = proposal_keys
+    host.first_positions[:count] = first_positions
+    host.first_places[:count] = first_places
+    host.slots[:count] = slots
+    host.num_drafts[:count] = num_drafts
+    host.temperatures[:count] = temperatures
+    host.new_blocks[:count] = new_blocks
+    if count < len(host.slots):
+        host.cu_rows[count + 1 :] = num_rows
+        host.slots[count:] = -1
+        host.num_drafts[count:] = 0

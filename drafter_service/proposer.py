@@ -32,7 +32,7 @@ class DraftRows(NamedTuple):
 class Proposal(NamedTuple):
     """Drafts of S sequences."""
 
-    tokens: np.ndarray  # int32 [S, k] target ids
+    tokens: np.ndarray  # int32 [S, k] target ids; valid until the next launch
     is_draft: np.ndarray  # bool [S, k], which of the tokens are drafts: the first ones of each sequence
     logits: list[torch.Tensor]  # float32 [S, k, n] and, for top_n, their token ids int32 [S, k, n]; may be empty
 
@@ -89,7 +89,7 @@ class Proposer:
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
         count, most = launched.is_wanted.shape
-        tokens = self._drafts[:count, :most].copy()
+        tokens = self._drafts[:count, :most]
         # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
         is_draft = np.logical_and.accumulate((tokens >= 0) & launched.is_wanted, 1)
         return Proposal(tokens, is_draft, launched.logits)

@@ -175,7 +175,7 @@ class Scheduler:
         refused = self._open(session, step)
         slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(step.sequence_ids))
         follows = step.first_rows == table.next_row[slots]
-        is_taken = follows & table.has_room(slots, step.num_rows)
+        is_taken = follows & table.has_room(slots, step.first_rows + step.num_rows)
         work.admit(slots)
         if np.count_nonzero(is_taken) < len(is_taken):
             self._make_room(session, work, slots, follows, is_taken, refused)

@@ -91,9 +91,9 @@ class SequenceTable:
         end = self.next_row.item(slot) + num_rows
         return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
 
-    def has_room(self, slots: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
-        """Whether each sequence's blocks and context hold `num_rows` rows after its true ones; [n] bool."""
-        return self.next_row[slots] + num_rows <= self.end_row[slots]
+    def has_room(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Whether each sequence's blocks and context hold rows up to the position `ends`, exclusive; [n] bool."""
+        return ends <= self.end_row[slots]
 
     def reserve(self, slot: int, num_rows: int) -> bool:
         """Makes room for `num_rows` rows after a sequence's true ones, if the context and the pool have it."""
@@ -116,7 +116,7 @@ class SequenceTable:
 
         A sequence's first draft needs no row of its own: its last true row predicts it.
         """
-        has_room = self.has_room(slots, num_drafts - 1)
+        has_room = self.has_room(slots, self.next_row[slots] + num_drafts - 1)
         if np.count_nonzero(has_room) == len(slots):
             return num_drafts
         self._extend(slots[~has_room], num_drafts[~has_room] - 1)

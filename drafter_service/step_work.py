@@ -50,7 +50,7 @@ class StepRows:
         """Token of each last row."""
         return self.work.tokens[self.ends - 1]
 
-    def rows(self) -> slice | np.ndarray:
+    def places(self) -> slice | np.ndarray:
         """Places of the rows in the step's tensors; a slice where they are neighbours."""
         begin, end = self.ends.item(0) - self.counts.item(0), self.ends.item(-1)
         if end - begin == self.num_rows:
@@ -115,14 +115,16 @@ class StepWork:
         """What the verifier gets."""
         return Answer(self.step.step_id)
 
-    def read_features(self, rows: StepRows) -> torch.Tensor:
-        """The features [n, width] of rows of the step where they have arrived; each is read once."""
+    def read(self, rows: StepRows) -> tuple[np.ndarray, torch.Tensor]:
+        """Tokens [n] of rows of the step, and their features [n, width] where they have arrived; once for each row."""
         self._unread_rows -= rows.num_rows
-        features = self.step.features.tensor
-        if rows.num_rows == len(self.tokens):
-            return features
-        places = rows.rows()
-        return features[places] if isinstance(places, slice) else features[torch.from_numpy(places).to(features.device)]
+        tokens, features = self.tokens, self.step.features.tensor
+        if rows.num_rows == len(tokens):
+            return tokens, features
+        places = rows.places()
+        if isinstance(places, slice):
+            return tokens[places], features[places]
+        return tokens[places], features[torch.from_numpy(places).to(features.device)]
 
     def finish_features(self) -> None:
         """Gives the features' memory back if the copies of all rows have been issued."""

@@ -147,7 +147,7 @@ class DraftStream:
 
     async def _read_steps(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._note(request, last_read_bytes.get())
+            self._make_room(request.step.step_id, last_read_bytes.get())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)
 
@@ -158,24 +158,24 @@ class DraftStream:
     def _take_message(self, message: bytes) -> None:
         try:
             request = pb.DraftRequest.FromString(message)
-            self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
-            self._note(request, len(message))
         except DecodeError:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
-        except QueueFullError as error:
-            self._fail(error)
         else:
-            self._take(request)
+            self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
+            self._take(request, len(message))
 
-    def _take(self, request: pb.DraftRequest) -> None:
-        """Checks a step and queues it; on the engine's thread."""
+    def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
+        """Checks a step and queues it, on the engine's thread; bytes of its message that room was made for count no
+        more."""
         if self._has_failed:
             return
         try:
             step = self._decoder.decode(request)
             carrier, num_bytes = step.features.carrier, step.features.num_bytes
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
-            size = self._answer_row_bytes and self._answer_row_bytes * int(step.num_drafts.sum())
+            size = message_bytes
+            if self._answer_row_bytes:
+                size += self._answer_row_bytes * int(step.num_drafts.sum())
             if carrier != pb.CARRIER_BYTES:
                 size += num_bytes
             self._make_room(step.step_id, size)
@@ -198,17 +198,13 @@ class DraftStream:
         self._has_failed = True
         self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
 
-    def _note(self, request: pb.DraftRequest, num_bytes: int) -> None:
-        """Takes note of a step where it arrives, so that no more are read than there is room for."""
-        with self._lock:
-            if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
-                raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
-        self._make_room(request.step.step_id, num_bytes)
-
     def _make_room(self, step_id: int, size: int) -> None:
-        """Counts bytes that a step takes until it is answered."""
+        """Counts a step and bytes that it takes until it is answered, so that no more are read than there is room for.
+        """
         with self._lock:
             own = self._unanswered.get(step_id)
+            if own is None and len(self._unanswered) >= MAX_UNANSWERED_STEPS:
+                raise QueueFullError(f"{MAX_UNANSWERED_STEPS} steps are unanswered, and no more are taken")
             is_alone = len(self._unanswered) == (own is not None)
             if not is_alone and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
                 raise QueueFullError(f"steps of {MAX_UNANSWERED_BYTES} bytes are unanswered, and no more are taken")

@@ -38,7 +38,7 @@ def encode_ids(ids: Sequence[int] | np.ndarray, message: pb.Tensor) -> None:
     """Writes token ids into `message` as an int32 tensor [len(ids)]; faster than by way of a tensor."""
     message.dtype = pb.DTYPE_INT32
     message.shape[:] = [len(ids)]
-    message.data = np.array(ids, np.int32).tobytes()
+    message.data = np.asarray(ids, np.int32).tobytes()
 
 
 def decode_ids(message: pb.Tensor, name: str, count: int) -> list[int]:

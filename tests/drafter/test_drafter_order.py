@@ -132,7 +132,7 @@ def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
     table.reserve_ahead(slots)
     # The next step brings up to 5 rows, and 3 rows follow for drafts: from 9 and 8 on they end at 17 and 16.
     assert table.num_blocks[slots].tolist() == [2, 2, 1, 6]
-    assert table.has_room(slots[:3], np.array([8, 8, 8])).all()
+    assert table.has_room(slots[:3], np.array([24, 17, 16])).all()
 
 
 def test_blocks_taken_ahead_leave_one_for_each_sequence() -> None:
