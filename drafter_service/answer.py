@@ -22,9 +22,9 @@ class Load(NamedTuple):
     sequences: int
     kv_cache_usage: float  # [0, 1]
 
-    def encode(self) -> pb.DrafterLoad:
-        """Wire form."""
-        return pb.DrafterLoad(sessions=self.sessions, sequences=self.sequences, kv_cache_usage=self.kv_cache_usage)
+    def encode(self, message: pb.DrafterLoad) -> None:
+        """Writes the wire form."""
+        message.sessions, message.sequences, message.kv_cache_usage = self
 
 
 class Answer:
@@ -91,7 +91,7 @@ class Answer:
         tokens = self.tokens[0] if len(self.tokens) == 1 else np.concatenate([_NO_TOKENS, *self.tokens])
         encode_ids(tokens, drafts.tokens)
         if self.load is not None:
-            drafts.load.CopyFrom(self.load.encode())
+            self.load.encode(drafts.load)
         drafts.compute_time_s = self.compute_time_s
         drafts.features_read = features_read
         logits, logits_token_ids = self._outgoing

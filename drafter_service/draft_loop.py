@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ class DraftLoop:
     tables
         [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the device.
     drafts
-        [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done.
+        [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1 from a
+        sequence's first draft on that is not wanted or had nothing to be drawn from.
     """
 
     def __init__(
@@ -64,6 +66,11 @@ class DraftLoop:
         self.states = torch.zeros(max_rows, head.spec.hidden_size, dtype=dtype, device=device)
         self.tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
         self.drafts = torch.zeros(count, k, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._state_rows = lru_cache(maxsize=4096)(lambda begin, end: self.states[begin:end])
+
+    def state_rows(self, begin: int, end: int) -> torch.Tensor:
+        """Some of `states`; most steps have as many rows as one before, and to make a view takes long."""
+        return self._state_rows(begin, end)
 
     def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
         """Notes the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the loop."""

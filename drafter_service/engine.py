@@ -212,7 +212,7 @@ class DraftEngine:
             return
         num_rows = sum(part.num_rows for part in parts)
         states = torch.empty(num_rows, self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
-        tokens = self._load(parts, states)
+        tokens = self._load(parts, lambda begin, end: states[begin:end])
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
         table = self._table
@@ -229,7 +229,7 @@ class DraftEngine:
 
     def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
-        tokens = self._load(parts, self._loop.states)
+        tokens = self._load(parts, self._loop.state_rows)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
         launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
@@ -245,15 +245,15 @@ class DraftEngine:
             _add_drafts(part, proposal.part(begin, end))
             begin = end
 
-    def _load(self, parts: list[StepRows], states: torch.Tensor) -> np.ndarray:
-        """Tokens int32 [T] of rows, whose states g are written into the first of `states` [>= T, hidden]."""
+    def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:
+        """Tokens int32 [T] of rows, whose states g are written to where rows from `begin` to `end` go."""
         tokens, begin = [], 0
         for part in parts:
             given_tokens, given = part.work.read(part)
             tokens.append(given_tokens)
             if not part.work.step.is_fused:
                 given = self.head.fuse(given.to(self.device, non_blocking=True))
-            states[begin : begin + part.num_rows].copy_(given, non_blocking=True)
+            states(begin, begin + part.num_rows).copy_(given, non_blocking=True)
             begin += part.num_rows
         return tokens[0] if len(parts) == 1 else np.concatenate(tokens)
 

@@ -34,7 +34,8 @@ class LoopState(NamedTuple):
     next_lengths: Any  # [N] int32
 
     draw_positions: Any  # [N] int64, position of the token being drawn
-    drafts: Any  # [N, K] int32, target ids; -1 where there was nothing to draw from
+    # [N, K] int32, target ids; -1 from a sequence's first draft on that is not wanted or had nothing to be drawn from.
+    drafts: Any
 
     @classmethod
     def allocate(
@@ -126,7 +127,10 @@ def record(
     tokens = columns.clamp_min(0)
     if draft_token_ids is not None:
         tokens = draft_token_ids[tokens]
-    state.drafts[:, offset] = torch.where(columns < 0, -1, tokens)
+    is_draft = (columns >= 0) & (offset < inputs.num_drafts)
+    if offset > 0:
+        is_draft &= state.drafts[:, offset - 1] >= 0
+    state.drafts[:, offset] = torch.where(is_draft, tokens, -1)
     state.next_tokens[:] = tokens
     sequence = torch.arange(len(columns), device=columns.device)
     place = state.lengths + offset

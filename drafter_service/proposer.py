@@ -42,9 +42,10 @@ class Proposal(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step that the device computes, of S sequences."""
+    """A step that the device computes."""
 
-    is_wanted: np.ndarray  # bool [S, k], which drafts are wanted
+    num_sequences: int
+    num_drafts: int  # drafts of the sequence that wants most
     logits: list[torch.Tensor]  # as in `Proposal`
 
 
@@ -64,7 +65,6 @@ class Proposer:
         self._table = table
         self._buffers = buffers
         self._new_blocks = np.arange(loop.inputs.num_new_blocks)
-        self._offsets = np.arange(loop.drafts.shape[1])
         self._drafts = loop.drafts.numpy()
 
     def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
@@ -82,17 +82,15 @@ class Proposer:
             self._fill(shape, rows)
             self._loop.run(shape)
         logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
-        return Launched(self._offsets[:most] < rows.num_drafts[:, None], logits)
+        return Launched(count, most, logits)
 
     def take(self, launched: Launched) -> Proposal:
         """What was drafted, once the device is done."""
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
-        count, most = launched.is_wanted.shape
-        tokens = self._drafts[:count, :most]
         # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
-        is_draft = np.logical_and.accumulate((tokens >= 0) & launched.is_wanted, 1)
-        return Proposal(tokens, is_draft, launched.logits)
+        tokens = self._drafts[: launched.num_sequences, : launched.num_drafts]
+        return Proposal(tokens, tokens >= 0, launched.logits)
 
     def _fill(self, shape: LoopShape, rows: DraftRows) -> None:
         """Sets the inputs of the step."""

@@ -293,6 +293,6 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
     def _current_info(self) -> pb.GetDrafterInfoResponse:
         info = pb.GetDrafterInfoResponse()
         info.CopyFrom(self._info)
-        info.load.CopyFrom(self._engine.load.encode())
+        self._engine.load.encode(info.load)
         info.memory.CopyFrom(self._engine.engine.memory)
         return info

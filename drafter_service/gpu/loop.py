@@ -94,12 +94,16 @@ def _record_kernel(
     token = tl.maximum(column, 0)
     if draft_token_ids is not None:
         token = tl.load(draft_token_ids + token, mask=inside, other=0)
-    tl.store(state.drafts + sequence * drafts_width + offset, tl.where(column < 0, -1, token).to(tl.int32), mask=inside)
+    num_drafts = tl.load(inputs.num_drafts + sequence, mask=inside, other=0)
+    drafts = state.drafts + sequence * drafts_width + offset
+    before = tl.load(drafts - 1, mask=inside & (offset > 0), other=0)
+    is_draft = (column >= 0) & (offset < num_drafts) & (before >= 0)
+    tl.store(drafts, tl.where(is_draft, token, -1).to(tl.int32), mask=inside)
     tl.store(state.next_tokens + sequence, token, mask=inside)
     first_place = tl.load(inputs.first_places + sequence, mask=inside, other=0)
     first_position = tl.load(inputs.first_positions + sequence, mask=inside, other=0)
     place = tl.load(state.lengths + sequence, mask=inside, other=0) + offset
-    is_wanted = inside & (offset + 1 < tl.load(inputs.num_drafts + sequence, mask=inside, other=0))
+    is_wanted = inside & (offset + 1 < num_drafts)
     index = place // BLOCK_SIZE - first_place // BLOCK_SIZE
     block = tl.load(inputs.new_blocks + sequence * NEW_BLOCKS + index, mask=is_wanted, other=0)
     # Who wants no more drafts computes padding: it writes to block 0, and nothing reads what it gets.

@@ -6,7 +6,6 @@ sender over a socket, so that the memory is freed when the last of the two proce
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -75,15 +74,18 @@ class Segment(ABC):
             When it cannot be mapped, or could be taken away while it is mapped.
         """
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes."""
         return self.memory.numel()
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The span at `offset`, a multiple of ALIGNMENT, which must be within the segment, as a tensor."""
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return self._elements[dtype].as_strided(shape, strides, offset // dtype.itemsize)
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        return self._elements[dtype].as_strided(shape, strides[::-1], offset // dtype.itemsize)
 
     @cached_property
     def _elements(self) -> dict[torch.dtype, torch.Tensor]:

@@ -76,7 +76,7 @@ def test_the_passes_over_the_drafts() -> None:
     draft_token_ids = torch.tensor([0, 2, 4, 6])
     loop_state.begin(inputs, tables, state)
     loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids)
-    assert state.drafts[:, 0].tolist() == [6, 2, -1, 0]
+    assert state.drafts[:, 0].tolist() == [6, 2, -1, -1]  # nothing to draw from, and padding
     assert state.next_tokens.tolist() == [6, 2, 0, 0]
     assert state.draw_positions[:3].tolist() == [21, 134, 4789]
     # The second sequence wants no more drafts, the fourth is padding: they write to block 0.
@@ -84,7 +84,8 @@ def test_the_passes_over_the_drafts() -> None:
     assert state.next_slots.tolist() == [41 * 16 + 3, 1, 299 * 16 + 3, 3]
     assert state.next_lengths.tolist() == [20, 1, 4788, 1]
     loop_state.record(torch.tensor([2, 1, 1, 0]), 1, inputs, state, None)
-    assert state.drafts[:, :2].tolist() == [[6, 2], [2, 1], [-1, 1], [0, 0]]
+    # Nothing follows a draft that there was nothing for, and the second sequence wants one draft.
+    assert state.drafts[:, :2].tolist() == [[6, 2], [2, -1], [-1, -1], [-1, -1]]
     assert state.next_positions.tolist() == [20, 0, 0, 0]
     assert state.next_slots.tolist() == [41 * 16 + 4, 1, 2, 3]
 
