@@ -236,7 +236,7 @@ class DraftEngine:
         _finish_features(parts)
         for part in parts:
             part.announce()
-        self._table.reserve_ahead(slots)
+        self._table.reserve_ahead(slots, num_drafts)
         meanwhile()
         proposal = self._proposer.take(launched)
         begin = 0

@@ -36,8 +36,6 @@ class SequenceTable:
         self._pool = pool
         self._max_num_seqs = max_num_seqs = limits.max_num_seqs
         self._max_model_len = limits.max_model_len
-        # A verify step's rows, and the speculative ones after them.
-        self._rows_ahead = 2 * limits.max_num_speculative_tokens
         self._free = list(range(max_num_seqs - 1, -1, -1))
         width = blocks_for(limits.max_model_len) + num_new_blocks(limits.max_num_speculative_tokens)
         self.first_row = np.zeros(max_num_seqs, np.int64)
@@ -122,17 +120,19 @@ class SequenceTable:
         self._extend(slots[~has_room], num_drafts[~has_room] - 1)
         return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
 
-    def reserve_ahead(self, slots: np.ndarray) -> None:
-        """Makes room for what the sequences' next steps bring, where blocks are left for everybody who needs one then.
+    def reserve_ahead(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
+        """Makes room for the rows of the sequences' next steps and for as many drafts again; one block for each open
+        sequence stays free.
 
         A step for which there is room is taken with no look at each of its sequences.
         """
-        wanted = self.next_row[slots] + self._rows_ahead
-        lacks = (wanted > self.end_row[slots]) & (self.end_row[slots] < self._max_model_len)
+        num_rows = 2 * num_drafts  # the last token and accepted drafts, and all but the last of the new drafts
+        end_rows = self.end_row[slots]
+        lacks = (self.next_row[slots] + num_rows > end_rows) & (end_rows < self._max_model_len)
         if np.count_nonzero(lacks):
-            self._extend(slots[lacks], self._rows_ahead, spare=self.num_open)
+            self._extend(slots[lacks], num_rows[lacks], spare=self.num_open)
 
-    def _extend(self, slots: np.ndarray, num_rows: np.ndarray | int, spare: int = 0) -> None:
+    def _extend(self, slots: np.ndarray, num_rows: np.ndarray, spare: int = 0) -> None:
         """Gives sequences the blocks for so many rows after their true ones, in order; `spare` blocks stay free."""
         first_rows, held = self.first_row[slots], self.num_blocks[slots]
         ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)

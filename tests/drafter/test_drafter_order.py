@@ -114,7 +114,7 @@ def test_drafts_end_with_the_context() -> None:
 
 
 def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.ndarray]:
-    """Sequences with so many true rows, drafts of up to 4, and a pool of so many blocks."""
+    """Sequences with so many true rows, and a pool of so many blocks."""
     limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=4)
     table = SequenceTable(limits, BlockPool(1 + num_blocks))
     slots = []
@@ -129,7 +129,7 @@ def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.nda
 
 def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
     table, slots = table_of(16, [16, 9, 8, 96])
-    table.reserve_ahead(slots)
+    table.reserve_ahead(slots, np.array([4, 4, 4, 4]))
     # The next step brings up to 5 rows, and 3 rows follow for drafts: from 9 and 8 on they end at 17 and 16.
     assert table.num_blocks[slots].tolist() == [2, 2, 1, 6]
     assert table.has_room(slots[:3], np.array([24, 17, 16])).all()
@@ -137,7 +137,7 @@ def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
 
 def test_blocks_taken_ahead_leave_one_for_each_sequence() -> None:
     table, slots = table_of(8, [16, 16, 16])
-    table.reserve_ahead(slots)
+    table.reserve_ahead(slots, np.array([4, 4, 4]))
     assert table.num_free_blocks == 3
     assert table.num_blocks[slots].tolist() == [2, 2, 1]
 
