@@ -100,7 +100,7 @@ def check_tensor(
     """The shape of a tensor, wherever its elements are; parameters and errors as for `decode_tensor`."""
     if DTYPES.get(message.dtype) != dtype:
         raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
-    given = tuple(message.shape)
+    given = tuple(message.shape[:])  # a copy of all sizes costs less than a look at each
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")
