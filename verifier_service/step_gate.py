@@ -163,8 +163,8 @@ class StepGate:
             size = session.pace.group_size(len(session.bindings))
             if self._parts:
                 size = min(size, len(bindings) // 2)
-            # A few over are not left to a step of their own.
-            if size > 0 and len(bindings) > 1.5 * size:
+            # A few over wait for the next group, which is that much smaller: steps of equal size take the least time.
+            if 0 < size < len(bindings):
                 bindings.sort(key=lambda binding: binding.asked_step)
                 self._deferred.update(binding.request for binding in bindings[size:])
         self._parts = self._parts and not self._deferred

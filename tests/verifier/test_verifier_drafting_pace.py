@@ -52,6 +52,20 @@ def test_sequences_of_a_far_drafter_part_into_groups_that_take_turns(clock):
     assert max(far.step_sizes) <= 1.5 * 16
 
 
+def test_groups_that_take_turns_become_equal_when_sequences_have_come(clock):
+    """The largest one's step takes the most time, padded to a size that was captured as it is."""
+    world = World(clock, 20, Costs(trip_s=6e-3))
+    world.run(0.3)
+    for _ in range(12):
+        world.arrive()
+    world.run(0.7)
+    world.step_sizes.clear()
+    world.run(0.5)
+    assert pace_of(world.drafting).plan.num_groups == 2
+    assert max(world.step_sizes) <= 17
+    assert world.step_sizes.count(16) > 0.7 * len(world.step_sizes)
+
+
 def test_the_groups_of_a_drafter_that_comes_near_become_one(clock):
     world = World(clock, 32, Costs(trip_s=6e-3))
     world.run(0.5)
