@@ -148,6 +148,15 @@ def test_a_measured_pass_shows_what_no_straight_line_does():
     assert between[1, 1] == pytest.approx(1.02 * (9.6e-3 + 3.3e-3), rel=0.01)
 
 
+def test_no_step_is_tried_out_whose_pass_was_measured():
+    guessed, measured = TargetCost(), TargetCost(Profile(MEASURED))
+    for i in range(100):
+        for target in (guessed, measured):
+            target.observe(320, 0, MEASURED[320], 0.01 * i)
+    assert guessed.wants_step_of(64, 10.0)
+    assert not measured.wants_step_of(64, 10.0)
+
+
 def test_more_rows_take_no_less_whatever_was_measured():
     profile = Profile({1: 5e-3, 5: 4.9e-3, 8: 6e-3})
     assert profile.size(5) == profile.size(1) == 5e-3

@@ -137,11 +137,13 @@ class TargetCost:
         return fixed + per_row * rows
 
     def wants_step_of(self, rows: float, now: float) -> bool:
-        """Whether a step of about so many rows should be tried out; once it says so, it rests for a while."""
-        if not self.is_known or now < self._explored + EXPLORE_EVERY_S:
+        """Whether a step of about so many rows should be tried out; once it says so, it rests for a while.
+
+        A profile that was measured shows what it would.
+        """
+        if self._profile.is_measured or not self.is_known or now < self._explored + EXPLORE_EVERY_S:
             return False
-        causes = (1.0, self._profile.size(rows), 0.0)
-        is_uncertain = self._estimate.read().uncertainty(causes) > UNCERTAIN * self.seconds(rows)
+        is_uncertain = self._estimate.read().uncertainty((1.0, rows, 0.0)) > UNCERTAIN * self.seconds(rows)
         if is_uncertain:
             self._explored = now
         return is_uncertain
