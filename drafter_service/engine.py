@@ -213,6 +213,7 @@ class DraftEngine:
         num_rows = sum(part.num_rows for part in parts)
         states = torch.empty(num_rows, self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
         tokens = self._load(parts, lambda begin, end: states[begin:end])
+        _finish_features(parts)  # at once: nobody waits for the device before the answer
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
         table = self._table
@@ -225,7 +226,6 @@ class DraftEngine:
         given_tokens, given_positions, given_slots, blocks = upload(arrays, self.device)
         self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
         self._loop.keep_blocks(given_slots, blocks)
-        _finish_features(parts)
 
     def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
