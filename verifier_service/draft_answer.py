@@ -54,11 +54,11 @@ def decode_answer(
     InvalidArgumentError
         When arrays disagree, or a tensor is not what is due.
     """
-    sequence_ids, num_drafts = list(answer.sequence_ids), list(answer.num_drafts)
+    sequence_ids, num_drafts = answer.sequence_ids[:], answer.num_drafts[:]
     count, most = len(sequence_ids), config.num_speculative_tokens
     if count and max(num_drafts, default=0) > most:
         raise InvalidArgumentError("drafts.num_drafts", max(num_drafts), f"allowed range [0, {most}]")
-    statuses, lengths, last_tokens = list(answer.statuses), list(answer.committed_lengths), list(answer.last_tokens)
+    statuses, lengths, last_tokens = answer.statuses[:], answer.committed_lengths[:], answer.last_tokens[:]
     if not len(statuses) == len(lengths) == len(last_tokens) == len(num_drafts) == count:
         for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):
             given = len(getattr(answer, name))

@@ -134,6 +134,7 @@ class Stream:
         self._lock = threading.Lock()  # of the counts
         self._last_queued = 0  # step
         self._last_answered = 0
+        self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []  # read from the lane, with their bytes
 
     def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
         """Sends a step and the features that go with it; never waits for the drafter."""
@@ -203,8 +204,7 @@ class Stream:
             for message, received in self.lane.receive_timed():
                 answer = draft_pb2.DraftResponse.FromString(message)
                 events.append(Answered(self, answer.drafts, received))
-                self._traffic.count_message("direct", "received", answer, len(message))
-                self.count_bytes("received", len(message))
+                self._uncounted.append((answer, len(message)))
                 if not self.count_answer():
                     self.fail("answered more steps than it was sent", expel=True)
                     return None
@@ -214,6 +214,13 @@ class Stream:
             self.fail("wrong answer: not a DraftResponse", expel=True)
             return None
         return events
+
+    def count_received(self) -> None:
+        """Counts the messages that `read_lane` has read; later, because a step may begin with what they bring."""
+        for answer, num_bytes in self._uncounted:
+            self._traffic.count_message("direct", "received", answer, num_bytes)
+            self.count_bytes("received", num_bytes)
+        self._uncounted.clear()
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
         """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""

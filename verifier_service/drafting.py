@@ -180,7 +180,7 @@ class Drafting:
         now = time.monotonic()
         self._leave_drained()
         self._watch_circuits(now)
-        if any(session.takes_more for session in self._sessions.values()):
+        if len(self._bindings) < len(requests) and any(session.takes_more for session in self._sessions.values()):
             for request in requests:
                 if request.num_speculative_tokens > 0 and request not in self._bindings:
                     self._bind(request, stores, now)
@@ -396,8 +396,9 @@ class Drafting:
             step.num_rows.extend([rows for _, rows in pieces])
             step.num_drafts.extend(wanted)
             encode_ids(tokens, step.tokens)
-            features = self._features(session, store, pieces, first_rows)
-            num_bytes, num_rows, carrier = features.tensor.nbytes, len(tokens), features.carrier
+            num_rows = len(tokens)
+            features = self._features(session, store, pieces, first_rows, num_rows)
+            num_bytes, carrier = features.tensor.nbytes, features.carrier
         sent = time.monotonic()
         session.stream.send(step, features)
         # The rest is done while the drafter computes.
@@ -414,10 +415,14 @@ class Drafting:
             self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
 
     def _features(
-        self, session: DraftSession, store: FeatureStore, pieces: list[tuple[Binding, int]], first_rows: list[int]
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[tuple[Binding, int]],
+        first_rows: list[int],
+        num_rows: int,
     ) -> Outgoing:
-        """The features of rows that are sent from `first_rows` on."""
-        num_rows = sum([rows for _, rows in pieces])
+        """The features of the rows of `pieces`, which begin at `first_rows` and are `num_rows` in all."""
         if session.ahead is not None:
             features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
             if features is not None:
@@ -510,7 +515,8 @@ class Drafting:
         self._unlearnt.append((session, message, answer))
 
     def _learn(self) -> None:
-        """Learns what the answers tell of their drafters. Not as they come: a step may begin with their drafts."""
+        """Counts the answers, and learns what they tell of their drafters. Not as they come: a step may begin with
+        their drafts."""
         for session, message, answer in self._unlearnt:
             received, drafts = max(answer.received, message.sent), answer.drafts
             session.pace.take_answer(message, received, drafts.compute_time_s)
@@ -519,6 +525,8 @@ class Drafting:
             session.last_received = received
             session.take_load(drafts.load)
         self._unlearnt.clear()
+        for stream in self._sessions:
+            stream.count_received()
 
     def _store_drafts(self, session: DraftSession, answer: draft_pb2.Drafts) -> None:
         decoded = decode_answer(
@@ -611,6 +619,7 @@ class Drafting:
 
     def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
+        session.stream.count_received()
         for binding in session.bindings:
             del self._bindings[binding.request]
         session.bindings.clear()

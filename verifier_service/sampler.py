@@ -170,6 +170,8 @@ class TokenSampler:
             for i, row in zip(members, packed.tolist(), strict=True):
                 drawn[i] = row[1 : 1 + row[0]]
         self._history.count((work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current)
+        if not pending.keeps_logits:
+            return [Drawn(tokens, []) for tokens in drawn]
         first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
         return [
             Drawn(tokens, [] if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))

@@ -99,6 +99,9 @@ class RecordedStream(Stream):
     def report(self, state: int) -> None:
         self.states.append(state)
 
+    def count_received(self) -> None:
+        pass
+
     def take(self, drafts: pb.Drafts) -> None:
         self.sender.release(drafts.features_read, "drafts.features_read")
 

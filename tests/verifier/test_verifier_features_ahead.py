@@ -44,9 +44,10 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         store: FeatureStore,
         pieces: list[tuple[Binding, int]],
         first_rows: list[int],
+        num_rows: int,
     ) -> Outgoing:
         ahead = session.ahead
-        features = features_of(self, session, store, pieces, first_rows)
+        features = features_of(self, session, store, pieces, first_rows, num_rows)
         spans = [
             (one.request.blocks, first, first + rows) for (one, rows), first in zip(pieces, first_rows, strict=True)
         ]
