@@ -28,6 +28,7 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.flight import Flight
+from verifier_service.output import Piece
 from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.pacing import Profile
 from verifier_service.prefix_cache import PrefixCache
@@ -224,6 +225,7 @@ class Engine:
     def _loop(self) -> None:
         has_moved = False
         while self._take_events(wait=not has_moved):
+            self.drafting.drop_lost()
             self._tell_drafters()
             launched, landing = self._launch_next(), self._flight
             if not self._limits.async_scheduling:
@@ -246,7 +248,6 @@ class Engine:
     def _tell_drafters(self) -> None:
         """Sends the drafters what is new."""
         try:
-            self.drafting.drop_lost()
             self.drafting.flush(self.scheduler.running, self._stores)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
@@ -509,15 +510,21 @@ class Engine:
                 self._end_step()
             now = time.monotonic()
             results = iter(drawn)
+            committed: list[tuple[Work, Drawn, Piece]] = []
             for work in flight.works:
                 result = next(results) if work.samples else None
                 if not work.is_current:
                     continue
                 work.request.num_in_flight -= 1
-                if result is not None:
-                    self._commit(work, result, now)
-                else:
+                if result is None:
                     work.request.num_computed = work.start + len(work.tokens)
+                elif (piece := self._commit(work, result, now)) is not None:
+                    committed.append((work, result, piece))
+            self._tell_drafters()  # which wait for it, the rest does not
+            for work, result, piece in committed:
+                emission = Emission(work, result, piece, now)
+                self._uncounted.append(emission)
+                self._output.add(emission)
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
 
@@ -564,8 +571,11 @@ class Engine:
         prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
         self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
-    def _commit(self, work: Work, drawn: Drawn, now: float) -> None:
-        """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length."""
+    def _commit(self, work: Work, drawn: Drawn, now: float) -> Piece | None:
+        """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length.
+
+        The piece of output that they are, which is still to be handed out; None of a request that ends with it.
+        """
         request, tokens = work.request, drawn.tokens
         if work.is_decoding:
             if work.num_drafts == 0 and tokens:
@@ -575,23 +585,22 @@ class Engine:
             request.num_computed = work.start + len(work.tokens)
         if not tokens:
             self._end(request, ServerError("the target's logits are not finite for this request"))
-            return
+            return None
         try:
             piece = request.output.take(tokens, request.max_length - len(request.tokens))
         except Exception as error:  # a tokenizer that fails on one request's tokens
             self._end(request, undecodable(request, error))
-            return
+            return None
         request.tokens += piece.token_ids
         if request.first_token is None:
             request.first_token = now
-        emission = Emission(work, drawn, piece, now)
         if piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
-            self._uncounted.append(emission)
-        else:
-            self._count_verified(emission)
-            emission = emission._replace(statistics=request.statistics(self._is_synthetic))
-            self._forget(request)
-        self._output.add(emission)
+            return piece
+        emission = Emission(work, drawn, piece, now)
+        self._count_verified(emission)
+        self._output.add(emission._replace(statistics=request.statistics(self._is_synthetic)))
+        self._forget(request)
+        return None
 
     def _end_step(self) -> None:
         """Counts the last step."""
