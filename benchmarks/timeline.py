@@ -1,0 +1,100 @@
+"""Where the time between two passes goes: what both engines' threads do from a step's tokens to the next step.
+
+    python -m benchmarks.timeline -- draftwire bench serve --drafting on --concurrency 1,32 ...
+
+Runs a command and records when chosen methods of its services began and ended (benchmarks/timeline_hook/calls.py), by
+the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
+their drafts, the median way of a step, mark after mark, and what the methods took. A record takes about a microsecond.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timeline_hook.calls import CALLS, WAY
+
+HOOK = Path(__file__).resolve().parent / "timeline_hook"
+NAMES = [name for names in CALLS.values() for name in names]
+# Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
+GAP_S = 0.5
+LEAST_STEPS = 50
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def main(command: tuple[str, ...]) -> None:
+    """Runs COMMAND and prints where its steps' time went; exits with its status."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
+        env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": directory}
+        status = subprocess.run(command, env=env).returncode
+        records = read(Path(directory))
+    console = Console(width=max(Console().width, 100))
+    for stretch in stretches(records):
+        console.print(_table(records, stretch))
+    sys.exit(status)
+
+
+def read(directory: Path) -> dict[str, np.ndarray]:
+    """Seconds [n, 2] from begin to end of each method's calls, in order, of all processes."""
+    rows = [np.empty((0, 3), np.int64)]
+    for path in directory.glob("*.records"):
+        values = np.fromfile(path, np.int64)
+        rows.append(values[1 : 1 + 3 * values[0]].reshape(-1, 3))
+    all_rows = np.concatenate(rows)
+    all_rows = all_rows[all_rows[:, 1].argsort()]
+    return {name: all_rows[all_rows[:, 0] == number, 1:] * 1e-9 for number, name in enumerate(NAMES)}
+
+
+def stretches(records: dict[str, np.ndarray]) -> list[tuple[float, float]]:
+    """(begin, end), monotonic seconds, of the middle halves of stretches of steps that waited for drafts."""
+    begun = records[WAY[-1].call][:, 0]
+    parts = np.split(begun, np.flatnonzero(np.diff(begun) > GAP_S) + 1)
+    return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
+
+
+def way(records: dict[str, np.ndarray], begin: float, end: float) -> list[float]:
+    """Median seconds from a step's tokens to each mark of the way, each being the first after the one before it."""
+    first = records[WAY[0].call][:, 1]
+    now = start = first[(first >= begin) & (first < end)]
+    medians = []
+    for mark in WAY:
+        times = np.append(np.sort(records[mark.call][:, int(mark.end == "end")]), np.nan)
+        now = times[np.minimum(np.searchsorted(times[:-1], now), len(times) - 1)]
+        medians.append(float(np.nanmedian(now - start)))
+    return medians
+
+
+def _table(records: dict[str, np.ndarray], stretch: tuple[float, float]) -> Table:
+    steps = records[WAY[-1].call][:, 0]
+    count = int(((steps >= stretch[0]) & (steps < stretch[1])).sum())
+    title = f"{count} steps, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
+    table = Table(title=title, box=SIMPLE)
+    table.add_column("mark or method", no_wrap=True)
+    for column in ("from the tokens", "from the mark before", "calls a step", "median"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = 0.0
+    for mark, median in zip(WAY, way(records, *stretch), strict=True):
+        table.add_row(f"{mark.call} {mark.end}", f"{1e6 * median:.0f}", f"{1e6 * (median - before):.0f}")
+        before = median
+    table.add_section()
+    for name, calls in records.items():
+        inside = calls[(calls[:, 0] >= stretch[0]) & (calls[:, 0] < stretch[1])]
+        if len(inside):
+            median = 1e6 * float(np.median(inside[:, 1] - inside[:, 0]))
+            table.add_row(name, "", "", f"{len(inside) / count:.2f}", f"{median:.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

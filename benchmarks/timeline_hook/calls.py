@@ -1,0 +1,53 @@
+"""What `benchmarks.timeline` records, and the way of a step through both engines."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+CALLS = {
+    "verifier_service.engine": (
+        "Engine._launch_next",
+        "Engine._launch_expected",
+        "Engine._land",
+        "Engine._forward",
+        "Engine._hand_out",
+        "Engine._count_landed",
+    ),
+    "verifier_service.drafting": ("Drafting.flush", "Drafting._send_step", "Drafting.handle"),
+    "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
+    "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin"),
+    "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
+    "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
+    "drafter_service.step_decoder": ("StepDecoder.decode",),
+    "drafter_service.engine": ("DraftEngine.iterate", "DraftEngine._draft", "DraftEngine._feed"),
+    "drafter_service.proposer": ("Proposer.launch", "Proposer.take"),
+    "drafter_service.loop_graphs": ("LoopGraphs.replay",),
+}
+"""Methods by module."""
+
+
+class Mark(NamedTuple):
+    """One end of a call, on the way from a step's tokens to the next step."""
+
+    call: str
+    end: Literal["begin", "end"]
+
+
+WAY = (
+    Mark("TokenSampler.finish", "end"),
+    Mark("Drafting.flush", "begin"),
+    Mark("Drafting._send_step", "begin"),
+    Mark("Stream.send", "begin"),
+    Mark("Stream.send", "end"),
+    Mark("DraftStream._take_message", "end"),
+    Mark("DraftEngine.iterate", "begin"),
+    Mark("Proposer.launch", "begin"),
+    Mark("Proposer.launch", "end"),
+    Mark("Proposer.take", "begin"),
+    Mark("Proposer.take", "end"),
+    Mark("DraftStream.deliver", "begin"),
+    Mark("DraftStream._send_directly", "end"),
+    Mark("Stream.read_lane", "end"),
+    Mark("Drafting.handle", "end"),
+    Mark("ExpectedStep.begin", "begin"),
+)

@@ -1,0 +1,66 @@
+"""The timeline of a step: what it records exists, and what it prints follows from the records."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.timeline import HOOK, NAMES, read, stretches, way
+from benchmarks.timeline_hook.calls import CALLS, WAY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_method_that_is_recorded_exists():
+    for module, names in CALLS.items():
+        for name in names:
+            owner, method = name.split(".")
+            assert callable(getattr(getattr(importlib.import_module(module), owner), method))
+    assert {mark.call for mark in WAY} <= set(NAMES)
+
+
+def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
+    program = """if True:
+        import os, signal
+        from drafter_service.step_decoder import StepDecoder
+        for _ in range(3):
+            try:
+                StepDecoder.decode(None, None)
+            except AttributeError:
+                pass
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
+    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == -9
+    records = read(tmp_path)
+    calls = records["StepDecoder.decode"]
+    assert calls.shape == (3, 2)
+    assert (calls[:, 0] <= calls[:, 1]).all()
+    assert sum(map(len, records.values())) == 3
+
+
+def test_the_way_of_a_step_goes_from_mark_to_mark():
+    """200 steps, 10 ms apart; the marks of each are half a millisecond apart."""
+    starts = 100 + 0.01 * np.arange(200)
+    records = {name: np.empty((200, 2)) for name in NAMES}
+    for i, mark in enumerate(WAY):
+        records[mark.call][:, int(mark.end == "end")] = starts + 0.5e-3 * i
+    ((begin, end),) = stretches(records)
+    found = way(records, begin, end)
+    assert found == pytest.approx([0.5e-3 * i for i in range(len(WAY))], abs=1e-6)
+    assert all(a <= b for a, b in pairwise(found))
+
+
+def test_levels_of_load_are_stretches_of_their_own_and_a_few_steps_are_none():
+    records = {name: np.empty((0, 2)) for name in NAMES}
+    begun = np.concatenate([np.arange(100) * 0.01, 5 + np.arange(80) * 0.01, 9 + np.arange(10) * 0.01])
+    records[WAY[-1].call] = np.stack([begun, begun + 1e-3], 1)
+    assert stretches(records) == pytest.approx([(0.25, 0.75), (5.2, 5.6)])
