@@ -138,8 +138,11 @@ class EngineThread:
 
     def _run_commands(self) -> bool:
         """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
+        has_looked = False
         while True:
             has_work = self.engine.has_work
+            if has_work and has_looked and not self._commands.has_more:
+                return True
             if self._later and not has_work:
                 self.times.enter(Phase.ANSWER)
                 self._catch_up()
@@ -148,6 +151,7 @@ class EngineThread:
                 command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
                 return True
+            has_looked = True
             if command is None:
                 self._catch_up()
                 return False

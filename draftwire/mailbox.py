@@ -61,7 +61,7 @@ class Mailbox(Generic[T]):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._collect()
-            if self._messages or self._items:
+            if self.has_more:
                 self._awake_until = time.monotonic() + self._awake_s
                 return (self._messages or self._items).popleft()
             now = time.monotonic()
@@ -75,14 +75,19 @@ class Mailbox(Generic[T]):
         """The next item or message; raises queue.Empty when there is none."""
         return self.get(0)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the last look found more than has been taken; to look costs calls of the system."""
+        return bool(self._messages or self._items)
+
     def wait(self, timeout: float) -> bool:
         """Whether there is an item or a message, now or within so many seconds, to some 50 us exactly."""
         self._collect()
-        if not (self._messages or self._items):
+        if not self.has_more:
             # epoll itself waits for whole milliseconds.
             select.select([self._poll.fileno()], [], [], timeout)
             self._collect()
-        return bool(self._messages or self._items)
+        return self.has_more
 
     def leftovers(self) -> Iterator[T]:
         """Takes the items that are there; from any thread, once the owner has ended."""

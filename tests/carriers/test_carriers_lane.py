@@ -123,6 +123,19 @@ def test_items_come_in_order_and_empty_is_told():
     assert [box.get(), box.get_nowait(), box.get(5)] == [0, 1, 2]
 
 
+def test_what_was_found_and_not_taken_yet_is_known_without_another_look():
+    box: Mailbox[int] = Mailbox()
+    for item in (1, 2):
+        box.put(item)
+    assert not box.has_more  # it has not looked
+    assert box.get() == 1
+    assert box.has_more
+    assert box.get() == 2
+    box.put(3)
+    assert not box.has_more
+    assert box.get() == 3
+
+
 def test_the_owner_is_woken_by_an_item_and_by_a_message(ends):
     here, there = ends
     box: Mailbox[bytes] = Mailbox()
