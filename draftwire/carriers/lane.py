@@ -26,8 +26,11 @@ class Lane:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        # No room for anything else: a peer could send open files along, which would stay open here.
+        self._told_bytes = 0
         with contextlib.suppress(OSError):  # a kernel without them: a message then comes when it is read
             connection.setsockopt(socket.SOL_SOCKET, _TIMESTAMPS, 1)
+            self._told_bytes = _TIMESTAMP_ROOM
         self._socket = connection
         self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
         self._empty_at = -math.inf  # monotonic time at which there was no message
@@ -63,7 +66,7 @@ class Lane:
         messages: list[tuple[bytes, float]] = []
         while len(messages) < MAX_MESSAGES:
             try:
-                size, told, _, _ = self._socket.recvmsg_into([self._buffer], _TIMESTAMP_ROOM)
+                size, told, _, _ = self._socket.recvmsg_into([self._buffer], self._told_bytes)
             except BlockingIOError:
                 self._empty_at = time.monotonic()
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from draftwire.carriers import Lane
+from draftwire.carriers import Lane, lane
 from draftwire.carriers.lane import MAX_MESSAGE_BYTES, MAX_MESSAGES
 from draftwire.mailbox import Mailbox
 
@@ -59,6 +60,21 @@ def test_a_clock_that_is_set_puts_no_message_before_the_last_look_or_into_the_fu
         monkeypatch.setattr(time, "time", lambda shift=shift: real() + shift)
         ((_, came),) = there.receive_timed()
         assert looked <= came <= time.monotonic()
+
+
+@pytest.mark.parametrize("has_times", [True, False], ids=["times", "no-times"])
+def test_open_files_that_a_peer_sends_along_are_not_taken(monkeypatch, has_times):
+    if not has_times:
+        monkeypatch.setattr(lane, "_TIMESTAMPS", 9999)  # an option that no kernel has
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end = Lane(ours)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        socket.send_fds(theirs, [b"x"], [theirs.fileno()])
+    assert end.receive() == [b"x"] * 3
+    assert os.listdir("/proc/self/fd") == before
+    end.close()
+    theirs.close()
 
 
 def test_a_message_that_is_too_large_is_not_sent(ends):
