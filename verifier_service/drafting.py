@@ -209,11 +209,16 @@ class Drafting:
         of the device when it has landed; see `features_ahead`. The tokens of `works` are drawn, so many of each."""
         drawn = {work.request: (place, work) for place, work in enumerate(works) if work.is_decoding}
         begun: dict[DraftSession, FeaturesAhead] = {}
-        for session in self._sessions.values():
-            if not session.is_draining and not session.pace.is_off:
-                ahead = begin_features(session, stores[session.stream.head.kind], drawn, num_emitted)
-                if ahead is not None:
-                    begun[session] = ahead
+        try:
+            for session in self._sessions.values():
+                if not session.is_draining and not session.pace.is_off:
+                    ahead = begin_features(session, stores[session.stream.head.kind], drawn, num_emitted)
+                    if ahead is not None:
+                        begun[session] = ahead
+        except BaseException:
+            for session in begun:
+                begun[session].features.give_up()
+            raise
         return begun
 
     def take_ahead(self, begun: Mapping[DraftSession, FeaturesAhead]) -> None:
@@ -221,6 +226,8 @@ class Drafting:
         for session, ahead in begun.items():
             session.give_up_ahead()
             session.ahead = ahead
+            if session.stream not in self._sessions:
+                session.give_up_ahead()
 
     def _leave_drained(self) -> None:
         """Ends the streams of draining drafters that have answered everything; their sequences are free to move."""
@@ -620,6 +627,7 @@ class Drafting:
     def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
         session.stream.count_received()
+        session.give_up_ahead()  # they keep the session, which keeps them and the memory that is shared
         for binding in session.bindings:
             del self._bindings[binding.request]
         session.bindings.clear()

@@ -66,6 +66,10 @@ def begin_features(
     true_first = torch.argsort(is_refused, stable=True)
     head = session.stream.head
     features = session.stream.sender.begin(head.dtype, (len(slots), head.width))
-    store.read_slots(slot.index_select(0, true_first), features.tensor)
-    features.seal()
+    try:
+        store.read_slots(slot.index_select(0, true_first), features.tensor)
+        features.seal()
+    except BaseException:
+        features.give_up()
+        raise
     return FeaturesAhead([binding for binding, _, _ in pieces], [work.start for _, _, work in pieces], features)
