@@ -174,12 +174,18 @@ class Drafting:
             if now > session.lost_at:
                 self._give_up(session, f"no answer in {LOST_AFTER_S:g} s")
 
-    def flush(self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore]) -> None:
-        """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there."""
+    def flush(
+        self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore], *, watches: bool = True
+    ) -> None:
+        """Sends every drafter the rows that it has not got, and asks for drafts where all rows are there.
+
+        It also `watches` for drafters that are slow or have drained, unless answers may be there that were not taken.
+        """
         self._learn()
         now = time.monotonic()
-        self._leave_drained()
-        self._watch_circuits(now)
+        if watches:
+            self._leave_drained()
+            self._watch_circuits(now)
         if len(self._bindings) < len(requests) and any(session.takes_more for session in self._sessions.values()):
             for request in requests:
                 if request.num_speculative_tokens > 0 and request not in self._bindings:

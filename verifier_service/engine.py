@@ -225,8 +225,7 @@ class Engine:
     def _loop(self) -> None:
         has_moved = False
         while self._take_events(wait=not has_moved):
-            self.drafting.drop_lost()
-            self._tell_drafters()
+            self._tell_drafters(has_answers=True)
             launched, landing = self._launch_next(), self._flight
             if not self._limits.async_scheduling:
                 launched, landing = None, launched
@@ -245,10 +244,12 @@ class Engine:
             has_moved = landing is not None or launched is not None or self._has_ended_some
             self._has_ended_some = False
 
-    def _tell_drafters(self) -> None:
-        """Sends the drafters what is new."""
+    def _tell_drafters(self, *, has_answers: bool) -> None:
+        """Sends the drafters what is new. Whether all answers have been taken tells which drafters are slow or lost."""
         try:
-            self.drafting.flush(self.scheduler.running, self._stores)
+            if has_answers:
+                self.drafting.drop_lost()
+            self.drafting.flush(self.scheduler.running, self._stores, watches=has_answers)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
 
@@ -520,7 +521,7 @@ class Engine:
                     work.request.num_computed = work.start + len(work.tokens)
                 elif (piece := self._commit(work, result, now)) is not None:
                     committed.append((work, result, piece))
-            self._tell_drafters()  # which wait for it, the rest does not
+            self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
             for work, result, piece in committed:
                 emission = Emission(work, result, piece, now)
                 self._uncounted.append(emission)

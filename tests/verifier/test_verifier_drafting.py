@@ -25,8 +25,9 @@ from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service import draft_session, drafting, redraws
+from verifier_service import breaker, draft_session, drafting, redraws
 from verifier_service.draft_answer import find_belied
 from verifier_service.draft_stream import Loaded
 from verifier_service.features import FeatureKind
@@ -683,6 +684,18 @@ def test_a_drafter_with_many_unanswered_steps_is_sent_no_more_and_its_requests_w
 
 
 # Drafters that are lost.
+
+
+def test_a_drafter_whose_answer_may_be_there_is_not_called_slow(clock):
+    scene = Scene(deadline_s=0.05)
+    stream = scene.connect()
+    scene.decode()
+    scene.flush()
+    clock.now += 2 * breaker.OVERDUE_S
+    scene.drafting.flush(scene.requests, scene.stores, watches=False)
+    assert stream.states == []
+    scene.flush()
+    assert stream.states == [generate_pb2.DRAFTER_STATE_SLOW]
 
 
 def test_a_drafter_whose_oldest_step_is_unanswered_for_long_is_given_up(clock):

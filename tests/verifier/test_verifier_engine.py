@@ -60,6 +60,28 @@ def test_drafts_are_verified_and_change_no_output(served, greedy):
     assert stream.failure is None
 
 
+def test_the_drafter_is_told_of_a_step_before_its_output_is_queued(target):
+    own = Served(target)
+    order: list[str] = []
+    stream = own.connect()
+    answer, add = stream.on_send, own.engine._output.add
+
+    def on_send(step: pb.DraftStep) -> None:
+        order.extend(["sent"] * len(step.sequence_ids))
+        answer(step)
+
+    def queued(emission: Any) -> None:
+        order.append("queued")
+        add(emission)
+
+    stream.on_send, own.engine._output.add = on_send, queued  # type: ignore[method-assign]
+    one = own.submit()
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert order == ["sent", "queued"] * one.verify_steps + ["queued"]
+
+
 def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_the_same(served):
     stream = served.connect()
     prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
