@@ -569,13 +569,12 @@ class Drafting:
                 if request.num_in_flight == 0 and committed_length == len(known) and last_token == known[-1]:
                     drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
                     answered.append((request, drafts))
-        belied: set[int] = set()
         if logits is not None:
             self._times.count_logits(logits.carrier, len(tokens) * logits.row_bytes)
-            belied.update(map(id, self._redraw(session, answered)))
+            belied = {id(drafts) for drafts in self._redraw(session, answered)}
+            answered = [(request, drafts) for request, drafts in answered if id(drafts) not in belied]
         for request, drafts in answered:
-            if id(drafts) not in belied:
-                request.drafts = drafts
+            request.drafts = drafts
 
     def _redraw(self, session: DraftSession, answered: Sequence[tuple[Request, ReadyDrafts]]) -> list[ReadyDrafts]:
         """Draws some of the drafts again; those that are not what their logits sample are not used.

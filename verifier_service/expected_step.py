@@ -71,17 +71,17 @@ class ExpectedStep:
 
     def has_all(self, is_awaited: Callable[[Request], bool]) -> bool:
         """Whether it can begin: it is held, and none of its drafts is awaited any more."""
-        return self._held is not None and not any(one.drafts is None and is_awaited(one) for one in self._spans)
+        return self._held is not None and not any(map(is_awaited, [one for one in self._spans if one.drafts is None]))
 
     def begin(self) -> None:
         """Begins it with the drafts that the requests have, before the step is scheduled; whether it is that step shows
         when it is taken."""
         if self._held is not None:
-            drafts = ((one, one.drafts) for one in self._spans)
-            self._begin(
-                self._held,
-                [one.tokens[-1:] if own is None else [one.tokens[-1], *own.tokens] for one, own in drafts],
-            )
+            tokens = []
+            for request in self._spans:
+                drafts = request.drafts
+                tokens.append(request.tokens[-1:] if drafts is None else [request.tokens[-1], *drafts.tokens])
+            self._begin(self._held, tokens)
 
     def take(self, works: Sequence[Work]) -> StepOutput | None:
         """Its output as that of the step of `works`, logits in their order, for which it begins unless it has; None

@@ -238,7 +238,7 @@ def test_an_engine_that_fails_tells_its_requests_and_the_process_in_front():
     async def run() -> None:
         one = served()
 
-        def fail() -> None:
+        def fail(**_: Any) -> None:
             raise RuntimeError("out of order")
 
         async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
