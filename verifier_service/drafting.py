@@ -227,9 +227,11 @@ class Drafting:
             raise
         return begun
 
-    def take_ahead(self, begun: Mapping[DraftSession, FeaturesAhead]) -> None:
-        """Takes what `begin_features` gave of a step that is landing, for the next `flush`."""
-        for session, ahead in begun.items():
+    def take_ahead(self, begun: dict[DraftSession, FeaturesAhead]) -> None:
+        """Takes what `begin_features` gave of a step that is landing, for the next `flush`; all of it, because a landed
+        step is kept for a while, and must not keep memory that is shared with a drafter that has gone."""
+        while begun:
+            session, ahead = begun.popitem()
             session.give_up_ahead()
             session.ahead = ahead
             if session.stream not in self._sessions:

@@ -102,8 +102,9 @@ class Engine:
     whose rows are the tokens that the last step draws. A row that turns out to come after a request's end is computed
     for nothing. Where all wait for drafts, the next forward pass is launched, and begins when the host has them.
 
-    What drafting does on the GPU goes to a stream of its own, so that features are not sent a step late; it touches
-    rows of landed steps alone, and each launch waits for it.
+    Behind its draw a step puts its features where they are sent from. What else drafting does on the GPU goes to a
+    stream of its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits
+    for it.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verifier_service.draft_session import DraftSession
@@ -21,7 +21,7 @@ class Flight:
     pending: PendingDraw | None  # of those that sample
     marks: StepMarks | None  # on a GPU
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
-    ahead: Mapping[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way to the drafters
+    ahead: dict[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way, until it lands
     is_beside: bool = False  # another step ran when it was launched
 
     @property

@@ -24,7 +24,7 @@ class StepGate:
         self.target_cost = TargetCost(profile)
         self._sessions = sessions
         self._bindings = bindings
-        self._feature_rows = 0  # sent since then
+        self._feature_rows = 0  # sent since the last step was counted
         self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
         self._parts = False  # whether the next step is to take a part of those that are ready
         self._held_since: float | None = None

@@ -30,7 +30,8 @@ def begin(scene: Scene) -> dict[DraftSession, FeaturesAhead]:
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["flies", "has-landed"])
 def test_a_drafter_that_goes_when_a_step_flies_or_has_landed_leaves_nothing_mapped(has_landed):
-    """Its session is freed at once: Python looks for cycles seldom."""
+    """Its session is freed at once, whatever keeps the step: Python looks for cycles seldom, and to unmap memory of a
+    GPU while a step is held would wait for that step."""
     scene = Scene()
     stream = scene.connect()
     scene.decode()
@@ -45,7 +46,6 @@ def test_a_drafter_that_goes_when_a_step_flies_or_has_landed_leaves_nothing_mapp
         scene.disconnect(stream)
         if not has_landed:
             scene.drafting.take_ahead(begun)
-        del begun
         assert session() is None
     finally:
         gc.enable()
