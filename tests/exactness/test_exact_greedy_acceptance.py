@@ -151,19 +151,12 @@ def test_a_prefix_that_is_in_the_cache_changes_no_step(
 @pytest.fixture(params=[-1, 1], ids=["earlier", "later"])
 def shifted_features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier sends each row the features of the row before or after it."""
-    read = FeatureStore.read
+    read = FeatureStore.read_slots
 
-    def read_shifted(
-        store: FeatureStore, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor
-    ) -> None:
-        shifted = [
-            (blocks, min(max(row + request.param, 0), len(blocks) * BLOCK_SIZE - 1))
-            for blocks, first, last in spans
-            for row in range(first, last)
-        ]
-        read(store, [(blocks, row, row + 1) for blocks, row in shifted], out)
+    def read_shifted(store: FeatureStore, index: torch.Tensor, out: torch.Tensor) -> None:
+        read(store, (index + request.param).clamp(0, len(store._rows) - 1), out)
 
-    monkeypatch.setattr(FeatureStore, "read", read_shifted)
+    monkeypatch.setattr(FeatureStore, "read_slots", read_shifted)
 
 
 @pytest.mark.usefixtures("shifted_features")

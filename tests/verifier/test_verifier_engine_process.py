@@ -203,7 +203,7 @@ def slow_down(host: EngineHost, until: threading.Event) -> None:
     run_rows = host.engine._run_rows
 
     def run_slowly(step: Any) -> Any:
-        until.wait(0.2)
+        until.wait(1.0)
         return run_rows(step)
 
     host.engine._run_rows = run_slowly
