@@ -203,7 +203,7 @@ def slow_down(host: EngineHost, until: threading.Event) -> None:
     run_rows = host.engine._run_rows
 
     def run_slowly(step: Any) -> Any:
-        until.wait(1.0)
+        until.wait(0.2)
         return run_rows(step)
 
     host.engine._run_rows = run_slowly
@@ -217,7 +217,8 @@ def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():
             slow_down(one.host, pause)
             stub = GenerationStub(channel)
             calls = [stub.Generate(request()) for _ in range(3)]
-            await calls[0].read()
+            while not one.host.engine.scheduler.running:  # of more requests than run at once any may be the first
+                await asyncio.sleep(0.01)
             one.process.kill()
             for call in [*calls, stub.Generate(request())]:
                 with pytest.raises(grpc.RpcError) as ended:
