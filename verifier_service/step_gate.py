@@ -25,6 +25,7 @@ class StepGate:
         self._sessions = sessions
         self._bindings = bindings
         self._feature_rows = 0  # sent since the last step was counted
+        self._had_prompts = False  # whether that had any
         self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
         self._parts = False  # whether the next step is to take a part of those that are ready
         self._held_since: float | None = None
@@ -44,7 +45,8 @@ class StepGate:
         rows
             Of all its requests; the time of rows of prompts is of another kind and left out.
         step_s, host_s
-            Time of the step itself and of the host before it, waits left out; see `StepTimes`.
+            Time of the step itself and of the host before it, waits left out; see `StepTimes`. Behind a step with
+            prompts the host also sends their features and opens their sequences, which no plan changes.
         is_beside
             Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
             and so is that for rows sent before it.
@@ -55,8 +57,10 @@ class StepGate:
                 self.target_cost.observe(rows, self._feature_rows, step_s + host_s, now)
             else:
                 self.target_cost.observe(rows, 0, step_s, now)
-                self.target_cost.observe_host(rows, host_s, now, is_beside=is_beside)
+                if not self._had_prompts:
+                    self.target_cost.observe_host(rows, host_s, now, is_beside=is_beside)
         self._feature_rows = 0
+        self._had_prompts = has_prompts
 
     def part_next(self) -> None:
         """Has the next step take a part of those that are ready, so that its cost shows."""

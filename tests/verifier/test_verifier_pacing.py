@@ -206,9 +206,23 @@ def test_the_hosts_time_is_the_steps_where_nothing_hides_it(is_beside, step_s, l
     for _ in range(20):
         gate.count_step(500, has_prompts=True, step_s=1.0, host_s=1.0, is_beside=is_beside)
         gate.count_step(5, has_prompts=False, step_s=4e-3, host_s=2e-3, is_beside=is_beside)
+        gate.count_step(5, has_prompts=False, step_s=4e-3, host_s=2e-3, is_beside=is_beside)
     cost = gate.target_cost
     found = (cost.seconds(5), cost.lead_s(5), cost.beside_s(5))
     assert found == pytest.approx((step_s, lead_s, beside_s), rel=0.01)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(is_beside):
+    """However many of them there are, as where requests end and others come."""
+    gate = StepGate({}, {}, Profile(MEASURED))
+    for _ in range(20):
+        gate.count_step(160, has_prompts=False, step_s=6e-3, host_s=1e-3, is_beside=is_beside)
+    for _ in range(20):
+        gate.count_step(500, has_prompts=True, step_s=15e-3, host_s=5e-3, is_beside=is_beside)
+        gate.count_step(160, has_prompts=False, step_s=6e-3, host_s=12e-3, is_beside=is_beside)
+    cost = gate.target_cost
+    assert (cost.beside_s if is_beside else cost.lead_s)(160) == pytest.approx(1e-3, rel=0.01)
 
 
 def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read_at_the_end():
