@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,21 +219,27 @@ def _complete(verifier: ServiceProcess) -> tuple[list[tuple[int, ...]], int]:
 def _lose_rank(device: str, drafter: str) -> float:
     """Seconds in which a verifier of two ranks that is busy ends after the second was killed."""
     with _verifier(device, 2, drafter) as verifier, Client(verifier.address) as client:
-        children = [path for path in Path("/proc").glob("[0-9]*") if _parent(path) == verifier.pid]
-        ranks = [path for path in children if b"spawn_main" in (path / "cmdline").read_bytes()]
+        rank = _second_rank(verifier.pid)
         output = client.generate(PROMPTS[0], temperature=0.0, max_tokens=1000, ignore_eos=True)
         next(output)
         began = time.monotonic()
-        os.kill(int(ranks[0].name), signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         verifier.wait(END_TIMEOUT_S)
         return time.monotonic() - began
 
 
-def _parent(process: Path) -> int | None:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return None
+def _second_rank(verifier: int) -> int:
+    """Its process: the one that was spawned last on the way from the verifier's, whether or not the first rank has a
+    process of its own."""
+    spawned: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if b"spawn_main" in (path / "cmdline").read_bytes():
+                spawned[int((path / "stat").read_text().rpartition(")")[2].split()[1])] = int(path.name)
+    last = verifier
+    while last in spawned:
+        last = spawned[last]
+    return last
 
 
 def _print(sizes: dict[int, dict[str, Any]], console: Console) -> None:
