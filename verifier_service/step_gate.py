@@ -58,7 +58,7 @@ class StepGate:
             else:
                 self.target_cost.observe(rows, 0, step_s, now)
                 if not self._had_prompts:
-                    self.target_cost.observe_host(rows, host_s, now, is_beside=is_beside)
+                    self.target_cost.observe_host(host_s, now, is_beside=is_beside)
         self._feature_rows = 0
         self._had_prompts = has_prompts
 

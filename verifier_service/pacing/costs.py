@@ -11,9 +11,11 @@ from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
 
 # Observations after which an estimate decides.
 ENOUGH = 8
-# How far costs may move in a second, as shares: those of a target, and those of a link that others use too.
+# How far costs may move in a second, as shares: those of a target, those of a link that others use too, and those of
+# the host, which follow the load.
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
+HOST_DRIFT = 0.5
 # The cost of a step of few rows is uncertain, and tried out, from this share on, and no more often than this.
 UNCERTAIN = 0.05
 EXPLORE_EVERY_S = 1.0
@@ -80,7 +82,8 @@ class TargetCost:
 
     Where steps are launched before the tokens of those before them are known, that is the device's time, and the host's
     is kept apart: before a step that was launched when nothing ran it is part of what its requests wait for (`lead_s`);
-    beside a step that runs there is hardly any (`beside_s`).
+    beside a step that runs there is hardly any (`beside_s`). Both are those of the steps that run, whatever their rows:
+    what few rows and fewer show says nothing of many, and sequences that took turns for it would never show their own.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -88,18 +91,18 @@ class TargetCost:
         # The first step is as long as its pass, if that was measured.
         shares = (0.0, 1.0, 0.0) if self._profile.is_measured else (1.0, 0.0, 0.0)
         self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
-        self._lead = _LazyEstimate((1.0, 0.0), TARGET_DRIFT)
-        self._beside = _LazyEstimate((1.0, 0.0), TARGET_DRIFT)
+        self._lead = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
         self._estimate.observe((1.0, self._profile.size(rows), feature_rows), seconds, now)
 
-    def observe_host(self, rows: int, seconds: float, now: float, *, is_beside: bool) -> None:
-        """Takes the time in which the device waited for the host before a step of `rows`, one launched beside a step
-        that ran or one launched when nothing did."""
-        (self._beside if is_beside else self._lead).observe((1.0, rows), seconds, now)
+    def observe_host(self, seconds: float, now: float, *, is_beside: bool) -> None:
+        """Takes the time in which the device waited for the host before a step, one launched beside a step that ran or
+        one launched when nothing did."""
+        (self._beside if is_beside else self._lead).observe((1.0,), seconds, now)
 
     def settle(self) -> None:
         """Works in the steps taken, which the next use would do."""
@@ -126,15 +129,15 @@ class TargetCost:
         fixed, of_size, _ = self._estimate.read().weights
         return max(fixed, CLOCK_S) + of_size * self._profile.size(rows)
 
-    def lead_s(self, rows: _Rows) -> _Rows:
+    @property
+    def lead_s(self) -> float:
         """Expected time from one step's tokens to the next step's launch that the host takes when nothing else runs."""
-        fixed, per_row = self._lead.read().weights
-        return fixed + per_row * rows
+        return self._lead.read().weights[0]
 
-    def beside_s(self, rows: _Rows) -> _Rows:
+    @property
+    def beside_s(self) -> float:
         """Expected time by which the host holds up a step although another one runs meanwhile."""
-        fixed, per_row = self._beside.read().weights
-        return fixed + per_row * rows
+        return self._beside.read().weights[0]
 
     def wants_step_of(self, rows: float, now: float) -> bool:
         """Whether a step of about so many rows should be tried out; once it says so, it rests for a while.

@@ -66,20 +66,20 @@ class Forecast:
         """
         count = load.sequences
         undrafted = count + load.other_rows
-        self.without = (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s(undrafted))
+        self.without = (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s)
         drafts = np.arange(1, len(tokens))  # [k]
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
         groups = np.arange(1, most + 1)[:, None]  # [J, 1]
         rows = count * (drafts + 1) / groups + load.other_rows
         step = target.seconds(rows) + target.per_feature_row * emitted / groups
-        step += np.where(groups > 1, target.beside_s(rows), 0.0)
+        step += np.where(groups > 1, target.beside_s, 0.0)
         trip, per_byte = drafter.link
         per_answer, per_position, per_draft, per_drafter_row = drafter.compute
         compute = per_answer + per_position * drafts + (per_draft * drafts * count + per_drafter_row * emitted) / groups
         wire = per_byte * load.row_bytes * emitted / groups
         latency = trip + wire + compute
-        round_s = groups * step + np.maximum(0.0, latency + target.lead_s(rows) - (groups - 1) * step)
+        round_s = groups * step + np.maximum(0.0, latency + target.lead_s - (groups - 1) * step)
         round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
         rates = (emitted + groups * load.other_tokens) / round_s
         self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
