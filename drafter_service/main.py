@@ -23,6 +23,7 @@ from draftwire.carriers import check_rendezvous_dir, parse_carriers
 from draftwire.checkpoints import resolve_directory
 from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
 from draftwire.errors import ServerError
+from draftwire.memory import keep_what_is_loaded
 from draftwire.metrics import serving_metrics
 from draftwire.security import ServerSecurity
 from draftwire.server import serve
@@ -71,6 +72,7 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
         status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")
         engine = DraftEngine(head, limits, dtype, device)
     engine.warm_up(partial(track, description="capturing CUDA graphs", console=console))
+    keep_what_is_loaded()
     logger.info("%s head %s on %s in %s; %s", head.spec.method, options.head, device, dtype, limits)
     return engine, dtype
 

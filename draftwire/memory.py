@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def peak_host_bytes() -> int:
     """
     found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
     return int(found[1]) * 1024 if found else 0
+
+
+def keep_what_is_loaded() -> None:
+    """Has the collector of garbage, for which all threads wait, look no more at what is there now: a model and what it
+    was compiled with stay for as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 def measure_memory(cache: KVCache, device: torch.device, *, draft_logits: int = 0, features: int = 0) -> pb.MemoryUse:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from draftwire.checkpoints import resolve_directory
 from draftwire.config import speculative_config_to_mapping
+from draftwire.memory import keep_what_is_loaded
 from draftwire.metrics import serving_metrics
 from verifier_service.engine import EngineLimits
 from verifier_service.engine_host import EngineHost
@@ -62,6 +63,7 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
             fuses_features=options.fuse_features,
             followers=followers,
         )
+        keep_what_is_loaded()
         with serving_metrics(options.metrics_listen, [host.collector], settings.security):
             yield host
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -39,3 +42,14 @@ def test_on_a_gpu_the_peaks_are_torchs():
     assert use.peak_gpu_allocated_bytes == torch.cuda.max_memory_allocated(device)
     assert use.peak_gpu_reserved_bytes == torch.cuda.max_memory_reserved(device)
     assert use.peak_gpu_reserved_bytes >= use.peak_gpu_allocated_bytes > use.kv_cache_token_bytes * use.kv_cache_tokens
+
+
+def test_the_collector_of_garbage_looks_no_more_at_what_was_loaded():
+    """In a process of its own, for in this one nothing would be freed any more."""
+    code = (
+        "import gc; from draftwire.memory import keep_what_is_loaded; loaded = [[]]\n"
+        "assert any(one is loaded for one in gc.get_objects())\n"
+        "keep_what_is_loaded()\n"
+        "assert not any(one is loaded for one in gc.get_objects()) and gc.isenabled()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
