@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from draftwire.bench.environment import describe
 from draftwire.bench.link import Link, LinkQuality
 from draftwire.bench.serve import LevelResult, ServeOptions, measure
 from draftwire.bench.services import START_TIMEOUT_S
-from draftwire.bench.workload import Level, Shape, endless
+from draftwire.bench.workload import Level, Shape, endless, random_prompts
 from draftwire.cli.bench_options import Numbers
 from draftwire.client.request import Prompt
 from draftwire.demo import PROMPTS
@@ -43,6 +44,8 @@ from draftwire.security import ClientSecurity
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 # Serving with drafts must never be slower than so many times serving without.
 LEAST_RATIO = 0.97
+# Of a random prompt, for a target without a tokenizer.
+PROMPT_TOKENS = 64
 # Jumbo frames: links of 10 Gbit/s and more have them.
 MTU = 9000
 
@@ -98,10 +101,9 @@ def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str
         num_requests=concurrency,
         allows_skipped=True,
     )
-    prompts: Iterator[Prompt] = endless(PROMPTS)
     results: list[LevelResult] = []
     for number in range(given["rounds"] + 1):
-        _, both = measure(address, options, lambda _: prompts)
+        _, both = measure(address, options, lambda info: _prompts(info.has_tokenizer, info.vocab_size))
         results += both if number else []
     without = [one.throughput.whole_run for one in results if not one.drafting]
     drafted = [one for one in results if one.drafting]
@@ -115,6 +117,12 @@ def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str
         "drafts_per_step": sum(sum(one.acceptance.drafted) for one in drafted) / steps,
         "accepted_per_step": sum(sum(one.acceptance.accepted) for one in drafted) / steps,
     }
+
+
+@cache
+def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
+    """One source for all rounds, so that no random prompt comes twice."""
+    return endless(PROMPTS) if has_tokenizer else random_prompts(PROMPT_TOKENS, vocab_size, seed=0)
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:

@@ -615,6 +615,7 @@ class Engine:
                 step_s=step_s,
                 host_s=host_s,
                 is_beside=flight.is_beside if self._limits.async_scheduling and flight.marks is not None else None,
+                has_drafts=any(work.num_drafts > 0 for work in flight.works),
             )
 
     def _count_landed(self) -> None:

@@ -36,7 +36,14 @@ class StepGate:
         self._feature_rows += feature_rows
 
     def count_step(
-        self, rows: int, *, has_prompts: bool, step_s: float, host_s: float, is_beside: bool | None = None
+        self,
+        rows: int,
+        *,
+        has_prompts: bool,
+        step_s: float,
+        host_s: float,
+        is_beside: bool | None = None,
+        has_drafts: bool = False,
     ) -> None:
         """Learns what a step has cost.
 
@@ -50,15 +57,21 @@ class StepGate:
         is_beside
             Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
             and so is that for rows sent before it.
+        has_drafts
+            Whether it verified any.
         """
-        if not has_prompts:
-            now = time.monotonic()
-            if is_beside is None:
-                self.target_cost.observe(rows, self._feature_rows, step_s + host_s, now)
-            else:
-                self.target_cost.observe(rows, 0, step_s, now)
-                if not self._had_prompts:
-                    self.target_cost.observe_host(host_s, now, is_beside=is_beside)
+        cost, now = self.target_cost, time.monotonic()
+        if has_prompts:
+            pass
+        elif is_beside is None:
+            cost.observe(rows, self._feature_rows, step_s + host_s, now)
+        elif is_beside and has_drafts and cost.is_known:
+            if not self._had_prompts:
+                cost.observe_turn(rows, step_s, host_s, now)
+        else:
+            cost.observe(rows, 0, step_s, now)
+            if not self._had_prompts:
+                cost.observe_host(host_s, now, is_beside=is_beside)
         self._feature_rows = 0
         self._had_prompts = has_prompts
 

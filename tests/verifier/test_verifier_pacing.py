@@ -163,29 +163,30 @@ def test_more_rows_take_no_less_whatever_was_measured():
     assert Profile({5: 4e-3}).size(7) == 7  # one size shows nothing
 
 
-def hidden_target(lead_s: float, beside_s: float = 0.0) -> TargetCost:
-    """One whose host takes `lead_s` before a step, where it shows."""
+def hidden_target(lead_s: float, turn_s: float = 0.0) -> TargetCost:
+    """One whose host takes `lead_s` before a step, where it shows; sequences that take turns cost each other `turn_s`.
+    """
     target = TargetCost(Profile(MEASURED))
     for i in range(100):
         rows = (320, 160)[i % 2]
         target.observe(rows, 0, MEASURED[rows], 0.01 * i)
         target.observe_host(lead_s, 0.01 * i, is_beside=False)
-        if beside_s:
-            target.observe_host(beside_s, 0.01 * i, is_beside=True)
+        if turn_s:
+            target.observe_turn(rows, MEASURED[rows] + turn_s / 2, turn_s / 2, 0.01 * i)
     return target
 
 
 @pytest.mark.parametrize(
-    ("sequences", "lead_s", "beside_s", "groups"),
+    ("sequences", "lead_s", "turn_s", "groups"),
     [(64, 2.7e-3, 0.1e-3, 2), (64, 0.5e-3, 0.1e-3, 1), (32, 2.7e-3, 0.1e-3, 1), (64, 2.7e-3, 2e-3, 1)],
 )
 def test_sequences_part_where_the_host_and_the_drafts_of_one_group_hide_behind_the_step_of_the_other(
-    sequences, lead_s, beside_s, groups
+    sequences, lead_s, turn_s, groups
 ):
     """Two passes of 160 rows take 12.6 ms, one of 320 rows 9.6 ms and 1.5 ms of drafting."""
     load = Load(sequences, ROW_BYTES)
     drafter = learnt_drafter(0.2e-3, byte_s=1e-12, draft_s=0.325e-3)
-    own = Forecast(load, tokens_at(0.75), hidden_target(lead_s, beside_s), drafter)
+    own = Forecast(load, tokens_at(0.75), hidden_target(lead_s, turn_s), drafter)
     assert own.best(4).num_groups == groups
 
 
@@ -225,19 +226,48 @@ def test_the_hosts_time_is_the_steps_where_nothing_hides_it(is_beside, step_s, l
     cost = gate.target_cost
     found = (cost.seconds(5), cost.lead_s, cost.beside_s)
     assert found == pytest.approx((step_s, lead_s, beside_s), rel=0.01)
+    assert cost.turn_s == 0.0
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(is_beside):
+def test_sequences_do_not_go_on_to_take_turns_where_a_step_is_longer_beside_the_drafter():
+    """As on one GPU that both compute on. What a step takes without others is still what it was."""
+    gate = StepGate({}, {}, Profile(MEASURED))
+    load, drafter = Load(64, ROW_BYTES), learnt_drafter(0.2e-3, byte_s=1e-12, draft_s=0.325e-3)
+
+    def best_groups() -> int:
+        return Forecast(load, tokens_at(0.75), gate.target_cost, drafter).best(4).num_groups
+
+    for _ in range(20):
+        gate.count_step(320, has_prompts=False, step_s=MEASURED[320], host_s=2.7e-3, is_beside=False, has_drafts=True)
+    assert best_groups() == 2
+    for _ in range(20):
+        gate.count_step(160, has_prompts=False, step_s=8e-3, host_s=0.1e-3, is_beside=True, has_drafts=True)
+    assert best_groups() == 1
+    assert gate.target_cost.turn_s == pytest.approx(8.1e-3 - MEASURED[160], rel=0.01)
+    assert gate.target_cost.seconds(320) == pytest.approx(MEASURED[320], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("is_beside", "has_drafts", "cost"), [(False, True, "lead_s"), (True, False, "beside_s"), (True, True, "turn_s")]
+)
+def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(is_beside, has_drafts, cost):
     """However many of them there are, as where requests end and others come."""
     gate = StepGate({}, {}, Profile(MEASURED))
+
+    def count(host_s: float) -> None:
+        step_s = MEASURED[160]
+        gate.count_step(
+            160, has_prompts=False, step_s=step_s, host_s=host_s, is_beside=is_beside, has_drafts=has_drafts
+        )
+
     for _ in range(20):
-        gate.count_step(160, has_prompts=False, step_s=6e-3, host_s=1e-3, is_beside=is_beside)
+        gate.count_step(160, has_prompts=False, step_s=MEASURED[160], host_s=1e-3, is_beside=False)
+    for _ in range(20):
+        count(1e-3)
     for _ in range(20):
         gate.count_step(500, has_prompts=True, step_s=15e-3, host_s=5e-3, is_beside=is_beside)
-        gate.count_step(160, has_prompts=False, step_s=6e-3, host_s=12e-3, is_beside=is_beside)
-    cost = gate.target_cost
-    assert (cost.beside_s if is_beside else cost.lead_s) == pytest.approx(1e-3, rel=0.01)
+        count(12e-3)
+    assert getattr(gate.target_cost, cost) == pytest.approx(1e-3, rel=0.01)
 
 
 def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read_at_the_end():

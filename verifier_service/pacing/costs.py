@@ -82,8 +82,10 @@ class TargetCost:
 
     Where steps are launched before the tokens of those before them are known, that is the device's time, and the host's
     is kept apart: before a step that was launched when nothing ran it is part of what its requests wait for (`lead_s`);
-    beside a step that runs there is hardly any (`beside_s`). Both are those of the steps that run, whatever their rows:
-    what few rows and fewer show says nothing of many, and sequences that took turns for it would never show their own.
+    beside a step that runs there is hardly any (`beside_s`). What sequences that take turns cost each other is a cost
+    of its own (`turn_s`), for a drafter may compute on the target's own device meanwhile. These are those of the steps
+    that run, whatever their rows: what few rows and fewer show says nothing of many, and sequences that took turns for
+    it would never show their own.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -93,6 +95,7 @@ class TargetCost:
         self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
         self._lead = _LazyEstimate((1.0,), HOST_DRIFT)
         self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
@@ -104,9 +107,13 @@ class TargetCost:
         one launched when nothing did."""
         (self._beside if is_beside else self._lead).observe((1.0,), seconds, now)
 
+    def observe_turn(self, rows: int, seconds: float, host_s: float, now: float) -> None:
+        """Takes a step of `rows` that verified drafts beside another one, and the host's time as `observe_host`."""
+        self._turn.observe((1.0,), host_s + max(0.0, seconds - self.seconds(rows)), now)
+
     def settle(self) -> None:
         """Works in the steps taken, which the next use would do."""
-        for estimate in (self._estimate, self._lead, self._beside):
+        for estimate in (self._estimate, self._lead, self._beside, self._turn):
             estimate.read()
 
     @property
@@ -138,6 +145,11 @@ class TargetCost:
     def beside_s(self) -> float:
         """Expected time by which the host holds up a step although another one runs meanwhile."""
         return self._beside.read().weights[0]
+
+    @property
+    def turn_s(self) -> float:
+        """Expected time by which a step of sequences that take turns is later for the host, and longer than alone."""
+        return self._turn.read().weights[0]
 
     def wants_step_of(self, rows: float, now: float) -> bool:
         """Whether a step of about so many rows should be tried out; once it says so, it rests for a while.

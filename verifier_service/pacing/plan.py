@@ -73,7 +73,7 @@ class Forecast:
         groups = np.arange(1, most + 1)[:, None]  # [J, 1]
         rows = count * (drafts + 1) / groups + load.other_rows
         step = target.seconds(rows) + target.per_feature_row * emitted / groups
-        step += np.where(groups > 1, target.beside_s, 0.0)
+        step += np.where(groups > 1, target.turn_s, 0.0)
         trip, per_byte = drafter.link
         per_answer, per_position, per_draft, per_drafter_row = drafter.compute
         compute = per_answer + per_position * drafts + (per_draft * drafts * count + per_drafter_row * emitted) / groups
