@@ -3,7 +3,7 @@
     python benchmarks/far_drafter.py --json benchmarks/results/far-drafter.json
 
 The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
-verifier outside of it with its defaults, so that the number of drafts adapts. For each link, rounds without and with
+verifier outside of it, where the number of drafts adapts. For each link, rounds without and with
 drafts follow each other, after one that is not counted and in which the verifier gets to know the link. The ratio is
 that of the medians; exit code 1 when one is under 0.97.
 
@@ -77,7 +77,7 @@ def main(json_path: Path | None, **given: Any) -> None:
             security=ClientSecurity(insecure=True), program=link.program, timeout_s=START_TIMEOUT_S,
         ) as drafter,
         start_verifier(
-            given["target"], [drafter.address], *shared, *room, "--insecure",
+            given["target"], [drafter.address], *shared, *room, "--insecure", "--adaptive-k",
             "--speculative-config", given["speculative_config"], timeout_s=START_TIMEOUT_S,
         ) as verifier,
     ):  # fmt: skip
