@@ -12,6 +12,7 @@ from verifier_service.pacing import (
     DrafterCost,
     Expected,
     Forecast,
+    Governor,
     Group,
     Load,
     Plan,
@@ -245,6 +246,29 @@ def test_sequences_do_not_go_on_to_take_turns_where_a_step_is_longer_beside_the_
     assert best_groups() == 1
     assert gate.target_cost.turn_s == pytest.approx(8.1e-3 - MEASURED[160], rel=0.01)
     assert gate.target_cost.seconds(320) == pytest.approx(MEASURED[320], rel=0.01)
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize("lead_s", [0.5e-3, 3.3e-3])
+def test_sequences_that_take_turns_are_tried_together_and_stay_so_where_that_is_faster(lead_s, is_adaptive):
+    """The host took 3 ms when they parted, and takes `lead_s` now, which one group alone shows."""
+    target, governor = hidden_target(3e-3), Governor(4, is_adaptive=is_adaptive)
+    load, drafter = Load(64, ROW_BYTES), learnt_drafter(0.2e-3, byte_s=1e-12, draft_s=0.325e-3)
+    now, groups = 1.0, []
+    while now < 9.0:
+        now += 0.05
+        governor.decide(now, Forecast(load, tokens_at(0.75), target, drafter))
+        groups.append(governor.plan.num_groups)
+        for i in range(4 if groups[-1] == 1 else 0):
+            target.observe_host(lead_s, now + 0.012 * i, is_beside=False)
+    assert groups[0] == 2
+    if lead_s < 3e-3:
+        assert set(groups[groups.index(1) :]) == {1}
+    else:
+        starts = [i for i in range(1, len(groups)) if groups[i] < groups[i - 1]]
+        assert len(starts) == 4
+        assert np.diff(starts).tolist() == sorted(np.diff(starts))
+        assert groups.count(1) < 0.15 * len(groups)
 
 
 @pytest.mark.parametrize(

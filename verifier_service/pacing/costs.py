@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -86,6 +87,11 @@ class TargetCost:
     of its own (`turn_s`), for a drafter may compute on the target's own device meanwhile. These are those of the steps
     that run, whatever their rows: what few rows and fewer show says nothing of many, and sequences that took turns for
     it would never show their own.
+
+    Attributes
+    ----------
+    lead_seen
+        Monotonic time at which `lead_s` was observed last; infinite before.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -97,6 +103,7 @@ class TargetCost:
         self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
         self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
+        self.lead_seen = math.inf
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
@@ -106,6 +113,8 @@ class TargetCost:
         """Takes the time in which the device waited for the host before a step, one launched beside a step that ran or
         one launched when nothing did."""
         (self._beside if is_beside else self._lead).observe((1.0,), seconds, now)
+        if not is_beside:
+            self.lead_seen = now
 
     def observe_turn(self, rows: int, seconds: float, host_s: float, now: float) -> None:
         """Takes a step of `rows` that verified drafts beside another one, and the host's time as `observe_host`."""

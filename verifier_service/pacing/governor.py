@@ -25,6 +25,11 @@ TRIAL_SHARE = 0.01
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long.
 REST_S = (1.0, 30.0)
 RELAPSE_WITHIN = 10.0  # rests
+# What the host takes where sequences do not take turns is not seen while they do: one group is tried out after so long,
+# and twice as long each time that it was in vain, for so long, unless it is known to be slower than that share.
+TRY_AFTER_S = (0.25, 30.0)
+TRY_FOR_S = 0.2
+TRY_ABOVE = 0.85
 
 
 class Governor:
@@ -42,6 +47,8 @@ class Governor:
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
         self._best = self.plan  # of those with drafts
+        self._try_after_s = TRY_AFTER_S[0]
+        self._trying_until = -math.inf
 
     @property
     def is_off(self) -> bool:
@@ -54,7 +61,21 @@ class Governor:
         return self._best.num_drafts
 
     def decide(self, now: float, forecast: Forecast) -> None:
-        """Takes up the plan that is fastest by far enough."""
+        """Takes up the plan that is fastest by far enough, or one that shows what another would take."""
+        if now < self._trying_until:
+            return
+        self._choose(now, forecast)
+        together = Plan(self.plan.num_drafts)
+        if self.plan == together:
+            self._try_after_s = TRY_AFTER_S[0]
+        elif (
+            now > forecast.lead_seen + self._try_after_s
+            and forecast.rate(together) > TRY_ABOVE * forecast.rate(self.plan)
+        ):
+            self.plan, self._trying_until = together, now + TRY_FOR_S
+            self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
+
+    def _choose(self, now: float, forecast: Forecast) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):

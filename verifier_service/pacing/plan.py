@@ -46,6 +46,13 @@ class Forecast:
     With k drafts and J groups a sequence is in every J-th step. While its drafts are made, the J - 1 steps of the other
     groups run; what they do not hide is waited for, and so is what the host does between. Neither the drafter nor the
     link works on two groups at once, so that a round is never shorter than the time of either for all groups.
+
+    Attributes
+    ----------
+    without
+        Tokens per second without drafts.
+    lead_seen
+        See `TargetCost`.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Forecast:
         deadline_s
             How long drafts are waited for; a plan that needs longer gets none.
         """
+        self.lead_seen = target.lead_seen
         count = load.sequences
         undrafted = count + load.other_rows
         self.without = (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s)
