@@ -14,6 +14,8 @@ CALLS = {
         "Engine._count_landed",
     ),
     "verifier_service.drafting": ("Drafting.flush", "Drafting._send_step", "Drafting.handle"),
+    "draftwire.carriers.sender": ("Outgoing.finish",),
+    "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
     "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin"),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
