@@ -215,10 +215,13 @@ def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
             loads = [result.level.concurrency or result.level.request_rate for result in chosen]
             axes.plot(loads, [r.tokens_per_s for r in chosen], style, label=f"drafting {'on' if drafting else 'off'}")
     by_rate = results[0].level.concurrency is None
+    ticks = sorted({float(result.level.concurrency or result.level.request_rate or 0.0) for result in results})
     axes.set_xlabel("requests per second" if by_rate else "concurrent requests")
     axes.set_ylabel("output tokens per second")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yscale("log", base=10)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.set_title(title, fontsize=10)
     axes.legend()
