@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,11 +19,10 @@ from draftwire.version import VERSION
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 
 
-def describe(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Machine, versions, date and the command line (`arguments`, else the process's own)."""
-    given = sys.argv[1:] if arguments is None else arguments
+def describe() -> dict[str, Any]:
+    """Machine, versions, date and the process's command line."""
     return {
-        "command": shlex.join(["draftwire", *given]),
+        "command": shlex.join(_command()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform(), "gpus": _gpus()},
         "versions": {"draftwire": VERSION, "python": platform.python_version(), **_versions()},
@@ -38,6 +36,13 @@ def read_shape(directory: str) -> dict[str, Any] | None:
         return None
     shape: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return shape
+
+
+def _command() -> list[str]:
+    """As it is typed in a checkout: of `draftwire` or of one of the scripts of `benchmarks/`."""
+    program = Path(sys.argv[0])
+    is_script = program.suffix == ".py" and program.name != "__main__.py"
+    return [*(["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]), *sys.argv[1:]]
 
 
 def _versions() -> dict[str, str]:
