@@ -36,7 +36,15 @@ _WORKS = attrgetter("works")
 class DraftEngine:
     """Owns the sequences of every session, their blocks and the cache. Not thread-safe: one thread calls it."""
 
-    def __init__(self, head: Head, limits: EngineLimits, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        head: Head,
+        limits: EngineLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_loop: Callable[..., DraftLoop] = DraftLoop,
+    ) -> None:
+        """`make_loop` makes what computes the drafts."""
         self.head = head
         self.limits = limits
         self.device = device
@@ -48,7 +56,7 @@ class DraftEngine:
         self._scheduler = Scheduler(limits, self._table)
         self._cache = KVCache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
-        self._loop = DraftLoop(head, self._cache, self._buffers, limits, dtype, device)
+        self._loop = make_loop(head, self._cache, self._buffers, limits, dtype, device)
         self._graphs = None
         if device.type == "cuda":
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)

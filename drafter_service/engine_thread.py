@@ -16,6 +16,7 @@ from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
+from drafter_service.rehearsal import Rehearsal
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
@@ -37,7 +38,8 @@ class EngineThread:
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device))
+        rehearsal = Rehearsal() if awake_s(engine.device) else None
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), rehearsal)
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from draftwire.practice import BEFORE_S, Practice, Rehearsal
+
 T = TypeVar("T")
 
 
@@ -21,10 +23,11 @@ class Mailbox(Generic[T]):
     put comes before that item. All methods but `put` and `leftovers` are called by the owner.
     """
 
-    def __init__(self, awake_s: float = 0.0) -> None:
+    def __init__(self, awake_s: float = 0.0, rehearsal: Rehearsal | None = None) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it."""
+        nobody has to wake it; where messages come at an even pace it goes through `rehearsal` before each."""
         self._awake_s = awake_s
+        self._practice = Practice(rehearsal, awake_s)
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
@@ -68,6 +71,9 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
+            if self._practice.is_due(now) and (left is None or left > BEFORE_S):
+                self._practice.go()
+                continue
             if now >= self._awake_until:
                 self._note_bell(self._poll.poll(left))
 
@@ -114,6 +120,7 @@ class Mailbox(Generic[T]):
                     self.unwatch(fd)
                 else:
                     self._messages.extend(messages)
+                    self._practice.note(time.monotonic())
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:
         self._is_rung = self._is_rung or any(fd == self._bell for fd, _ in ready)

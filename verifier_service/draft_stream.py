@@ -113,8 +113,10 @@ class Stream:
         lane: Lane | None = None,
         *,
         on_trial: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all that go over lanes."""
+        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all that go over lanes. The
+        `loop` is by default the one that runs."""
         self.address = status.address
         self.head = head
         self.sender = sender
@@ -130,7 +132,7 @@ class Stream:
         self._cancel = cancel
         self._report = report
         self._traffic = traffic
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._lock = threading.Lock()  # of the counts
         self._last_queued = 0  # step
         self._last_answered = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
+from draftwire.practice import Practice
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
@@ -33,6 +35,7 @@ from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.pacing import Profile
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
+from verifier_service.rehearsal import Rehearsal
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn, TokenSampler
@@ -163,7 +166,10 @@ class Engine:
         # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
-        self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device))
+        awake = awake_s(target.device)
+        rehearsal = Rehearsal() if awake and config.num_speculative_tokens else None
+        self._events: Mailbox[_Event | None] = Mailbox(awake, rehearsal)
+        self._practice = Practice(rehearsal, awake)  # before the tokens of steps that drafters wait for
         self._uncounted: list[Emission] = []
         self._steps_held = 0
         self._output = OutputQueue(deliver, self.metrics)
@@ -495,7 +501,8 @@ class Engine:
         if pending is not None and pending.num_emitted is not None:
             ahead = self.drafting.begin_features(sampling, pending.num_emitted, self._stores)
         num_rows, is_beside = len(output.slots_on_host), self._flight is not None
-        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside)
+        has_drafts = any(work.num_drafts > 0 for work in works)
+        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, has_drafts=has_drafts)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
@@ -504,13 +511,16 @@ class Engine:
             self.times.enter(Phase.SAMPLE)
             drawn: list[Drawn] = []
             if flight.pending is not None:
+                self._practise(flight)
                 drawn = self._sampler.finish(flight.pending)
             elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
             self._landed = flight
+            now = time.monotonic()
+            if flight.has_drafts:
+                self._practice.note(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
-            now = time.monotonic()
             results = iter(drawn)
             committed: list[tuple[Work, Drawn, Piece]] = []
             for work in flight.works:
@@ -529,6 +539,15 @@ class Engine:
                 self._output.add(emission)
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
+
+    def _practise(self, flight: Flight) -> None:
+        """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
+        if not flight.has_drafts:
+            return
+        while time.monotonic() < self._practice.due < math.inf and not flight.is_done:
+            time.sleep(LOOK_EVERY_S)
+        if self._practice.is_due(time.monotonic()) and not flight.is_done:
+            self._practice.go()
 
     def _forward(self, works: Sequence[Work]) -> StepOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
@@ -615,7 +634,7 @@ class Engine:
                 step_s=step_s,
                 host_s=host_s,
                 is_beside=flight.is_beside if self._limits.async_scheduling and flight.marks is not None else None,
-                has_drafts=any(work.num_drafts > 0 for work in flight.works),
+                has_drafts=flight.has_drafts,
             )
 
     def _count_landed(self) -> None:

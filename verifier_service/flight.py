@@ -23,6 +23,7 @@ class Flight:
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
     ahead: dict[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way, until it lands
     is_beside: bool = False  # another step ran when it was launched
+    has_drafts: bool = False  # which it verifies
 
     @property
     def is_done(self) -> bool:

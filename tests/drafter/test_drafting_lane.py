@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,14 +13,16 @@ import grpc
 import pytest
 import torch
 from harness import Rows, Text
-from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, step_message
-from tiny_head import DRAFT_VOCAB
+from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, serve_drafter, step_message
+from tiny_head import DRAFT_VOCAB, TinyHead
 
+from drafter_service import engine_thread
 from drafter_service import stream as stream_module
 from draftwire.carriers import Lane, Rendezvous, SharedSegments
 from draftwire.carriers import lane as lane_module
 from draftwire.config import DENSE, GUMBEL
 from draftwire.mailbox import Mailbox
+from draftwire.practice import Practice
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 
@@ -88,6 +92,39 @@ def test_drafts_are_the_same_over_the_lane_and_over_the_stream(drafter: ServedDr
         found = direct.ask(first_step(text))
     assert found.tokens == expected.tokens
     assert list(found.committed_lengths) == list(expected.committed_lengths)
+
+
+def test_drafts_are_the_same_where_the_engine_practises_between_steps(
+    head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so whenever another step is expected, which are 5 ms and more apart."""
+    text = Text(5)
+    steps = [first_step(text)]
+    steps += [step_message(number, [Rows(1, text, 3 * number - 1, 3, drafts=3)]) for number in range(2, 22)]
+
+    def answers() -> list[pb.Drafts]:
+        with serve_drafter(head) as drafter, connected(drafter) as direct:
+            found = []
+            for step in steps:
+                found.append(direct.ask(step))
+                time.sleep(0.005)
+            return found
+
+    expected = [answer.tokens for answer in answers()]
+    gone = 0
+    go = Practice.go
+
+    def noted(self: Practice) -> None:
+        nonlocal gone
+        go(self)
+        assert self._rehearsal is not None, "the rehearsal has failed"
+        gone += 1
+
+    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 30.0)
+    monkeypatch.setattr(Practice, "is_due", lambda self, _now: self.due < math.inf)
+    monkeypatch.setattr(Practice, "go", noted)
+    assert [answer.tokens for answer in answers()] == expected
+    assert gone >= len(steps) // 2
 
 
 def test_steps_that_come_both_ways_are_taken_in_order(drafter: ServedDrafter) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
+from draftwire.practice import BEFORE_S
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
 from verifier_service.emission import Emission, response
+from verifier_service.engine import LOOK_EVERY_S
 from verifier_service.flight import Flight
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan
@@ -191,10 +193,10 @@ class Mark:
         self.query = lambda: is_passed
 
 
-def flight(*, is_done: bool | None) -> Any:
+def flight(*, is_done: bool | None, has_drafts: bool = False) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark))
+    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), has_drafts=has_drafts)
 
 
 def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
@@ -205,6 +207,88 @@ def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host
     assert not held(None, late)  # nothing comes after it
     assert not held(early, on_cpu)
     assert [held(early, late) for _ in range(4)] == [True, True, True, False]
+
+
+class Clock:
+    """Stands in for `time`; who sleeps has time pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += 1
+
+
+@pytest.mark.parametrize(
+    ("case", "takes_s", "is_gone_through"),
+    [
+        ({"is_done": False, "has_drafts": True}, 7e-3 - BEFORE_S, True),
+        ({"is_done": False, "has_drafts": False}, 0.0, False),  # nobody waits for it
+        ({"is_done": True, "has_drafts": True}, 0.0, False),
+        ({"is_done": None, "has_drafts": True}, 0.0, False),
+    ],
+)
+def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(
+    target, monkeypatch, case, takes_s, is_gone_through
+):
+    clock = Clock()
+    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
+    own = Served(target).engine
+    monkeypatch.setattr(engine, "time", clock)
+    gone: list[float] = []
+    monkeypatch.setattr(own._practice, "go", lambda: gone.append(clock.now))
+    own._practise(flight(**case))  # nothing is known of when they are due
+    assert (clock.now, gone) == (1000.0, [])
+    own._practice.note(clock.now - 7e-3)
+    own._practice.note(clock.now)
+    own._practise(flight(**case))
+    assert clock.now - 1000.0 == pytest.approx(takes_s, abs=2 * LOOK_EVERY_S)
+    assert len(gone) == is_gone_through
+
+
+def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(target, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.05)
+    own = Served(target).engine
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(own._practice, "go", lambda: pytest.fail("too late"))
+    own._practice.note(clock.now - 40e-3)  # the step before it had prompts
+    own._practice.note(clock.now)
+    mark: Any = Mark(is_passed=False)
+    mark.query = lambda: clock.now >= 1000.006
+    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), has_drafts=True))
+    assert clock.now == pytest.approx(1000.006, abs=2 * LOOK_EVERY_S)
+
+
+def test_output_is_the_same_when_an_engine_practises(target, monkeypatch):
+    requests = [{"max_tokens": 40, "k": K}, {"prompt": [2, 7], "max_tokens": 30, "k": K, "temperature": 0.9}]
+    expected, _ = said(target, [{**one, "k": 0} for one in requests[:1]], is_async=False)
+    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
+    own = Watched(target)
+    gone = 0
+    go = own.engine._practice.go
+
+    def noted() -> None:
+        nonlocal gone
+        gone += 1
+        go()
+
+    # At every landing, whenever it is due.
+    monkeypatch.setattr(own.engine, "_practise", lambda _flight: noted())
+    own.connect()
+    made = [own.submit(**one) for one in requests]
+    own.engine.start()
+    outputs = [own.tokens(one) for one in made]
+    own.engine.stop()
+    assert outputs[0] == expected[0][0]
+    assert len(outputs[1]) == 30
+    assert gone > 10
+    assert own.engine._practice._rehearsal is not None  # none has failed
 
 
 @pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])

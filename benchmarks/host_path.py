@@ -1,0 +1,81 @@
+"""What Python takes of both engines' threads between a step's tokens and the next pass, with no device at work.
+
+    python -m benchmarks.host_path [--sequences 1,32,64] [--steps 300] [--wait-ms 5]
+
+The services' own code takes steps of so many sequences, of which nothing is computed (`rehearsal.py` of both). Medians
+in microseconds:
+
+- busy: step after step;
+- waited: after the thread has looked for messages for `--wait-ms`, as it does while a pass runs;
+- rehearsed: the same, but shortly before the end it has gone through a step of another engine, as `draftwire.practice`
+  has it.
+"""
+
+from __future__ import annotations
+
+import select
+import statistics
+import time
+from collections.abc import Sequence
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafter_service.rehearsal import Rehearsal as DraftersRehearsal
+from draftwire.cli.bench_options import Numbers
+from draftwire.practice import BEFORE_S, Rehearsal
+from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
+
+
+@click.command()
+@click.option("--sequences", type=Numbers(int), default="1,32,64", show_default=True)
+@click.option("--steps", default=300, show_default=True, type=click.IntRange(10))
+@click.option("--wait-ms", default=5.0, show_default=True, type=click.FloatRange(2.0))
+@torch.inference_mode()
+def main(sequences: Sequence[int], steps: int, wait_ms: float) -> None:
+    """Measures and prints."""
+    torch.set_num_threads(1)
+    console = Console()
+    for name, kind in (("verifier", VerifiersRehearsal), ("drafter", DraftersRehearsal)):
+        for count in sequences:
+            columns = [
+                measure(kind(count), steps),
+                measure(kind(count), steps, wait_ms / 1e3),
+                measure(kind(count), steps, wait_ms / 1e3, kind()),
+            ]
+            table = Table(f"{name}, {count}", "busy", "waited", "rehearsed", title="microseconds")
+            for part, *medians in zip(kind.parts, *columns, strict=True):
+                table.add_row(part, *(f"{1e6 * median:.0f}" for median in medians))
+            table.add_section()
+            table.add_row("all", *(f"{1e6 * sum(column):.0f}" for column in columns))
+            console.print(table)
+
+
+def measure(path: Rehearsal, steps: int, wait_s: float = 0.0, other: Rehearsal | None = None) -> list[float]:
+    """Median seconds of each part."""
+    taken = []
+    for _ in range(steps):
+        path.prepare()
+        _wait(wait_s - BEFORE_S)
+        began = time.monotonic()
+        if other is not None:
+            other.prepare()
+            other.run()
+        _wait(began + BEFORE_S - time.monotonic() if wait_s else 0.0)
+        taken.append(np.diff(path.run()))
+    return [statistics.median(part) for part in zip(*taken[steps // 10 :], strict=True)]
+
+
+def _wait(seconds: float) -> None:
+    """Looks for messages, of which there are none."""
+    end = time.monotonic() + seconds
+    with select.epoll() as poll:
+        while time.monotonic() < end:
+            poll.poll(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A step gone through on an engine that computes nothing, for `draftwire.practice`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter_service.draft_loop import DraftLoop, LoopShape
+from drafter_service.engine import DraftEngine
+from drafter_service.heads.spec import Head, HeadSpec
+from drafter_service.limits import EngineLimits
+from drafter_service.sampling_mode import SamplingMode
+from drafter_service.session import SessionTerms
+from drafter_service.step_decoder import StepDecoder
+from draftwire.carriers import TensorReceiver, TensorSender
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.tensors import encode_ids
+from draftwire.v1 import draft_pb2 as pb
+
+_CPU = torch.device("cpu")
+_SPEC = HeadSpec(
+    method="eagle3",
+    hidden_size=8,
+    target_vocab_size=16,
+    target_hidden_size=8,
+    target_num_layers=4,
+    feature_layers=(1, 2, 3),
+    feature_width=24,
+    draft_vocab_size=16,
+    layer_shapes=((1, 8, 8),),
+    max_position_embeddings=512,
+)
+_ROWS, _DRAFTS = 3, 4  # of each sequence in a step
+_SEGMENT_BYTES = 1 << 20
+
+
+class Rehearsal:
+    """Steps of a few sequences: from a verifier's message to the bytes of the answer. Nothing leaves it.
+
+    Attributes
+    ----------
+    parts
+        What `run` does, in order.
+    """
+
+    parts = ("message parsed", "step decoded", "batch put together", "rest of the batch", "answer encoded")
+
+    def __init__(self, num_sequences: int = 1) -> None:
+        limits = EngineLimits(
+            max_num_seqs=num_sequences,
+            max_model_len=_SPEC.max_position_embeddings,
+            kv_cache_tokens=num_sequences * _SPEC.max_position_embeddings,
+        )
+        self._launched: list[float] = []
+        self._engine = DraftEngine(_NoHead(), limits, torch.float32, _CPU, make_loop=self._make_loop)
+        self._answers: list[Any] = []
+        terms = SessionTerms("rehearsal", SamplingMode(), _DRAFTS, num_sequences)
+        self._session = self._engine.open_session(terms, self._answers.append)
+        segment, files = HostSegment.create(_SEGMENT_BYTES, _CPU)
+        for file in files:
+            os.close(file)
+        self._receiver, self._sender = TensorReceiver(_CPU, segment), TensorSender(_CPU, segment)
+        self._decoder = StepDecoder(
+            _SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, is_fused=True
+        )
+        self._ids = range(num_sequences)
+        self._step_id = 0
+        self._first_row = _SPEC.max_position_embeddings
+        self._message = b""
+
+    def _make_loop(self, *parts: Any) -> DraftLoop:
+        return _IdleLoop(*parts, launched=self._launched)
+
+    def prepare(self) -> None:
+        """Writes the message of the next step, which takes other sequences where the last ones have come to their end.
+        """
+        self._step_id += 1
+        step = pb.DraftStep(step_id=self._step_id)
+        count = len(self._ids)
+        if self._first_row + _ROWS + _DRAFTS > _SPEC.max_position_embeddings:
+            step.closed_ids.extend(self._ids)
+            self._ids, self._first_row = range(self._ids.stop, self._ids.stop + count), 0
+            step.opened.ids.extend(self._ids)
+            step.opened.temperatures.extend([1.0] * count)
+            step.opened.proposal_keys.extend([0] * count)
+            step.opened.first_rows.extend([0] * count)
+        step.sequence_ids.extend(self._ids)
+        step.first_rows.extend([self._first_row] * count)
+        step.num_rows.extend([_ROWS] * count)
+        step.num_drafts.extend([_DRAFTS] * count)
+        encode_ids([1] * (_ROWS * count), step.tokens)
+        self._sender.release(self._receiver.generation_read, "features_read")
+        features = self._sender.begin(torch.float32, (_ROWS * count, _SPEC.hidden_size))
+        features.seal()
+        features.finish(step.features)
+        self._first_row += _ROWS
+        self._message = pb.DraftRequest(step=step).SerializeToString()
+
+    def run(self) -> list[float]:
+        """Takes the message. Monotonic times of the begin and of the end of each part."""
+        marks = [time.monotonic()]
+        request = pb.DraftRequest.FromString(self._message)
+        marks.append(time.monotonic())
+        step = self._decoder.decode(request)
+        marks.append(time.monotonic())
+        self._engine.submit(self._session, step)
+        self._engine.iterate()
+        marks += [*self._launched, time.monotonic()]
+        self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
+        marks.append(time.monotonic())
+        return marks
+
+
+class _IdleLoop(DraftLoop):
+    """Notes when it was launched."""
+
+    def __init__(self, *parts: Any, launched: list[float]) -> None:
+        super().__init__(*parts)
+        self._launched = launched
+
+    def run(self, shape: LoopShape) -> None:  # noqa: ARG002
+        self._launched[:] = [time.monotonic()]
+
+
+class _NoHead(Head):
+    """Shapes alone."""
+
+    spec = _SPEC
+    draft_token_ids = None
+    fingerprint = "0" * 16
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, tokens: Tensor, g: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch) -> Tensor:
+        raise NotImplementedError  # no row of a rehearsal is computed
+
+    def logits(self, g: Tensor) -> Tensor:
+        raise NotImplementedError

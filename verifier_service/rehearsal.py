@@ -1,0 +1,170 @@
+"""A step's way through the verifier's host, gone through without a target and a drafter, for `draftwire.practice`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwire.block_pool import blocks_for
+from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
+from draftwire.tensors import encode_ids
+from draftwire.traffic import Traffic
+from draftwire.v1 import draft_pb2, generate_pb2
+from verifier_service.draft_stream import Connected, HeadInfo, Stream
+from verifier_service.drafting import Drafting
+from verifier_service.expected_step import ExpectedStep
+from verifier_service.features import FeatureKind
+from verifier_service.output import OutputBuilder
+from verifier_service.request import NoiseKeys, Request
+from verifier_service.scheduler import Work
+from verifier_service.step_times import StepTimes
+from verifier_service.target_runner import HeldStep
+
+_CPU = torch.device("cpu")
+_DRAFTS, _EMITTED = 4, [1, 2, 3]  # in a step
+_PROMPT = [1] * 3
+_MODEL_LEN = 512
+_VOCAB = 16
+_HEAD = HeadInfo("0" * 16, (1, 2, 3), torch.float32, _VOCAB, None, 96, 16, 1024, _MODEL_LEN)
+_SEGMENT_BYTES = 1 << 20
+
+
+class Rehearsal:
+    """Steps of a few requests: from their tokens to the message, and from the drafter's answer to the next begin.
+
+    Attributes
+    ----------
+    parts
+        What `run` does, in order.
+    """
+
+    parts = ("tokens committed", "message built and sent", "answer read", "drafts taken", "step begun")
+
+    def __init__(self, num_requests: int = 1) -> None:
+        config = speculative_config_from_mapping(
+            {
+                "num_speculative_tokens": _DRAFTS,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 1.0 * len(_EMITTED),
+            }
+        )
+        self._drafting = Drafting(config, _VOCAB, None, _CPU, StepTimes())
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._drafter = Lane(theirs)
+        self._stream = _stream(Lane(own))
+        self._drafting.handle(Connected(self._stream))
+        self._stores: dict[FeatureKind, Any] = {_HEAD.kind: _NoStore()}
+        self._num_requests = num_requests
+        self._requests: list[Request] = []
+
+    def prepare(self) -> None:
+        """Has drafts that were verified, of other requests where the last ones have come to their end."""
+        if not self._requests or len(self._requests[0].tokens) + 2 * (_DRAFTS + 1) > _MODEL_LEN:
+            for request in self._requests:
+                self._drafting.release(request)
+            self._requests = [_request(number) for number in range(self._num_requests)]
+            self._drafting.flush(self._requests, self._stores)
+            self._answer()
+            self._take()
+        works = []
+        for request in self._requests:
+            drafts = request.drafts
+            assert drafts is not None
+            tokens = [request.tokens[-1], *drafts.tokens]
+            works.append(Work(request, request.num_computed, tokens, drafts, samples=True))
+            request.drafts = None
+        emitted = torch.full((len(works),), len(_EMITTED))
+        self._drafting.take_ahead(self._drafting.begin_features(works, emitted, self._stores))
+
+    def run(self) -> list[float]:
+        """Draws the tokens. Monotonic times of the begin and of the end of each part, the drafter's left out."""
+        marks = [time.monotonic()]
+        for request in self._requests:
+            piece = request.output.take(_EMITTED, request.max_length - len(request.tokens))
+            request.tokens += piece.token_ids
+            request.num_computed += len(_EMITTED)
+        marks.append(time.monotonic())
+        self._drafting.flush(self._requests, self._stores, watches=False)
+        marks.append(time.monotonic())
+        expected = ExpectedStep([(request, _DRAFTS) for request in self._requests])
+        computed: Any = None
+        expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
+        self._answer()
+        skipped = time.monotonic() - marks[-1]
+        marks = [mark + skipped for mark in marks]
+        read = self._take()
+        marks += [read, time.monotonic()]
+        expected.begin()
+        marks.append(time.monotonic())
+        return marks
+
+    def _answer(self) -> None:
+        """The drafter's."""
+        (message,) = self._drafter.receive()
+        step = draft_pb2.DraftRequest.FromString(message).step
+        drafts = draft_pb2.Drafts(step_id=step.step_id, features_read=step.features.span.generation)
+        count = len(step.sequence_ids)
+        drafts.sequence_ids.extend(step.sequence_ids)
+        drafts.statuses.extend([draft_pb2.SEQUENCE_STATUS_OK] * count)
+        drafts.committed_lengths.extend([len(request.tokens) for request in self._requests])
+        drafts.last_tokens.extend([request.tokens[-1] for request in self._requests])
+        drafts.num_drafts.extend([_DRAFTS] * count)
+        encode_ids([1] * (_DRAFTS * count), drafts.tokens)
+        self._drafter.send(draft_pb2.DraftResponse(drafts=drafts).SerializeToString())
+
+    def _take(self) -> float:
+        """Takes the answer; the time at which it was read."""
+        events = self._stream.read_lane() or []
+        read = time.monotonic()
+        for event in events:
+            self._drafting.handle(event)
+        return read
+
+
+def _stream(lane: Lane) -> Stream:
+    loop = asyncio.new_event_loop()  # which nothing is given to
+    loop.close()
+    segment, files = HostSegment.create(_SEGMENT_BYTES, _CPU)
+    for file in files:
+        os.close(file)
+    return Stream(
+        generate_pb2.DrafterStatus(address="rehearsal"),
+        _HEAD,
+        lambda: None,
+        TensorSender(_CPU, segment),
+        TensorReceiver(_CPU, segment),
+        lambda _stream, _state: None,
+        Traffic(),
+        lane,
+        loop=loop,
+    )
+
+
+def _request(number: int) -> Request:
+    """One whose first token has been drawn."""
+    params = resolve_sampling_params(build_sampling_params(temperature=1.0, max_tokens=_MODEL_LEN - len(_PROMPT)))
+    output = OutputBuilder(params, frozenset(), None)
+    request = Request(f"{number}", _PROMPT, params, _DRAFTS, NoiseKeys(1, 2, 3), output, _MODEL_LEN)
+    request.blocks = list(range(1, 1 + blocks_for(_MODEL_LEN)))
+    request.tokens.append(_EMITTED[0])
+    request.num_computed = len(_PROMPT)
+    return request
+
+
+class _NoStore:
+    """Features that are there before they are asked for."""
+
+    def first_row(self, _request: Request) -> int:
+        return 0
+
+    def read(self, _spans: object, _out: Tensor) -> None: ...
+
+    def read_slots(self, _slots: Tensor, _out: Tensor) -> None: ...
