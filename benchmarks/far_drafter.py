@@ -3,9 +3,9 @@
     python benchmarks/far_drafter.py --json benchmarks/results/far-drafter.json
 
 The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
-verifier outside of it, where the number of drafts adapts. For each link, rounds without and with
-drafts follow each other, after one that is not counted and in which the verifier gets to know the link. The ratio is
-that of the medians; exit code 1 when one is under 0.97.
+verifier outside of it; the number of drafts adapts. For each link, rounds without and with drafts follow each other,
+after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
+code 1 when one is under 0.97.
 
 By default it takes the demo pair on the CPU. On a GPU, with the shapes of a large model:
 

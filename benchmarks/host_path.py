@@ -37,7 +37,6 @@ from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
 @torch.inference_mode()
 def main(sequences: Sequence[int], steps: int, wait_ms: float) -> None:
     """Measures and prints."""
-    torch.set_num_threads(1)
     console = Console()
     for name, kind in (("verifier", VerifiersRehearsal), ("drafter", DraftersRehearsal)):
         for count in sequences:

@@ -239,6 +239,8 @@ def _second_rank(verifier: int) -> int:
     last = verifier
     while last in spawned:
         last = spawned[last]
+    if last == verifier:
+        raise click.ClickException("the verifier has no second rank")
     return last
 
 

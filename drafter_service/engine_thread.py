@@ -21,6 +21,7 @@ from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
+from draftwire.practice import rehearse_with
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ class EngineThread:
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        rehearsal = Rehearsal() if awake_s(engine.device) else None
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), rehearsal)
+        awake = awake_s(engine.device)
+        rehearsal = rehearse_with(Rehearsal) if awake else None
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal)
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 

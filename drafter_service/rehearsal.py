@@ -78,6 +78,8 @@ class Rehearsal:
 
     def prepare(self) -> None:
         """Writes the message of the next step, which takes other sequences where the last ones have come to their end.
+
+        The first one closes sequences that were never opened, which an engine does not mind.
         """
         self._step_id += 1
         step = pb.DraftStep(step_id=self._step_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,19 @@ class Rehearsal(Protocol):
         """Does what the engine's thread does with it. Monotonic times of the begin and of the end of each part."""
 
 
+def rehearse_with(make: Callable[[], Rehearsal]) -> Rehearsal | None:
+    """What `make` makes, gone through once, for the first time takes long; None where that cannot be: it is of no other
+    use."""
+    try:
+        rehearsal = make()
+        rehearsal.prepare()
+        rehearsal.run()
+    except Exception as error:
+        logger.warning("there are no rehearsals: %s", error)
+        return None
+    return rehearsal
+
+
 class Practice:
     """Goes through a rehearsal when the next of even events is about to come. Used by one thread.
 
@@ -41,12 +55,15 @@ class Practice:
         self._rehearsal = rehearsal
         self._longest_s = longest_s if rehearsal is not None else 0.0
         self._last = -math.inf
+        self._period = math.inf
         self.due = math.inf
 
     def note(self, now: float) -> None:
-        """An event came. The next one is expected after as long a time as has passed since the one before it."""
-        period, self._last = now - self._last, now
-        self.due = now + period - BEFORE_S if BEFORE_S < period <= self._longest_s else math.inf
+        """An event came. If the last ones were evenly apart, so is the next expected to be."""
+        period, last_period = now - self._last, self._period
+        self._last, self._period = now, period
+        is_even = abs(period - last_period) < BEFORE_S / 2
+        self.due = now + period - BEFORE_S if is_even and BEFORE_S < period <= self._longest_s else math.inf
 
     def is_due(self, now: float) -> bool:
         """Whether to go through it now; not any more when the event may come before it has been done."""

@@ -20,7 +20,7 @@ from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
-from draftwire.practice import Practice
+from draftwire.practice import Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
@@ -167,7 +167,7 @@ class Engine:
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         awake = awake_s(target.device)
-        rehearsal = Rehearsal() if awake and config.num_speculative_tokens else None
+        rehearsal = rehearse_with(Rehearsal) if awake and config.num_speculative_tokens else None
         self._events: Mailbox[_Event | None] = Mailbox(awake, rehearsal)
         self._practice = Practice(rehearsal, awake)  # before the tokens of steps that drafters wait for
         self._uncounted: list[Emission] = []

@@ -60,20 +60,29 @@ class StepGate:
         has_drafts
             Whether it verified any.
         """
-        cost, now = self.target_cost, time.monotonic()
-        if has_prompts:
-            pass
-        elif is_beside is None:
-            cost.observe(rows, self._feature_rows, step_s + host_s, now)
-        elif is_beside and has_drafts and cost.is_known:
-            if not self._had_prompts:
-                cost.observe_turn(rows, step_s, host_s, now)
-        else:
-            cost.observe(rows, 0, step_s, now)
-            if not self._had_prompts:
-                cost.observe_host(host_s, now, is_beside=is_beside)
+        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=has_drafts)
         self._feature_rows = 0
         self._had_prompts = has_prompts
+
+    def _learn(
+        self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_prompts: bool, has_drafts: bool
+    ) -> None:
+        cost, now = self.target_cost, time.monotonic()
+        if has_prompts:
+            return
+        if is_beside is None:
+            cost.observe(rows, self._feature_rows, step_s + host_s, now)
+            return
+        take_turns = any(session.pace.plan.num_groups > 1 for session in self._sessions.values())
+        is_turn = take_turns and is_beside and has_drafts and cost.is_known
+        if not is_turn:
+            cost.observe(rows, 0, step_s, now)
+        if self._had_prompts:
+            return
+        if is_turn:
+            cost.observe_turn(rows, step_s, host_s, now)
+        elif is_beside or not take_turns:  # a part of the sequences that finds nothing running shows less than all
+            cost.observe_host(host_s, now, is_beside=is_beside)
 
     def part_next(self) -> None:
         """Has the next step take a part of those that are ready, so that its cost shows."""

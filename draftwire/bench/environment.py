@@ -40,7 +40,7 @@ def read_shape(directory: str) -> dict[str, Any] | None:
 
 def _command() -> list[str]:
     """As it is typed in a checkout: of `draftwire` or of one of the scripts of `benchmarks/`."""
-    program = Path(sys.argv[0])
+    program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"
     return [*(["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]), *sys.argv[1:]]
 

@@ -222,6 +222,7 @@ def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yscale("log", base=10)
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.set_title(title, fontsize=10)
     axes.legend()

@@ -9,6 +9,13 @@ import pytest
 from draftwire.bench.environment import describe
 
 
+def test_a_script_that_is_called_where_it_lies_is_named_alike(monkeypatch, tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.chdir(tmp_path / "benchmarks")
+    monkeypatch.setattr(sys, "argv", ["far_drafter.py"])
+    assert describe()["command"] == "python -m benchmarks.far_drafter"
+
+
 @pytest.mark.parametrize(
     ("program", "command"),
     [

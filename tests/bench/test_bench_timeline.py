@@ -47,6 +47,23 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
     assert sum(map(len, records.values())) == 3
 
 
+def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path):
+    program = """if True:
+        from draftwire.practice import Practice, rehearse_with
+        from drafter_service.rehearsal import Rehearsal
+        rehearsal = rehearse_with(Rehearsal)
+        practice = Practice(rehearsal, 1.0)
+        for _ in range(3):
+            practice.go()
+        rehearsal.prepare()
+        rehearsal.run()
+        """
+    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
+    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 0
+    assert len(read(tmp_path)["StepDecoder.decode"]) == 1  # the one that was called directly
+
+
 def test_the_way_of_a_step_goes_from_mark_to_mark():
     """200 steps, 10 ms apart; the marks of each are half a millisecond apart."""
     starts = 100 + 0.01 * np.arange(200)

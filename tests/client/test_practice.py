@@ -11,7 +11,7 @@ import time
 import pytest
 
 from draftwire.mailbox import Mailbox
-from draftwire.practice import BEFORE_S, Practice
+from draftwire.practice import BEFORE_S, Practice, rehearse_with
 
 
 class Counted:
@@ -31,59 +31,80 @@ class Counted:
         return []
 
 
+def noted(rehearsal: Counted | None, *times: float) -> Practice:
+    """A practice for which events came at these times."""
+    practice = Practice(rehearsal, longest_s=0.02)
+    for now in times:
+        practice.note(now)
+    return practice
+
+
 def test_it_is_due_before_the_next_of_even_events_and_once():
     rehearsal = Counted()
-    practice = Practice(rehearsal, longest_s=0.02)
-    assert practice.due == math.inf
-    practice.note(1.0)
-    assert practice.due == math.inf
-    practice.note(1.006)
-    assert practice.due == pytest.approx(1.012 - BEFORE_S)
+    assert noted(rehearsal).due == noted(rehearsal, 1.0, 1.006).due == math.inf
+    practice = noted(rehearsal, 1.0, 1.006, 1.012)
+    assert practice.due == pytest.approx(1.018 - BEFORE_S)
     times = [practice.due + share * BEFORE_S for share in (-0.1, 0.0, 0.2, 0.3)]
     assert [practice.is_due(now) for now in times] == [False, True, True, False]
     practice.go()
     assert (rehearsal.prepared, rehearsal.count, practice.due) == (1, 1, math.inf)
-    practice.note(1.012)
-    assert practice.due == pytest.approx(1.018 - BEFORE_S)
+    practice.note(1.0182)
+    assert practice.due == pytest.approx(1.0244 - BEFORE_S)
 
 
 @pytest.mark.parametrize("period", [0.0, BEFORE_S / 2, 0.021, 5.0])
 def test_nothing_is_expected_at_once_or_after_long(period):
-    practice = Practice(Counted(), longest_s=0.02)
-    practice.note(1.0)
-    practice.note(1.0 + period)
-    assert practice.due == math.inf
+    assert noted(Counted(), 1.0, 1.0 + period, 1.0 + 2 * period).due == math.inf
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.003, 1.018), (1.0, 1.015, 1.018), (1.0, 1.006, 1.0129)])
+def test_nothing_is_expected_of_uneven_events(times):
+    assert noted(Counted(), *times).due == math.inf
 
 
 def test_nothing_is_due_without_a_rehearsal_and_after_one_that_failed(caplog):
     failing = Counted(fails=True)
-    for practice in (Practice(None, longest_s=0.02), Practice(failing, longest_s=0.02)):
-        practice.note(1.0)
-        practice.note(1.006)
+    for practice in (noted(None, 1.0, 1.006, 1.012), noted(failing, 1.0, 1.006, 1.012)):
         practice.go()
-        practice.note(1.012)
-        practice.note(1.018)
+        for now in (1.018, 1.024, 1.03):
+            practice.note(now)
         assert practice.due == math.inf
     assert failing.count == 1
     assert "not today" in caplog.text
 
 
-def test_the_owner_of_a_mailbox_practises_while_it_waits_and_no_message_is_lost():
+def test_a_rehearsal_is_gone_through_when_it_is_made_and_none_where_that_fails(caplog):
+    made = rehearse_with(Counted)
+    assert isinstance(made, Counted)
+    assert (made.prepared, made.count) == (1, 1)
+    assert rehearse_with(lambda: Counted(fails=True)) is None
+
+    def make() -> Counted:
+        raise OSError("no shared memory")
+
+    assert rehearse_with(make) is None
+    assert "no shared memory" in caplog.text
+
+
+def test_the_owner_of_a_mailbox_practises_while_it_waits_and_no_message_is_lost(monkeypatch):
+    """Whenever something is expected: whether messages come evenly here is the machine's affair."""
+    monkeypatch.setattr(Practice, "note", lambda self, now: setattr(self, "due", now))
     rehearsal = Counted()
-    mailbox: Mailbox[int] = Mailbox(awake_s=1.0, rehearsal=rehearsal)
+    mailbox: Mailbox[int] = Mailbox(awake_s=30.0, rehearsal=rehearsal)
+    monkeypatch.setattr(Practice, "is_due", lambda self, _now: self.due < math.inf)
     read_end, write_end = os.pipe()
-    mailbox.watch(read_end, lambda: list(os.read(read_end, 100)))
+    mailbox.watch(read_end, lambda: list(os.read(read_end, 1)))
 
     def send() -> None:
         for number in range(20):
-            time.sleep(0.05)
+            time.sleep(0.02)
             os.write(write_end, bytes([number]))
 
     sender = threading.Thread(target=send)
     sender.start()
     assert [mailbox.get(timeout=30.0) for _ in range(20)] == list(range(20))
     sender.join()
-    assert 1 <= rehearsal.count <= 20
+    assert 10 <= rehearsal.count <= 20
     before = rehearsal.count
     with pytest.raises(queue.Empty):
         mailbox.get_nowait()

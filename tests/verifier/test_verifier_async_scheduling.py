@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
+from draftwire.carriers import host_segment
 from draftwire.practice import BEFORE_S
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
@@ -244,8 +245,8 @@ def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(
     monkeypatch.setattr(own._practice, "go", lambda: gone.append(clock.now))
     own._practise(flight(**case))  # nothing is known of when they are due
     assert (clock.now, gone) == (1000.0, [])
-    own._practice.note(clock.now - 7e-3)
-    own._practice.note(clock.now)
+    for ago in (14e-3, 7e-3, 0.0):
+        own._practice.note(clock.now - ago)
     own._practise(flight(**case))
     assert clock.now - 1000.0 == pytest.approx(takes_s, abs=2 * LOOK_EVERY_S)
     assert len(gone) == is_gone_through
@@ -257,12 +258,26 @@ def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(
     own = Served(target).engine
     monkeypatch.setattr(engine, "time", clock)
     monkeypatch.setattr(own._practice, "go", lambda: pytest.fail("too late"))
-    own._practice.note(clock.now - 40e-3)  # the step before it had prompts
-    own._practice.note(clock.now)
+    for ago in (80e-3, 40e-3, 0.0):  # the steps before it had prompts
+        own._practice.note(clock.now - ago)
     mark: Any = Mark(is_passed=False)
     mark.query = lambda: clock.now >= 1000.006
     own._practise(Flight((), (), None, StepMarks(mark, mark, mark), has_drafts=True))
     assert clock.now == pytest.approx(1000.006, abs=2 * LOOK_EVERY_S)
+
+
+def test_an_engine_starts_where_no_rehearsal_can_be_made(target, monkeypatch):
+    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
+
+    def fail(*_: object) -> None:
+        raise OSError("not here")
+
+    monkeypatch.setattr(host_segment.os, "memfd_create", fail)
+    own = Served(target)
+    request = own.submit(k=0)
+    own.engine.start()
+    assert len(own.tokens(request)) == 12
+    own.engine.stop()
 
 
 def test_output_is_the_same_when_an_engine_practises(target, monkeypatch):

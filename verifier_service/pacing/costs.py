@@ -17,6 +17,8 @@ ENOUGH = 8
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
+# What sequences that take turns cost each other is half as much after each so many seconds in which they take none.
+TURN_FADES_S = 5.0
 # The cost of a step of few rows is uncertain, and tried out, from this share on, and no more often than this.
 UNCERTAIN = 0.05
 EXPLORE_EVERY_S = 1.0
@@ -84,9 +86,8 @@ class TargetCost:
     Where steps are launched before the tokens of those before them are known, that is the device's time, and the host's
     is kept apart: before a step that was launched when nothing ran it is part of what its requests wait for (`lead_s`);
     beside a step that runs there is hardly any (`beside_s`). What sequences that take turns cost each other is a cost
-    of its own (`turn_s`), for a drafter may compute on the target's own device meanwhile. These are those of the steps
-    that run, whatever their rows: what few rows and fewer show says nothing of many, and sequences that took turns for
-    it would never show their own.
+    of its own (`turn_s`), for a drafter may compute on the target's own device meanwhile. None of the three depends on
+    rows: steps of one request are no measure of the host's time before those of many.
 
     Attributes
     ----------
@@ -104,6 +105,7 @@ class TargetCost:
         self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
         self.lead_seen = math.inf
+        self._turn_seen = -math.inf
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
@@ -119,6 +121,7 @@ class TargetCost:
     def observe_turn(self, rows: int, seconds: float, host_s: float, now: float) -> None:
         """Takes a step of `rows` that verified drafts beside another one, and the host's time as `observe_host`."""
         self._turn.observe((1.0,), host_s + max(0.0, seconds - self.seconds(rows)), now)
+        self._turn_seen = now
 
     def settle(self) -> None:
         """Works in the steps taken, which the next use would do."""
@@ -157,8 +160,12 @@ class TargetCost:
 
     @property
     def turn_s(self) -> float:
-        """Expected time by which a step of sequences that take turns is later for the host, and longer than alone."""
-        return self._turn.read().weights[0]
+        """Expected time by which a step of sequences that take turns is later for the host, and longer than alone; less
+        and less while none do, so that they come to show what it is by now."""
+        weight = self._turn.read().weights[0]
+        if not self._turn_seen < self.lead_seen < math.inf:
+            return weight
+        return weight * 0.5 ** ((self.lead_seen - self._turn_seen) / TURN_FADES_S)
 
     def wants_step_of(self, rows: float, now: float) -> bool:
         """Whether a step of about so many rows should be tried out; once it says so, it rests for a while.

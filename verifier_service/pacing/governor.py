@@ -26,7 +26,7 @@ TRIAL_SHARE = 0.01
 REST_S = (1.0, 30.0)
 RELAPSE_WITHIN = 10.0  # rests
 # What the host takes where sequences do not take turns is not seen while they do: one group is tried out after so long,
-# and twice as long each time that it was in vain, for so long, unless it is known to be slower than that share.
+# and twice as long each time that it was in vain, for so long, unless less than that share of the tokens is expected.
 TRY_AFTER_S = (0.25, 30.0)
 TRY_FOR_S = 0.2
 TRY_ABOVE = 0.85
