@@ -466,13 +466,12 @@ class Drafting:
         room = max(MAX_HISTORY_BYTES // row_bytes, 1)
         backlog = None
         pieces = []
-        old_rows = self._old_rows
         for binding in bindings:
             request, first = binding.request, binding.next_row
             rows = request.num_feature_rows - first
             if rows <= 0:
                 continue
-            if first < old_rows.get(request, request.num_reused):
+            if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
             if rows > self._most_verified:
@@ -558,26 +557,23 @@ class Drafting:
         )
         tokens, logits = decoded.tokens, decoded.logits
         answered: list[tuple[Request, ReadyDrafts]] = []
-        sequences, is_ok = session.sequences, draft_pb2.SEQUENCE_STATUS_OK
         start = end = 0
         for sequence_id, status, committed_length, last_token, num_drafts in zip(*decoded[:5], strict=True):
             start, end = end, end + num_drafts
-            binding = sequences.get(sequence_id)
+            binding = session.sequences.get(sequence_id)
             if binding is None:
                 continue
-            if status != is_ok:
+            if status != draft_pb2.SEQUENCE_STATUS_OK:
                 self._unbind(binding, time.monotonic())
             elif committed_length == binding.asked_length:
                 if num_drafts > binding.asked_drafts:
                     raise InvalidArgumentError("drafts.num_drafts", num_drafts, f"{binding.asked_drafts} were asked")
                 binding.wait_until = None
-                request = binding.request
-                known = request.tokens
+                request, known = binding.request, binding.request.tokens
                 # Late where it is in flight: a step is about to add tokens, and with drafts it would seem ready.
-                if committed_length == len(known) and last_token == known[-1] and request.num_in_flight == 0:
-                    answered.append(
-                        (request, ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start))
-                    )
+                if request.num_in_flight == 0 and committed_length == len(known) and last_token == known[-1]:
+                    drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
+                    answered.append((request, drafts))
         if logits is not None:
             self._times.count_logits(logits.carrier, len(tokens) * logits.row_bytes)
             belied = {id(drafts) for drafts in self._redraw(session, answered)}
