@@ -1,8 +1,8 @@
 """Keeps a thread's code at its processor's hand while it waits.
 
 A thread that has looked for messages for some milliseconds takes about two to four times as long for what it does then
-as one that has just done it: the processor has neither the code nor its data near any more. So shortly before something is
-due the engines' threads go through it on a stand-in. `python -m benchmarks.host_path` shows both.
+as one that has just done it: the processor has neither the code nor its data near any more. So shortly before something
+is due the engines' threads go through it on a stand-in. `python -m benchmarks.host_path` shows both.
 """
 
 from __future__ import annotations
