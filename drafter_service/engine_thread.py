@@ -21,7 +21,7 @@ from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
-from draftwire.practice import rehearse_with
+from draftwire.practice import MOST_SEQUENCES, rehearse_with
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ class EngineThread:
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
+        self._commands.practises = self.engine.load.sequences <= MOST_SEQUENCES
         try:
             self.engine.iterate(self._catch_up)
         except (RuntimeError, MemoryError) as error:

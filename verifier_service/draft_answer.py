@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from draftwire import config as cfg
 from draftwire.carriers import TensorReceiver
 from draftwire.errors import Described, InvalidArgumentError
-from draftwire.tensors import decode_ids
+from draftwire.tensors import decode_id_array, decode_ids
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
+from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.request import AnswerLogits, ReadyDrafts, Request
 
 CPU = torch.device("cpu")
@@ -67,6 +69,23 @@ def decode_answer(
     total = sum(num_drafts)
     tokens, logits = _decode_tensors(answer, total, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
     return DecodedAnswer(sequence_ids, statuses, lengths, last_tokens, num_drafts, tokens, logits)
+
+
+def read_ahead(answer: draft_pb2.Drafts, awaited: AwaitedAnswer, vocab_size: int) -> np.ndarray | None:
+    """The draft tokens, int32 [D], of an answer that is the awaited one; None of any other.
+
+    Nothing else of it is checked, so they are good for work that comes to nothing should it turn out to be wrong.
+    """
+    if answer.step_id != awaited.step_id or answer.sequence_ids[:] != awaited.sequence_ids:
+        return None
+    if answer.num_drafts[:] != awaited.num_drafts:
+        return None
+    try:
+        tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(awaited.num_drafts))
+    except InvalidArgumentError:
+        return None
+    # Read without its sign, a negative id is above all others.
+    return None if tokens.view(np.uint32).max(initial=0) >= vocab_size else tokens
 
 
 def _decode_tensors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -108,3 +108,13 @@ class Binding:
     def is_waiting(self) -> bool:
         """Whether its drafts are waited for."""
         return self.wait_until is not None and not self.session.is_late
+
+
+class AwaitedAnswer(NamedTuple):
+    """What the one answer that brings all drafts that are waited for will be, if each sequence gets what was asked."""
+
+    stream: Stream
+    step_id: int
+    sequence_ids: list[int]
+    num_drafts: list[int]
+    requests: list[Request]

@@ -20,10 +20,11 @@ from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
-from draftwire.practice import Practice, rehearse_with
+from draftwire.practice import MOST_SEQUENCES, Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
-from verifier_service.draft_session import DraftSession
-from verifier_service.draft_stream import Connected, Disconnected, LinkEvent, Stream
+from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_session import AwaitedAnswer, DraftSession
+from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.emission import Emission
 from verifier_service.expected_step import ExpectedStep
@@ -131,6 +132,7 @@ class Engine:
         self._run_rows = runner.run if followers is None else followers.lead(runner.run)
         self._hold = runner.hold
         self._expected: ExpectedStep | None = None
+        self._awaited: AwaitedAnswer | None = None  # by the expected step, if that is one answer
         self._cache = runner.cache
         self._stores: dict[FeatureKind, FeatureStore] = {}
         self._sampler = TokenSampler(
@@ -168,9 +170,11 @@ class Engine:
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         awake = awake_s(target.device)
         rehearsal = rehearse_with(Rehearsal) if awake and config.num_speculative_tokens else None
-        self._events: Mailbox[_Event | None] = Mailbox(awake, rehearsal)
+        self._events: Mailbox[_Event | None] = Mailbox(awake)
         self._practice = Practice(rehearsal, awake)  # before the tokens of steps that drafters wait for
+        self._emitted: list[Emission] = []  # by the step that has landed last, if they are nowhere else yet
         self._uncounted: list[Emission] = []
+        self._has_told = False  # the drafters of all that has happened
         self._steps_held = 0
         self._output = OutputQueue(deliver, self.metrics)
         self._stop_reason = ""
@@ -232,8 +236,11 @@ class Engine:
     def _loop(self) -> None:
         has_moved = False
         while self._take_events(wait=not has_moved):
-            self._tell_drafters(has_answers=True)
-            launched, landing = self._launch_next(), self._flight
+            launched, landing = None, self._flight
+            has_told, self._has_told = self._has_told, False
+            if not (has_told and landing is None and self._all_wait):
+                self._tell_drafters(has_answers=True)
+                launched = self._launch_next()
             if not self._limits.async_scheduling:
                 launched, landing = None, launched
             if landing is None and launched is None:
@@ -250,6 +257,11 @@ class Engine:
                 self._land(landing)
             has_moved = landing is not None or launched is not None or self._has_ended_some
             self._has_ended_some = False
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether everybody waits for drafts, so that nothing can be scheduled."""
+        return not self.scheduler.may_admit and self.drafting.gate.all_wait(self.scheduler.running)
 
     def _tell_drafters(self, *, has_answers: bool) -> None:
         """Sends the drafters what is new. Whether all answers have been taken tells which drafters are slow or lost."""
@@ -307,6 +319,9 @@ class Engine:
                 self._expected = expected
                 with self._on_steps():
                     expected.launch(self._hold)
+                self._awaited = self.drafting.gate.awaited_answer()
+                if self._awaited is not None:
+                    expected.foresee(self._awaited.requests, self._awaited.num_drafts)
         except Exception as error:
             self._end_failed(list(running), error)
 
@@ -372,7 +387,9 @@ class Engine:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
         if wait:
             if not self._events.wait(0):  # else what is there may be drafts, which go first
-                self._count_landed()
+                self._end_step()
+                if not self._is_pending:  # else the step that waits for drafts hides it
+                    self._count_landed()
             self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
         try:
             event = self._next_event() if wait else self._events.get_nowait()
@@ -396,7 +413,7 @@ class Engine:
         deadline = self.drafting.next_deadline()
         if self._expected is not None and self._expected.is_pending:
             deadline = self._expected.until if deadline is None else min(deadline, self._expected.until)
-        if self._output.is_waiting:
+        if self._output.is_waiting or self._emitted:
             moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._output.has_errors else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
                 return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -406,6 +423,7 @@ class Engine:
         return self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _take(self, event: _Event) -> None:
+        self._has_told = False
         if isinstance(event, _Arrived):
             try:
                 self.scheduler.add(event.request)
@@ -427,9 +445,29 @@ class Engine:
             if isinstance(event, Connected) and not self._has_store(event.stream):
                 return
             self._use_lane(event)
+        has_begun = isinstance(event, Answered) and self._begin_with(event)
         self.drafting.handle(event)
-        self._begin_expected()
+        if has_begun:  # told now, for the answer tells what the drafter has taken of the wait
+            self.times.enter(Phase.VERIFY)
+            self.times.enter(Phase.HOST)
+        else:
+            self._begin_expected()
         self._drop_unused_stores()
+
+    def _begin_with(self, event: Answered) -> bool:
+        """Begins the step that was launched with the drafts of an answer that has not been checked, if it is as
+        expected; they come to nothing should the answer prove wrong."""
+        expected, awaited = self._expected, self._awaited
+        if expected is None or awaited is None or awaited.stream is not event.stream or not expected.can_begin_with:
+            return False
+        tokens = read_ahead(event.drafts, awaited, self._target.vocab_size)
+        if tokens is None:
+            return False
+        try:
+            expected.begin_with(tokens)
+        except Exception as error:
+            self._end_failed(list(self.scheduler.running), error)
+        return True
 
     def _begin_expected(self) -> None:
         """Begins the step that was launched, if nothing is awaited any more."""
@@ -522,7 +560,7 @@ class Engine:
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             results = iter(drawn)
-            committed: list[tuple[Work, Drawn, Piece]] = []
+            emitted: list[Emission] = []
             for work in flight.works:
                 result = next(results) if work.samples else None
                 if not work.is_current:
@@ -531,18 +569,15 @@ class Engine:
                 if result is None:
                     work.request.num_computed = work.start + len(work.tokens)
                 elif (piece := self._commit(work, result, now)) is not None:
-                    committed.append((work, result, piece))
+                    emitted.append(Emission(work, result, piece, now))
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
-            for work, result, piece in committed:
-                emission = Emission(work, result, piece, now)
-                self._uncounted.append(emission)
-                self._output.add(emission)
+            self._has_told, self._emitted = True, emitted
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
 
     def _practise(self, flight: Flight) -> None:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
-        if not flight.has_drafts:
+        if not flight.has_drafts or len(flight.works) > MOST_SEQUENCES:
             return
         while time.monotonic() < self._practice.due < math.inf and not flight.is_done:
             time.sleep(LOOK_EVERY_S)
@@ -640,6 +675,7 @@ class Engine:
     def _count_landed(self) -> None:
         """Counts the last step and what it verified; late, so that the drafters have what they wait for."""
         self._end_step()
+        self._emit()
         for emission in self._uncounted:
             self._count_verified(emission)
         self._uncounted.clear()
@@ -689,7 +725,15 @@ class Engine:
         """Share of the cache blocks in use, [0, 1]."""
         return self._blocks.usage
 
+    def _emit(self) -> None:
+        """Adds what the last step has emitted to what is to be counted and to be handed out."""
+        self._uncounted += self._emitted
+        for emission in self._emitted:
+            self._output.add(emission)
+        self._emitted = []
+
     def _hand_out(self) -> None:
         """Turns the output of steps into text and messages."""
+        self._emit()
         for request in self._output.hand_out():
             self._forget(request)

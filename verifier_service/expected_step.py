@@ -43,6 +43,8 @@ class ExpectedStep:
         self._token_ids: list[int] = []
         self._spans: dict[Request, _Span] = {}
         self._num_rows = 0
+        # Token ids [rows] without the drafts that are still to come, and where those go.
+        self._foreseen: tuple[np.ndarray, np.ndarray] | None = None
         for request, num_drafts in expected:
             self._spans[request] = _span(request, self._num_rows, 1 + num_drafts)
             self._num_rows += 1 + num_drafts
@@ -59,9 +61,10 @@ class ExpectedStep:
     def launch(self, hold: Callable[[StepRows], HeldStep | None]) -> None:
         """Has `hold` launch it; without effect where that cannot be."""
         spans = self._spans.values()
+        firsts, starts, counts = np.array([span[:3] for span in spans], np.int64).reshape(-1, 3).T
         step = StepRows(
             np.zeros(self._num_rows, np.int64),
-            np.concatenate([np.arange(span.start, span.start + span.num_rows) for span in spans]),
+            np.arange(self._num_rows) + np.repeat(starts - firsts, counts),
             # As they are now: the requests' blocks may change before it begins.
             [SequenceRows(one.blocks.copy(), span.start, span.num_rows) for one, span in self._spans.items()],
             np.arange(self._num_rows),
@@ -72,6 +75,42 @@ class ExpectedStep:
     def has_all(self, is_awaited: Callable[[Request], bool]) -> bool:
         """Whether it can begin: it is held, and none of its drafts is awaited any more."""
         return self._held is not None and not any(map(is_awaited, [one for one in self._spans if one.drafts is None]))
+
+    def foresee(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> None:
+        """Prepares to begin with so many drafts of each of these requests, the only ones that are awaited; without
+        effect where there is no room for all of them."""
+        spans = self._spans
+        if self._held is None or any(
+            request not in spans or spans[request].num_rows != 1 + count
+            for request, count in zip(requests, num_drafts, strict=True)
+        ):
+            return
+        token_ids = np.zeros(self._num_rows, np.int64)
+        for request, span in spans.items():
+            token_ids[span.first] = request.tokens[-1]
+            if request.drafts is not None:
+                known = request.drafts.tokens[: span.num_rows - 1]
+                token_ids[span.first + 1 : span.first + 1 + len(known)] = known
+        counts = np.array(num_drafts, np.int64)
+        firsts = np.array([spans[request].first for request in requests], np.int64)
+        places = np.arange(counts.sum()) + np.repeat(firsts + 1 - counts.cumsum() + counts, counts)
+        self._foreseen = token_ids, places
+
+    @property
+    def can_begin_with(self) -> bool:
+        """Whether `begin_with` may be called."""
+        return self._held is not None and self._foreseen is not None
+
+    def begin_with(self, tokens: np.ndarray) -> None:
+        """Begins it with drafts, int [D], of the requests that were foreseen, whatever these are given in the end;
+        whether it is their step shows when it is taken."""
+        assert self._held is not None
+        assert self._foreseen is not None
+        token_ids, places = self._foreseen
+        token_ids[places] = tokens
+        held, self._held, self._foreseen = self._held, None, None
+        self._output = held.begin(token_ids)
+        self._token_ids = token_ids.tolist()
 
     def begin(self) -> None:
         """Begins it with the drafts that the requests have, before the step is scheduled; whether it is that step shows

@@ -18,7 +18,8 @@ from draftwire.config import build_sampling_params, resolve_sampling_params, spe
 from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
-from verifier_service.draft_stream import Connected, HeadInfo, Stream
+from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_stream import Answered, Connected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind
@@ -46,7 +47,7 @@ class Rehearsal:
         What `run` does, in order.
     """
 
-    parts = ("tokens committed", "message built and sent", "answer read", "drafts taken", "step begun")
+    parts = ("tokens committed", "message built and sent", "answer read", "step begun")
 
     def __init__(self, num_requests: int = 1) -> None:
         config = speculative_config_from_mapping(
@@ -73,7 +74,7 @@ class Rehearsal:
             self._requests = [_request(number) for number in range(self._num_requests)]
             self._drafting.flush(self._requests, self._stores)
             self._answer()
-            self._take()
+            self._take(self._read())
         works = []
         for request in self._requests:
             drafts = request.drafts
@@ -97,13 +98,19 @@ class Rehearsal:
         expected = ExpectedStep([(request, _DRAFTS) for request in self._requests])
         computed: Any = None
         expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
+        awaited = self._drafting.gate.awaited_answer()
+        assert awaited is not None
+        expected.foresee(awaited.requests, awaited.num_drafts)
         self._answer()
         skipped = time.monotonic() - marks[-1]
         marks = [mark + skipped for mark in marks]
-        read = self._take()
-        marks += [read, time.monotonic()]
-        expected.begin()
+        answers = self._read()
         marks.append(time.monotonic())
+        tokens = read_ahead(answers[0].drafts, awaited, _VOCAB)
+        assert tokens is not None
+        expected.begin_with(tokens)
+        marks.append(time.monotonic())
+        self._take(answers)
         return marks
 
     def _answer(self) -> None:
@@ -120,13 +127,12 @@ class Rehearsal:
         encode_ids([1] * (_DRAFTS * count), drafts.tokens)
         self._drafter.send(draft_pb2.DraftResponse(drafts=drafts).SerializeToString())
 
-    def _take(self) -> float:
-        """Takes the answer; the time at which it was read."""
-        events = self._stream.read_lane() or []
-        read = time.monotonic()
-        for event in events:
-            self._drafting.handle(event)
-        return read
+    def _read(self) -> list[Answered]:
+        return [event for event in self._stream.read_lane() or () if isinstance(event, Answered)]
+
+    def _take(self, answers: list[Answered]) -> None:
+        for answer in answers:
+            self._drafting.handle(answer)
 
 
 def _stream(lane: Lane) -> Stream:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.draft_session import AwaitedAnswer, Binding, DraftSession
 from verifier_service.draft_stream import Stream
 from verifier_service.pacing import Expected, Group, Profile, TargetCost, hold_until
 from verifier_service.request import Request
@@ -122,6 +122,34 @@ class StepGate:
     def is_awaited(self) -> bool:
         """Whether any request does."""
         return any(binding.is_waiting for binding in self._bindings.values())
+
+    def all_wait(self, requests: Sequence[Request]) -> bool:
+        """Whether there are requests and each of them waits for drafts, so that no step can be scheduled."""
+        now, bindings = time.monotonic(), self._bindings
+        for request in requests:
+            binding = bindings.get(request)
+            if binding is None or request.drafts is not None or binding.wait_until is None:
+                return False
+            if binding.session.is_late or now >= binding.wait_until:
+                return False
+        return len(requests) > 0
+
+    def awaited_answer(self) -> AwaitedAnswer | None:
+        """The answer that brings all drafts that are waited for; None when it takes several, or none will."""
+        sessions = [session for session in self._sessions.values() if session.unanswered]
+        if len(sessions) != 1 or sessions[0].is_late:
+            return None
+        session, step_id = sessions[0], next(reversed(sessions[0].unanswered))
+        waiting = [binding for binding in session.bindings if binding.wait_until is not None]
+        if any(binding.asked_step != step_id for binding in waiting):
+            return None
+        return AwaitedAnswer(
+            session.stream,
+            step_id,
+            [binding.sequence_id for binding in waiting],
+            [binding.asked_drafts for binding in waiting],
+            [binding.request for binding in waiting],
+        )
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
         """How many drafts each request brings to the next step, at most, if that step waits for drafts and is one of

@@ -17,7 +17,7 @@ CALLS = {
     "draftwire.carriers.sender": ("Outgoing.finish",),
     "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
-    "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin"),
+    "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin", "ExpectedStep.begin_with"),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
     "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
     "drafter_service.step_decoder": ("StepDecoder.decode",),
@@ -50,6 +50,5 @@ WAY = (
     Mark("DraftStream.deliver", "begin"),
     Mark("DraftStream._send_directly", "end"),
     Mark("Stream.read_lane", "end"),
-    Mark("Drafting.handle", "end"),
-    Mark("ExpectedStep.begin", "begin"),
+    Mark("ExpectedStep.begin_with", "end"),
 )

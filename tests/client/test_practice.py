@@ -109,5 +109,11 @@ def test_the_owner_of_a_mailbox_practises_while_it_waits_and_no_message_is_lost(
     with pytest.raises(queue.Empty):
         mailbox.get_nowait()
     assert rehearsal.count == before
+    mailbox.practises = False
+    os.write(write_end, b"a")
+    assert mailbox.get() == ord("a")
+    with pytest.raises(queue.Empty):
+        mailbox.get(timeout=0.01)
+    assert rehearsal.count == before
     os.close(read_end)
     os.close(write_end)

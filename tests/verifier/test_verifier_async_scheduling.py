@@ -14,7 +14,7 @@ import torch
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
 from draftwire.carriers import host_segment
-from draftwire.practice import BEFORE_S
+from draftwire.practice import BEFORE_S, MOST_SEQUENCES
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
 from verifier_service.emission import Emission, response
@@ -194,10 +194,11 @@ class Mark:
         self.query = lambda: is_passed
 
 
-def flight(*, is_done: bool | None, has_drafts: bool = False) -> Any:
+def flight(*, is_done: bool | None, has_drafts: bool = False, num_works: int = 1) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), has_drafts=has_drafts)
+    works: Any = [None] * num_works
+    return Flight(works, (), None, None if is_done is None else StepMarks(mark, mark, mark), has_drafts=has_drafts)
 
 
 def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
@@ -232,6 +233,8 @@ class Clock:
         ({"is_done": False, "has_drafts": False}, 0.0, False),  # nobody waits for it
         ({"is_done": True, "has_drafts": True}, 0.0, False),
         ({"is_done": None, "has_drafts": True}, 0.0, False),
+        ({"is_done": False, "has_drafts": True, "num_works": MOST_SEQUENCES}, 7e-3 - BEFORE_S, True),
+        ({"is_done": False, "has_drafts": True, "num_works": MOST_SEQUENCES + 1}, 0.0, False),
     ],
 )
 def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(

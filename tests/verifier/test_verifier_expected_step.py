@@ -7,11 +7,16 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
-from drafting_scene import Scene, make_request
-from engine_scene import WAIT_S, K, Served, make_target
+from drafting_scene import Scene, answer_to, make_request
+from engine_scene import VOCAB, WAIT_S, K, Served, make_target
 
+from draftwire.v1 import draft_pb2 as pb
 from verifier_service import draft_session, expected_step
+from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_session import AwaitedAnswer
+from verifier_service.draft_stream import Answered
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
@@ -44,7 +49,7 @@ class Noted(Served):
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
-        self.num_held = self.num_begun = self.num_dropped = 0
+        self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
         self.held: list[StepRows] = []
         self._has_held = threading.Event()
         hold = self.engine._hold
@@ -65,6 +70,14 @@ class Noted(Served):
             return HeldStep(begin, drop)
 
         self.engine._hold = noted_hold
+        begin_with = self.engine._begin_with
+
+        def noted_begin_with(event: Answered) -> bool:
+            has_begun = begin_with(event)
+            self.num_foreseen += has_begun
+            return has_begun
+
+        self.engine._begin_with = noted_begin_with  # type: ignore[method-assign]
 
     def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> None:
         """A drafter that answers when the step that verifies its drafts is held, if one is."""
@@ -124,6 +137,102 @@ def test_nearly_every_step_with_drafts_is_one_that_was_held(target):
     own.engine.stop()
     assert sum(fallback.tokens for fallback in own.engine.counters().fallbacks) == 1  # the last token needs no drafts
     assert (own.num_begun, own.num_dropped) == (one.verify_steps - 1, 0)
+    assert own.num_foreseen == own.num_begun
+
+
+@pytest.mark.parametrize(
+    ("change", "begins"),
+    [
+        (lambda _: None, True),
+        (lambda drafts: drafts.last_tokens.__setitem__(0, 1 + drafts.last_tokens[0]), True),  # continues something else
+        (lambda drafts: drafts.statuses.__setitem__(0, pb.SEQUENCE_STATUS_UNKNOWN), True),
+        (lambda drafts: setattr(drafts, "compute_time_s", -1.0), True),  # it is expelled for that
+        (lambda drafts: drafts.committed_lengths.append(1), True),
+        (lambda drafts: setattr(drafts.tokens, "data", b"\xff" * len(drafts.tokens.data)), False),
+        (lambda drafts: drafts.sequence_ids.reverse(), False),
+    ],
+)
+def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_that_is_wrong(target, change, begins):
+    own = Noted(target)
+    begin_with, begun = own.engine._begin_with, []
+
+    def spoilt(event: Answered) -> bool:
+        expected = own.engine._expected
+        if expected is not None and expected.can_begin_with and len(event.drafts.sequence_ids) == len(REQUESTS):
+            if len(begun) == 2:
+                change(event.drafts)
+            begun.append(begin_with(event))
+            return begun[-1]
+        return begin_with(event)
+
+    own.engine._begin_with = spoilt  # type: ignore[method-assign]
+    own.connect_late()
+    made = [own.submit(**one) for one in REQUESTS]
+    own.engine.start()
+    assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
+    own.engine.stop()
+    assert begun[:3] == [True, True, begins]
+    assert len(own.held) == own.num_begun + own.num_dropped
+    assert own.engine.kv_cache_usage == 0.0
+
+
+def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
+    awaited = scene.drafting.gate.awaited_answer()
+    assert awaited is not None
+    assert awaited.stream is stream
+    return awaited
+
+
+def test_the_answer_that_is_awaited_is_the_one_that_brings_all_drafts():
+    scene = Scene()
+    stream = scene.connect()
+    requests = [scene.decode(2 + i) for i in range(3)]
+    assert scene.drafting.gate.awaited_answer() is None
+    assert not scene.drafting.gate.all_wait(requests)
+    scene.flush()
+    awaited = awaited_by(scene, stream)
+    assert (awaited.requests, awaited.num_drafts) == (requests, [3, 3, 3])
+    assert scene.drafting.gate.all_wait(requests)
+    assert not scene.drafting.gate.all_wait([])
+    answer = answer_to(stream.steps[-1])
+    tokens = read_ahead(answer, awaited, VOCAB)
+    assert tokens is not None
+    assert tokens.tolist() == [5, 6, 7] * 3
+    assert read_ahead(answer, awaited, 7) is None  # an id beyond the vocabulary
+    for change in (
+        lambda one: setattr(one, "step_id", one.step_id + 1),
+        lambda one: one.sequence_ids.pop(),
+        lambda one: one.num_drafts.__setitem__(0, 2),
+        lambda one: setattr(one.tokens, "data", one.tokens.data[:-4]),
+    ):
+        wrong = pb.Drafts.FromString(answer.SerializeToString())
+        change(wrong)
+        assert read_ahead(wrong, awaited, VOCAB) is None
+    scene.decode(3)
+    scene.flush()  # asks for the drafts of another one by another message
+    assert scene.drafting.gate.awaited_answer() is None
+    scene.answer(stream)
+    assert not scene.drafting.gate.all_wait(requests)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_drafts_go_where_their_requests_are_in_the_step(order):
+    requests = [make_request([1 + i] * 16) for i in range(4)]
+    for request in requests:
+        request.blocks, request.num_computed = [4, 5], 15
+    requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
+    num_drafts = [3, 1, 2]
+    expected = ExpectedStep([*zip(requests, [*num_drafts, 3], strict=True)])
+    seen: list[Any] = []
+    expected.launch(lambda _: HeldStep(lambda ids: seen.append(ids.tolist()), lambda: None))
+    assert not expected.can_begin_with
+    expected.foresee(requests[:1], [4])  # there is no room for so many
+    assert not expected.can_begin_with
+    expected.foresee([requests[i] for i in order], [num_drafts[i] for i in order])
+    drafts = [[11, 12, 13], [14], [15, 16]]
+    expected.begin_with(np.array([token for i in order for token in drafts[i]]))
+    assert seen == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
+    assert not expected.can_begin_with
 
 
 @pytest.mark.parametrize("count", [0, 1, K])

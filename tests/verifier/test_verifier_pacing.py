@@ -23,6 +23,7 @@ from verifier_service.pacing import (
     TargetCost,
     hold_until,
 )
+from verifier_service.pacing.costs import TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
 from verifier_service.step_gate import StepGate
 
@@ -334,7 +335,20 @@ def test_steps_of_several_drafters_that_alternate_show_what_a_step_costs():
         step_s = MEASURED[160] if i < 8 else 2 * MEASURED[160]
         gate.count_step(160, has_prompts=False, step_s=step_s, host_s=1e-4, is_beside=i > 0, has_drafts=True)
     assert gate.target_cost.seconds(160) == pytest.approx(2 * MEASURED[160], rel=0.05)
-    assert gate.target_cost.turn_s == 0.0
+    assert gate.target_cost.turn_s == TURN_SHARE * gate.target_cost.fixed  # as before anything was seen
+
+
+def test_what_sequences_that_take_turns_cost_each_other_is_assumed_before_it_is_seen_and_again_long_after():
+    target = hidden_target(1e-3)
+    assumed = target.turn_s
+    assert assumed == TURN_SHARE * target.fixed > 0
+    for i in range(100):
+        target.observe_turn(160, MEASURED[160], 0.0, 1.0 + 0.01 * i)
+    assert target.turn_s < 0.05 * assumed
+    target.observe_host(1e-3, 2.0 + TURN_FADES_S, is_beside=False)
+    assert target.turn_s == pytest.approx(assumed / 2, rel=0.05)
+    target.observe_host(1e-3, 2.0 + 20 * TURN_FADES_S, is_beside=False)
+    assert target.turn_s == pytest.approx(assumed, rel=0.01)
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
