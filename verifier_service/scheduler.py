@@ -254,9 +254,11 @@ class Scheduler:
 
         Negative where the last token has none.
         """
+        room = len(request.blocks) * BLOCK_SIZE - len(request.tokens)
+        if room >= count:
+            return count
         missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
-        if missing > 0:
-            request.blocks += self._cache.allocate(min(missing, self._cache.num_free)) or []
+        request.blocks += self._cache.allocate(min(missing, self._cache.num_free)) or []
         return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
 
     def _take_back_draft_rows(self) -> None:

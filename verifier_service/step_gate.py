@@ -155,26 +155,27 @@ class StepGate:
         """How many drafts each request brings to the next step, at most, if that step waits for drafts and is one of
         them all; else None."""
         counts = []
-        sessions = []
-        is_awaited = False
+        num_bound = 0
+        sessions: set[DraftSession] = set()
+        awaited: set[DraftSession] = set()
         for request in requests:
             binding = self._bindings.get(request)
-            if request.is_in_flight or not request.is_decoding:
+            if request.num_in_flight or not request.is_decoding:
                 return None
             if binding is not None:
-                sessions.append(binding.session)
+                sessions.add(binding.session)
+                num_bound += 1
             if request.drafts is not None:
                 counts.append(len(request.drafts.tokens))
             elif binding is not None and binding.is_waiting:
-                if binding.session.pace.plan.num_groups > 1:
-                    return None
+                awaited.add(binding.session)
                 # One that waits for its drafter to take more was asked last when it had fewer tokens.
                 counts.append(min(binding.asked_drafts, request.num_drafts_wanted))
-                is_awaited = True
             else:
                 counts.append(0)
-        parts = self._parts and len(set(sessions)) < len(sessions)
-        return counts if is_awaited and not parts else None
+        take_turns = any(session.pace.plan.num_groups > 1 for session in awaited)
+        parts = self._parts and len(sessions) < num_bound
+        return counts if awaited and not take_turns and not parts else None
 
     @property
     def next_deadline(self) -> float:

@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 _ALIGNMENT = 16  # bytes; kernels load vectors of this width
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceRows:
     """Rows start .. start + count - 1 of one sequence; each attends to the sequence's rows from 0 to itself.
 
