@@ -518,7 +518,6 @@ class Drafting:
         if len(drafts.sequence_ids) > message.rows:
             self._give_up(session, f"answered for more sequences than step {drafts.step_id} had rows", expel=True)
             return
-        self._times.count_answer(drafts.compute_time_s)
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
         session.is_late = session.is_late and bool(session.unanswered)

@@ -445,12 +445,12 @@ class Engine:
             if isinstance(event, Connected) and not self._has_store(event.stream):
                 return
             self._use_lane(event)
-        has_begun = isinstance(event, Answered) and self._begin_with(event)
+        has_begun = False
+        if isinstance(event, Answered):
+            self.times.count_answer(event.drafts.compute_time_s)
+            has_begun = self._begin_with(event)
         self.drafting.handle(event)
-        if has_begun:  # told now, for the answer tells what the drafter has taken of the wait
-            self.times.enter(Phase.VERIFY)
-            self.times.enter(Phase.HOST)
-        else:
+        if not has_begun:
             self._begin_expected()
         self._drop_unused_stores()
 
@@ -463,10 +463,12 @@ class Engine:
         tokens = read_ahead(event.drafts, awaited, self._target.vocab_size)
         if tokens is None:
             return False
+        self.times.enter(Phase.VERIFY)
         try:
             expected.begin_with(tokens)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
+        self.times.enter(Phase.HOST)
         return True
 
     def _begin_expected(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -136,8 +137,9 @@ class StepTimes:
         self.traffic.count_tensor(carrier, "sent", "features", feature_bytes)
 
     def count_answer(self, compute_time_s: float) -> None:
-        """Counts a drafter's answer, which took the drafter that time to compute."""
-        self._computed_s = max(self._computed_s, compute_time_s)
+        """Counts a drafter's answer, which took the drafter that time to compute, as it says."""
+        if 0 <= compute_time_s < math.inf:
+            self._computed_s = max(self._computed_s, compute_time_s)
 
     def count_logits(self, carrier: draft_pb2.Carrier, num_bytes: int) -> None:
         """Counts draft logits that a drafter has sent."""

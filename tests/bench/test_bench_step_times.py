@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from draftwire.step_histogram import StepHistogram
@@ -81,6 +83,13 @@ def test_of_several_drafters_the_slowest_counts(scene):
     scene.times.count_answer(2)
     scene.step(waited=5, computed=1)
     assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (6, 4)
+
+
+@pytest.mark.parametrize("computed", [-1.0, math.nan, math.inf])
+def test_a_time_that_is_none_counts_for_nothing(scene, computed):
+    scene.times.count_answer(computed)
+    scene.step(waited=5, computed=3)
+    assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (3, 2)
 
 
 def test_the_histogram_has_each_step_in_every_phase_and_all_of_its_time(scene):
