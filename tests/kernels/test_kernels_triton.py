@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from draftwire_kernels.gpu import counters, launch, race
-from draftwire_kernels.gpu.tuning import Tuning
+from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, TILE, Shape, Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
@@ -80,6 +80,20 @@ def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use
 def test_a_row_is_read_by_several_programs_in_waves(method: str, form: str) -> None:
     batch = Batch(8, requests=4, vocab=1100, spread=0.5, max_k=3)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
+
+
+@pytest.mark.parametrize("group", [512, 1024])
+def test_lanes_of_large_groups(group: int) -> None:
+    batch = Batch(5, requests=2, vocab=LARGE_VOCABULARY + 37, spread=1.0, max_k=2)
+    _both(batch, batch.draft_logits("dense"), "standard", False, Tuning(group=group, programs=24, wave=1))
+
+
+@pytest.mark.parametrize("columns", [1, 37, 16384, 128256, 151936, 262144])
+@pytest.mark.parametrize("rows", [1, 6, 192, 6144])
+def test_no_program_of_a_row_is_without_a_tile(columns: int, rows: int) -> None:
+    shape = Shape.of(columns, 4, rows, Tuning())
+    assert shape.num_splits.bit_count() == 1
+    assert (shape.num_splits - 1) * shape.group * TILE < columns
 
 
 @needs_cuda

@@ -54,13 +54,11 @@ def gumbel_sample(
     chosen = chosen or tuning.choose(tuning.GUMBEL, rows)
     logits = _unit_stride(logits)
     shape = Shape.of(vocab, logits.element_size(), rows, chosen)
-    groups, parts = rows * shape.num_groups, rows * shape.num_splits
-    sizes = [_aligned(size) for size in (groups, groups, parts, parts)]
-    floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device)
-    lane_floor, group_top, part_top, part_index = floats.split(sizes)
+    groups = _aligned(rows * shape.num_groups)
+    group_top, lane_lead = torch.empty(2, groups, dtype=torch.float32, device=logits.device)
     same = isinstance(draft_offset, int)
     with _on(logits):
-        gumbel_kernel[(parts,)](
+        gumbel_kernel[(rows * shape.num_splits,)](
             logits,
             logits.stride(0),
             vocab,
@@ -71,11 +69,8 @@ def gumbel_sample(
             draft_offset if same else 0,
             token_ids if token_ids is None else token_ids.contiguous(),
             group_top,
-            lane_floor,
+            lane_lead,
             shape.num_groups,
-            part_top,
-            part_index.view(torch.int32),
-            shape.num_splits,
             counters.zeros(rows, logits.device),
             tokens,
             USE_FP64=use_fp64,
@@ -83,8 +78,7 @@ def gumbel_sample(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
-            TURNS=shape.turns(),
-            SPLITS=_power(shape.num_splits),
+            SPLITS=shape.num_splits,
             num_warps=TILE,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
@@ -181,18 +175,19 @@ def _verify(
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
         )
     num_drafts = num_rows - num_requests
-    draft_splits = 1 if is_sparse else shape.num_splits
+    draft_shape = _draft_shape(draft, shape) if has_dense else shape
+    draft_groups = 1 if is_sparse else draft_shape.num_groups
+    draft_masses = masses if is_sparse else torch.float32
     scratch = Scratch(
-        group_top=None if is_block else buffer(num_rows, shape.num_groups),
-        lane_floor=None if is_block else buffer(num_rows, shape.num_groups, lanes),
+        group_top=buffer(num_rows, shape.num_groups),
+        group_mass=buffer(num_rows, shape.num_groups),
+        lane_lead=None if is_block else buffer(num_rows, shape.num_groups, lanes),
         num_groups=shape.num_groups,
-        part_top=buffer(num_rows, shape.num_splits),
-        part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
-        draft_top=None if draft.logits is None else buffer(num_drafts, draft_splits),
-        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_splits, dtype=masses),
+        draft_top=None if draft.logits is None else buffer(num_drafts, draft_groups),
+        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_groups, dtype=draft_masses),
+        num_draft_groups=draft_groups,
         draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
         target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
-        num_splits=shape.num_splits,
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
@@ -202,7 +197,6 @@ def _verify(
     )
     list_size = min(max(_power(draft.width), 16), 128)
     lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
-    draft_shape = _draft_shape(draft, shape) if has_dense else shape
     is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
@@ -228,11 +222,10 @@ def _verify(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LANES=lanes,
-            TURNS=shape.turns(),
             DRAFT_GROUP=draft_shape.group,
-            DRAFT_TURNS=draft_shape.turns(),
+            DRAFT_GROUPS=_power(draft_shape.num_groups),
             ROWS=_capacity(count),
-            SPLITS=_power(shape.num_splits),
+            SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
             **constants,
             **first.limit(is_wide),

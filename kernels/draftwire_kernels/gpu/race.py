@@ -8,7 +8,7 @@ race ends when no bound is left above the best score.
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, token_words, uniform_floor
+from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, log_lead, token_words, uniform_floor
 from draftwire_kernels.gpu.scan import INFINITY, LOG2_E, MAX_FLOAT, NO_INDEX, load_dense_draft, load_logits, residuals
 
 _MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
@@ -37,20 +37,20 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 
 @triton.jit
-def load_groups(group_top, lane_floor, num_groups, GROUPS: tl.constexpr, LANES: tl.constexpr):
+def load_groups(group_top, lane_lead, num_groups, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """What `scan_sampled` left of a row: [GROUPS] and [GROUPS, LANES]."""
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
     largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
     lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    return largest, tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
+    return largest, tl.load(lane_lead + lane, mask=exists[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def lane_bounds(largest, floor, top, temperature):
+def lane_bounds(largest, lead, top, temperature):
     """What no score (logit - top) / temperature + noise of a lane of a group exceeds: [GROUPS, LANES]."""
     score = (largest - top) / temperature
-    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - log_floor(floor)
+    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] + 2.0 * log_lead(lead)
     return tl.where((score > -INFINITY)[:, None], bound, -INFINITY)
 
 
@@ -97,8 +97,8 @@ def without(bound, groups):
 
 @triton.jit
 def _columns(lane, place, group, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
-    RUN: tl.constexpr = LINE // LANES  # neighbouring tokens of a lane
-    return group * GROUP + lane * RUN + (place // RUN) * LINE + place % RUN
+    RUN: tl.constexpr = LINE // 32  # neighbouring tokens of a thread
+    return group * GROUP + (place // RUN * LANES + lane) * RUN + place % RUN
 
 
 @triton.jit

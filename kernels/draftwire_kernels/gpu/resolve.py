@@ -49,8 +49,9 @@ class Drafted(NamedTuple):
     draft_logit: Any  # of dense draft logits; else as `logit`
 
 
-class Parts(NamedTuple):
-    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]; of lists of draft logits [ROWS]."""
+class Groups(NamedTuple):
+    """Maxima and masses of groups as the programs of a wave have left them: [ROWS, GROUPS] and [ROWS, DRAFT_GROUPS]; of
+    lists of draft logits [ROWS]."""
 
     top: Any
     mass: Any
@@ -96,28 +97,35 @@ def load_drafted(
 
 
 @triton.jit
-def _load_parts(top_ptr, mass_ptr, row, exists, num_splits, SPLITS: tl.constexpr):
-    split = tl.arange(0, SPLITS)[None, :]
-    index = row[:, None] * num_splits + split
-    mask = exists[:, None] & (split < num_splits)
+def load_rows(top_ptr, mass_ptr, row, exists, num_groups, GROUPS: tl.constexpr):
+    """Two numbers of each group of rows: [ROWS, GROUPS]."""
+    group = tl.arange(0, GROUPS)[None, :]
+    index = row[:, None] * num_groups + group
+    mask = exists[:, None] & (group < num_groups)
     top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
     return top, tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def load_parts(
-    draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr
+def load_wave(
+    draft,
+    scratch,
+    first_row,
+    first_draft,
+    drafted,
+    HAS_DRAFT_LOGITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DRAFT_GROUPS: tl.constexpr,
 ):
-    """What the programs of a wave have left of its rows."""
+    """What the programs of a wave have left of its groups."""
     row = first_row + drafted.offset
-    num_splits = scratch.num_splits
-    top, mass = _load_parts(scratch.part_top, scratch.part_mass, row, drafted.exists, num_splits, SPLITS)
+    top, mass = load_rows(scratch.group_top, scratch.group_mass, row, drafted.exists, scratch.num_groups, GROUPS)
     draft_top, draft_mass, draft_token_mass = top, mass, mass
     if HAS_DRAFT_LOGITS:
         row = first_draft + drafted.offset
         if draft.token_ids is None:
-            draft_top, draft_mass = _load_parts(
-                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, num_splits, SPLITS
+            draft_top, draft_mass = load_rows(
+                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, scratch.num_draft_groups, DRAFT_GROUPS
             )
         else:
             draft_top = tl.load(scratch.draft_top + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg")
@@ -125,14 +133,15 @@ def load_parts(
             draft_token_mass = tl.load(
                 scratch.draft_token_mass + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg"
             )
-    return Parts(top, mass, draft_top, draft_mass, draft_token_mass)
+    return Groups(top, mass, draft_top, draft_mass, draft_token_mass)
 
 
 @triton.jit
-def _combined(part_top, part_mass, temperature):
-    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, SPLITS]."""
-    top = maximum_or_nan(part_top, 1)
-    return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature), 1)
+def _combined(group_top, group_mass, temperature, USE_FP64: tl.constexpr):
+    """Maximum and mass [ROWS] of rows from those of their groups."""
+    top = maximum_or_nan(group_top, 1)
+    mass = compute_type(group_mass, USE_FP64) * exponents(group_top, top[:, None], temperature)
+    return top, tl.sum(mass, 1)
 
 
 @triton.jit
@@ -141,7 +150,7 @@ def combine_rows(
     draft,
     request,
     drafted,
-    parts,
+    groups,
     temperature,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -149,16 +158,16 @@ def combine_rows(
 ):
     """Statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
-    top, mass = _combined(parts.top, parts.mass, temperature)
+    top, mass = _combined(groups.top, groups.mass, temperature, USE_FP64)
     p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~drafted.known
     if HAS_DRAFT_LOGITS:
         if draft.token_ids is None:
-            draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
+            draft_top, draft_mass = _combined(groups.draft_top, groups.draft_mass, temperature, USE_FP64)
             q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         else:
-            draft_top, draft_mass = parts.draft_top, parts.draft_mass
-            q = parts.draft_token_mass / draft_mass
+            draft_top, draft_mass = groups.draft_top, groups.draft_mass
+            q = groups.draft_token_mass / draft_mass
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass
@@ -175,7 +184,7 @@ def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """What the scan left of a row's groups."""
     group = row * scratch.num_groups
     return load_groups(
-        scratch.group_top + group, scratch.lane_floor + group * LANES, scratch.num_groups, GROUPS, LANES
+        scratch.group_top + group, scratch.lane_lead + group * LANES, scratch.num_groups, GROUPS, LANES
     )
 
 
@@ -208,9 +217,9 @@ def draw(
     state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     if groups is None:
-        largest, floor = load_row_groups(scratch, row, GROUPS, LANES)
+        largest, lead = load_row_groups(scratch, row, GROUPS, LANES)
     else:
-        largest, floor = groups
+        largest, lead = groups
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     if HAS_DRAFT_LOGITS:
@@ -220,7 +229,7 @@ def draw(
             draft_mass = at(rows.draft_mass, rows.offset, place)
             draft_row = first_draft + place
             if draft.token_ids is None:
-                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
                 draft_logits = draft.logits + draft_row * draft.logits_stride
                 best, winner = race_of_residual(
                     logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
@@ -231,14 +240,14 @@ def draw(
                     draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
                     draft_mass, 1.0, state, USE_FP64, LIST, LISTS,
                 )  # fmt: skip
-                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
                 best, winner = race_of_unlisted(
                     logits, draft, draft_row, batch.vocab, temperature, top, mass,
                     compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, best, winner, bound, USE_FP64, GROUP,
                     LINE, LANES, LIST, LISTS,
                 )  # fmt: skip
         else:
-            bound = lane_bounds(largest, floor, top, temperature)
+            bound = lane_bounds(largest, lead, top, temperature)
             best, winner = race_of_target(
                 logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
             )
@@ -246,7 +255,7 @@ def draw(
         excluded = tl.full([], -1, tl.int64)
         if EXCLUDES_DRAFT:
             excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
-        bound = lane_bounds(largest, floor, top, temperature)
+        bound = lane_bounds(largest, lead, top, temperature)
         best, winner = race_of_target(
             logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, LINE, LANES
         )

@@ -1,22 +1,25 @@
 """One pass over a row of logits: what verification and sampling need of it, kept per group of tokens.
 
 A draw is a race: token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is
-at least its uniform u, so u / exp(score) bounds every arrival from below without a logarithm. The pass keeps, for
-each group of GROUP tokens, the largest logit, and the smallest bound of each of LANES lanes (1: of the group; 32: of
-what one thread holds); `draftwire_kernels.gpu.race` then looks exactly at the few lanes that can still win. The bound
-holds for float32 and float64 noise alike.
+at least its uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps, for
+each group of GROUP tokens, the largest logit, the mass relative to it, and the lead of each of LANES lanes (1: the
+group; 32: what one thread holds): the largest root of exp(score) / u. `draftwire_kernels.gpu.race` then looks exactly
+at the few lanes that can still win. The bound holds for float32 and float64 noise alike.
 
-Masses are sums of float32 exponentials, added up in float64 when float64 is asked for.
+Roots, because one over the root of u is one instruction, which a division is not; the square of the other, of
+exp(score), is the token's mass.
+Masses of groups are float32 sums, and are added up in float64 when float64 is asked for.
 
-A program takes TILE groups at a time; program `split` of num_splits takes TURNS tiles, num_splits apart. A tile is
+A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is
 [TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
-16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, without a barrier.
+16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, which stores the
+result itself. The warps of a program never wait for each other.
 """
 
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import neighbour_words, token_words, uniform_floor
+from draftwire_kernels.gpu.noise import neighbour_words, row_state, token_words, uniform_floor
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
@@ -73,13 +76,13 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 
 @triton.jit
 def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """What `load_logits` gives of a tile; only the row's last tile pays for the mask."""
+    """float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
     column = tile_columns(tile, TILE, GROUP, LINE)
     if (tile + 1) * (TILE * GROUP) <= num_columns:
         x = tl.load(logits + column).to(tl.float32)
     else:
         x = tl.load(logits + column, mask=column < num_columns, other=-INFINITY).to(tl.float32)
-    return tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit
@@ -87,8 +90,8 @@ def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.co
     """Words of the columns of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
     group = (tile * TILE + tl.arange(0, TILE))[:, None, None] * GROUP
-    within = line ^ tl.arange(0, LINE)[None, None, :]
-    return neighbour_words(state, group.to(tl.uint32), within.to(tl.uint32))
+    within = tl.arange(0, LINE)[None, None, :]
+    return neighbour_words(state, group.to(tl.uint32), within.to(tl.uint32), line.to(tl.uint32))
 
 
 @triton.jit
@@ -108,60 +111,79 @@ def group_minimum(x):
 
 
 @triton.jit
+def lane_maximum(x, LANES: tl.constexpr):
+    """Maximum [TILE, LANES] of a tile; lane i of a group is what its threads i, i + LANES, ... hold."""
+    TILE: tl.constexpr = x.shape[0]
+    x = tl.max(tl.reshape(tl.max(x, 1), [TILE, 32, x.shape[2] // 32]), 2)
+    return tl.max(tl.reshape(x, [TILE, 32 // LANES, LANES]), 1)
+
+
+@triton.jit
+def store_lanes(pointers, group, num_groups, values):
+    """Stores the values [TILE, LANES] of groups. They are made as wide as a warp, of which the first threads write: so
+    each warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
+    TILE: tl.constexpr = values.shape[0]
+    LANES: tl.constexpr = values.shape[1]
+    thread = tl.arange(0, 32)[None, :]
+    values = tl.reshape(tl.broadcast_to(values[:, None, :], [TILE, 32 // LANES, LANES]), [TILE, 32])
+    mask = (group < num_groups)[:, None] & (thread < LANES)
+    tl.store(pointers + group[:, None] * LANES + thread, values, mask=mask)
+
+
+@triton.jit
+def shares(x, largest, inverse):
+    """Roots of exp((x - largest) / temperature) of a tile, and the masses [TILE] of its groups. Masses of tokens are at
+    most 1: an infinite logit counts as the largest finite one, at no cost, since the multiplication saturates."""
+    finite = tl.where(largest == -INFINITY, 0.0, largest)
+    root = tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
+    return root, group_sum(tl.clamp(root * root, 0.0, 1.0))
+
+
+@triton.jit
 def scan_sampled(
     logits,  # pointer to the row
     token_ids,  # pointer to the columns' target ids, or None
     num_columns,
     temperature,
-    state,  # of the row's noise
+    key,  # of the row's noise, with position and offset
+    position,
+    offset,
     split,
-    num_splits,
     group_top,  # pointers to the row's entries, one a group and LANES a group
-    lane_floor,
-    WITH_NOISE: tl.constexpr,  # fills the groups
-    WITH_MASS: tl.constexpr,
-    USE_FP64: tl.constexpr,
+    group_mass,  # None: not wanted
+    lane_lead,  # None: not wanted
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Looks at every num_splits-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
+    """Fills the groups of every SPLITS-th tile."""
     num_groups = tl.cdiv(num_columns, GROUP)
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    x = load_tile(logits, split, num_columns, TILE, GROUP, LINE)
+    state = row_state(key, position, offset)  # while the tile is on its way
     inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    for turn in range(TURNS):
-        tile = split + turn * num_splits
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
-        largest = group_maximum(x)
-        finite = tl.where(largest == -INFINITY, 0.0, largest)[:, None, None]
-        below = x - finite
-        if WITH_NOISE:
+    for tile in range(split, num_tiles, SPLITS):
+        group = tile * TILE + tl.arange(0, TILE)
+        largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        root, mass = shares(x, largest, inverse)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        if group_mass is not None:
+            store_lanes(group_mass, group, num_groups, mass[:, None])
+        if lane_lead is not None:
             if token_ids is None:
                 words = tile_words(state, tile, TILE, GROUP, LINE)
             else:
                 column = tile_columns(tile, TILE, GROUP, LINE)
                 ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
                 words = token_words(state, ids.to(tl.uint32))
-            arrival = uniform_floor(words) * tl.exp2(below * -inverse)
-            group = tile * TILE + tl.arange(0, TILE)
-            tl.store(group_top + group, largest, mask=group < num_groups)
-            if LANES == 1:
-                tl.store(lane_floor + group, group_minimum(arrival), mask=group < num_groups)
-            else:
-                runs = tl.reshape(tl.min(arrival, 1), [TILE, LANES, LINE // LANES])
-                lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-                tl.store(lane_floor + lane, tl.min(runs, 2), mask=(group < num_groups)[:, None])
-        both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-        if WITH_MASS:
-            part = group_sum(tl.exp2(below * inverse))
-            mass = mass * exponents(top, both, temperature)
-            mass += part * exponents(largest, both, temperature)
-        top = both
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.sum(mass * exponents(top, row_top, temperature), 0)
+            # Ordered as their bits, since none is negative: of integers one instruction compares three.
+            lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
+            lead = lane_maximum(lead, LANES).to(tl.float32, bitcast=True)
+            store_lanes(lane_lead, group, num_groups, lead)
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
@@ -169,25 +191,24 @@ def scan_greedy(
     logits,
     num_columns,
     split,
-    num_splits,
+    group_top,
+    group_index,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """The largest logit of every num_splits-th tile and the lowest column that has it."""
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    at = tl.full([TILE], NO_INDEX, tl.int32)
-    for turn in range(TURNS):
-        tile = split + turn * num_splits
+    """Fills the groups of every SPLITS-th tile with the largest logit and the bits of the lowest column that has it."""
+    num_groups = tl.cdiv(num_columns, GROUP)
+    for tile in range(split, tl.cdiv(num_columns, TILE * GROUP), SPLITS):
         column = tile_columns(tile, TILE, GROUP, LINE)
         x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
+        x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
         largest = group_maximum(x)
         lowest = group_minimum(tl.where(x == largest[:, None, None], column, NO_INDEX))
-        at = tl.where(largest > top, lowest, at)
-        top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.min(tl.where(top == row_top, at, NO_INDEX), 0)
+        group = tile * TILE + tl.arange(0, TILE)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        store_lanes(group_index, group, num_groups, lowest.to(tl.float32, bitcast=True)[:, None])
 
 
 @triton.jit
@@ -196,23 +217,23 @@ def scan_draft(
     num_columns,
     temperature,
     split,
-    num_splits,
-    USE_FP64: tl.constexpr,
+    group_top,
+    group_mass,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Largest draft logit of every num_splits-th tile and the mass relative to it."""
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    for turn in range(TURNS):
-        x = load_tile(logits, split + turn * num_splits, num_columns, TILE, GROUP, LINE)
-        both = tl.maximum(top, group_maximum(x), propagate_nan=tl.PropagateNan.ALL)
-        mass = mass * exponents(top, both, temperature) + group_sum(exponents(x, both[:, None, None], temperature))
-        top = both
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.sum(mass * exponents(top, row_top, temperature), 0)
+    """Fills the groups of every SPLITS-th tile with the largest draft logit and the mass relative to it."""
+    num_groups = tl.cdiv(num_columns, GROUP)
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    for tile in range(split, tl.cdiv(num_columns, TILE * GROUP), SPLITS):
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
+        largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        _, mass = shares(x, largest, inverse)
+        group = tile * TILE + tl.arange(0, TILE)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        store_lanes(group_mass, group, num_groups, mass[:, None])
 
 
 @triton.jit
@@ -292,7 +313,8 @@ def scan_residual(
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)
     sums = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for tile in range(first_tile, tl.cdiv(num_columns, TILE * GROUP), step):
-        score = (load_tile(logits, tile, num_columns, TILE, GROUP, LINE) - top) * inverse
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
+        score = (tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL) - top) * inverse
         draft_score = None
         if draft_logits is not None:
             column = tile_columns(tile, TILE, GROUP, LINE)

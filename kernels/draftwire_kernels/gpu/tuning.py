@@ -30,8 +30,8 @@ GUMBEL = (
 )
 REJECTION = (
     (4, Tuning(group=512, programs=132)),
-    (31, Tuning(programs=528)),
-    (64, Tuning(wave=1, registers=80)),
+    (31, Tuning(programs=384, registers=96)),
+    (64, Tuning(wave=1, registers=96)),
     (_ANY, Tuning(programs=4224, wave=1, registers=96)),
 )
 REJECTION_DENSE = (
@@ -66,10 +66,7 @@ class Shape:
         line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes a thread
         group = tuning.group if columns >= LARGE_VOCABULARY else max(SMALL_GROUP, line)
         tiles = triton.cdiv(columns, group * TILE)
-        # A power of two: programs take about as many tiles each, and few kernels are compiled for all sizes of a batch.
-        splits = min(triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1))), tiles, 64)
-        return cls(columns, group, line, triton.cdiv(columns, group), triton.cdiv(tiles, triton.cdiv(tiles, splits)))
-
-    def turns(self) -> int:
-        """Tiles of a program."""
-        return triton.cdiv(triton.cdiv(self.columns, self.group * TILE), self.num_splits)
+        # Powers of two: few kernels are compiled for all sizes of a batch, and no program is without a tile.
+        wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1)))
+        splits = min(wanted, triton.next_power_of_2(tiles + 1) // 2, 64)
+        return cls(columns, group, line, triton.cdiv(columns, group), splits)

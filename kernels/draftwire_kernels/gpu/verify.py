@@ -13,13 +13,14 @@ from draftwire_kernels.gpu.batch import (
     request_rows,
 )
 from draftwire_kernels.gpu.block import begin_block
-from draftwire_kernels.gpu.noise import accept_uniform, row_state
+from draftwire_kernels.gpu.noise import accept_uniform
 from draftwire_kernels.gpu.resolve import (
     combine_rows,
     load_drafted,
-    load_parts,
     load_row_groups,
+    load_rows,
     load_tokens,
+    load_wave,
     resolve,
 )
 from draftwire_kernels.gpu.scan import (
@@ -51,9 +52,8 @@ def verify_kernel(
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    DRAFT_TURNS: tl.constexpr,
+    DRAFT_GROUPS: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,22 +63,24 @@ def verify_kernel(
 ):
     # A program is a split of a row's target logits; with lists of draft logits one more program a row takes the list.
     IS_LISTED: tl.constexpr = LISTS > 0
-    num_splits = scratch.num_splits
-    programs_each = num_splits + 1 if IS_LISTED else num_splits
+    programs_each: tl.constexpr = SPLITS + 1 if IS_LISTED else SPLITS
     program = tl.program_id(0)
     split = program % programs_each
     place = program // programs_each
+    if ROWS == 1:
+        count = 1
     wave = place // (num_requests * count)
+    place -= wave * (num_requests * count)
     begin = wave * count
+    request = place // count
     offset = begin + place % count
-    request = (place // count) % num_requests
     first_row, first_draft, num_drafts = request_rows(batch, request)
-    takes_list = split == num_splits
+    takes_list = split == SPLITS
     if offset + takes_list.to(tl.int32) > num_drafts:
         return
     # Loaded before the question whether the row is needed at all, which waits for memory too.
     temperature = tl.load(batch.temperature + request)
-    state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
+    key, position = tl.load(batch.resample + request), tl.load(batch.position + request) + offset
     tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     is_needless = request < 0
     if WAVES > 1:
@@ -93,13 +95,13 @@ def verify_kernel(
                     )  # fmt: skip
             else:
                 read_row(
-                    batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state,
-                    METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
+                    batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
+                    position, METHOD, False, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
                 )  # fmt: skip
         else:
             read_row(
-                batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state, METHOD,
-                HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
+                batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key, position,
+                METHOD, HAS_DRAFT_LOGITS, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
             )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
@@ -107,7 +109,7 @@ def verify_kernel(
         batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
     )
     end = tl.minimum(begin + count, num_drafts + 1)
-    expected = (end - begin) * num_splits
+    expected = (end - begin) * SPLITS
     if IS_LISTED:
         expected += tl.minimum(end, num_drafts) - begin
     if is_last(scratch.waves.arrived + wave * num_requests + request, expected):
@@ -115,7 +117,7 @@ def verify_kernel(
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
-        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
+        wave_groups = load_wave(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, GROUPS, DRAFT_GROUPS)
         groups = None
         if ROWS == 1 and LANES == 1 and METHOD != "block":
             groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
@@ -125,7 +127,7 @@ def verify_kernel(
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    batch, draft, request, drafted, parts, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
+                    batch, draft, request, drafted, wave_groups, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
                 )
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
@@ -142,7 +144,7 @@ def verify_kernel(
                 if METHOD == "block":
                     tl.store(scratch.block.prefixes + request, 0)
                 accepted, token, decided = resolve_greedy(
-                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, SPLITS
+                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUPS
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
@@ -162,48 +164,44 @@ def read_row(
     offset,
     split,
     temperature,
-    state,  # of the row's noise
+    key,  # of the row's noise
+    position,
     METHOD: tl.constexpr,
     WITH_DRAFT: tl.constexpr,
-    USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    DRAFT_TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Statistics of a split of a row."""
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
-    num_splits = scratch.num_splits
-    part = row * num_splits + split
+    groups = row * scratch.num_groups
     if temperature > 0:
-        group_top, lane_floor = scratch.group_top, scratch.lane_floor
+        group_mass, lane_lead = scratch.group_mass + groups, None
+        if METHOD == "coupled":
+            group_mass = None
         if METHOD != "block":
-            group_top += row * scratch.num_groups
-            lane_floor += row * scratch.num_groups * LANES
-        top, mass = scan_sampled(
-            logits, None, batch.vocab, temperature, state, split, num_splits, group_top, lane_floor,
-            METHOD != "block", METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, TURNS,
+            lane_lead = scratch.lane_lead + groups * LANES
+        scan_sampled(
+            logits, None, batch.vocab, temperature, key, position, offset * 0, split, scratch.group_top + groups,
+            group_mass, lane_lead, TILE, GROUP, LINE, LANES, SPLITS,
         )  # fmt: skip
-        tl.store(scratch.part_top + part, top)
-        tl.store(scratch.part_mass + part, mass)
         if WITH_DRAFT:  # noqa: SIM102
             if offset < num_drafts:
                 draft_row = first_draft + offset
-                draft_top, draft_mass = scan_draft(
-                    draft.logits + draft_row * draft.logits_stride, draft.width, temperature, split, num_splits,
-                    USE_FP64, TILE, DRAFT_GROUP, 128, DRAFT_TURNS,
+                groups = draft_row * scratch.num_draft_groups
+                scan_draft(
+                    draft.logits + draft_row * draft.logits_stride, draft.width, temperature, split,
+                    scratch.draft_top + groups, scratch.draft_mass + groups, TILE, DRAFT_GROUP, 128, SPLITS,
                 )  # fmt: skip
-                part = draft_row * num_splits + split
-                tl.store(scratch.draft_top + part, draft_top)
-                tl.store(scratch.draft_mass + part, draft_mass)
     else:
-        top, index = scan_greedy(logits, batch.vocab, split, num_splits, TILE, GROUP, LINE, TURNS)
-        tl.store(scratch.part_top + part, top)
-        tl.store(scratch.part_mass + part, index.to(tl.float32))
+        scan_greedy(
+            logits, batch.vocab, split, scratch.group_top + groups, scratch.group_mass + groups, TILE, GROUP, LINE,
+            SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -270,7 +268,7 @@ def resolve_greedy(
     METHOD: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
     what `resolve` returns."""
@@ -278,13 +276,11 @@ def resolve_greedy(
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
     drafted = exists & (offset < num_drafts)
-    split = tl.arange(0, SPLITS)[None, :]
-    index = (first_row + offset)[:, None] * scratch.num_splits + split
-    mask = exists[:, None] & (split < scratch.num_splits)
-    part_top = tl.load(scratch.part_top + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    part_index = tl.load(scratch.part_mass + index, mask=mask, other=0.0, cache_modifier=".cg").to(tl.int32)
-    top = maximum_or_nan(part_top, 1)
-    best = tl.min(tl.where(part_top == top[:, None], part_index, NO_INDEX), 1)
+    group_top, group_index = load_rows(
+        scratch.group_top, scratch.group_mass, first_row + offset, exists, scratch.num_groups, GROUPS
+    )
+    top = maximum_or_nan(group_top, 1)
+    best = tl.min(tl.where(group_top == top[:, None], group_index.to(tl.int32, bitcast=True), NO_INDEX), 1)
     token = tl.load(batch.draft_tokens + first_draft + offset, mask=drafted, other=-1)
     if METHOD == "synthetic":
         position = tl.load(batch.position + request) + offset
