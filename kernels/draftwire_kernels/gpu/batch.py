@@ -40,13 +40,13 @@ class Scratch(NamedTuple):
     """What programs hand to each other."""
 
     group_top: Any  # [R, G] float32
-    group_mass: Any  # [R, G] float32, not for "coupled"; at temperature 0 the bits of the largest logit's index
-    lane_lead: Any  # [R, G, LANES] float32, or None when nothing is drawn
+    lane_lead: Any  # [R, G, LANES] float32; at temperature 0 [R, G], the bits of the largest logit's index
     num_groups: Any
-    draft_top: Any  # [D, H] float32; [D, 1] when each row lists its own ids
-    draft_mass: Any  # the same shape, float32; of lists float32 or float64
-    num_draft_groups: Any
-    draft_token_mass: Any  # [D], of lists
+    part_top: Any  # [R, S] float32
+    part_mass: Any  # [R, S] float32 or float64
+    draft_top: Any  # [D, S] float32; [D] when each row lists its own ids
+    draft_mass: Any  # the same shape, as part_mass
+    draft_token_mass: Any  # the same shape, of lists
     target_at_ids: Any  # [D, n] float32, of lists: target logits at their ids
     waves: Any  # `Waves`
     block: Any  # `Block`, or None

@@ -6,7 +6,7 @@ import triton.language as tl
 from draftwire_kernels.gpu.batch import is_last
 from draftwire_kernels.gpu.noise import row_state
 from draftwire_kernels.gpu.race import lane_bounds, load_groups, race_of_target
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, maximum_or_nan, scan_greedy, scan_sampled
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_tile, maximum_or_nan, scan_greedy, scan_sampled
 
 
 @triton.jit(do_not_specialize=["same_offset"])
@@ -40,13 +40,14 @@ def gumbel_kernel(
     logits += row * logits_stride
     group_top += row * num_groups
     lane_lead += row * num_groups
+    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)
     if temperature > 0:
         scan_sampled(
-            logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, None, lane_lead,
-            TILE, GROUP, LINE, 1, SPLITS,
+            x, logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, lane_lead,
+            False, USE_FP64, TILE, GROUP, LINE, 1, SPLITS,
         )  # fmt: skip
     else:
-        scan_greedy(logits, vocab, split, group_top, lane_lead, TILE, GROUP, LINE, SPLITS)
+        scan_greedy(x, logits, vocab, split, group_top, lane_lead, TILE, GROUP, LINE, SPLITS)
     if is_last(arrived + row, SPLITS):
         largest, lead = load_groups(group_top, lane_lead, num_groups, GROUPS, 1)
         top = maximum_or_nan(largest, 0)

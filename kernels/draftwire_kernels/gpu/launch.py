@@ -155,7 +155,7 @@ def _verify(
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
     shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
     # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = shape.group // 64 if has_dense and not is_block else 1
+    lanes = min(first.lanes, shape.group // 64) if has_dense and not is_block else 1
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -175,17 +175,15 @@ def _verify(
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
         )
     num_drafts = num_rows - num_requests
-    draft_shape = _draft_shape(draft, shape) if has_dense else shape
-    draft_groups = 1 if is_sparse else draft_shape.num_groups
-    draft_masses = masses if is_sparse else torch.float32
+    draft_parts = 1 if is_sparse else shape.num_splits
     scratch = Scratch(
         group_top=buffer(num_rows, shape.num_groups),
-        group_mass=buffer(num_rows, shape.num_groups),
-        lane_lead=None if is_block else buffer(num_rows, shape.num_groups, lanes),
+        lane_lead=buffer(num_rows, shape.num_groups, lanes),
         num_groups=shape.num_groups,
-        draft_top=None if draft.logits is None else buffer(num_drafts, draft_groups),
-        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_groups, dtype=draft_masses),
-        num_draft_groups=draft_groups,
+        part_top=buffer(num_rows, shape.num_splits),
+        part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
+        draft_top=None if draft.logits is None else buffer(num_drafts, draft_parts),
+        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_parts, dtype=masses),
         draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
         target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
         waves=Waves(
@@ -222,8 +220,7 @@ def _verify(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LANES=lanes,
-            DRAFT_GROUP=draft_shape.group,
-            DRAFT_GROUPS=_power(draft_shape.num_groups),
+            DRAFT_GROUP=_draft_group(draft, shape) if has_dense else 1,
             ROWS=_capacity(count),
             SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
@@ -248,10 +245,9 @@ def _verify(
             )
 
 
-def _draft_shape(draft: Draft, shape: Shape) -> Shape:
-    """The cut of dense or reduced draft logits, which the programs of the target row take along."""
-    group = min(max(_power(draft.width) // TILE, 128), shape.group)
-    return Shape(draft.width, group, 128, triton.cdiv(draft.width, group), shape.num_splits)
+def _draft_group(draft: Draft, shape: Shape) -> int:
+    """Groups of dense or reduced draft logits, which the programs of the target row take along."""
+    return min(max(_power(draft.width) // TILE, 128), shape.group)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:

@@ -49,9 +49,8 @@ class Drafted(NamedTuple):
     draft_logit: Any  # of dense draft logits; else as `logit`
 
 
-class Groups(NamedTuple):
-    """Maxima and masses of groups as the programs of a wave have left them: [ROWS, GROUPS] and [ROWS, DRAFT_GROUPS]; of
-    lists of draft logits [ROWS]."""
+class Parts(NamedTuple):
+    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]; of lists of draft logits [ROWS]."""
 
     top: Any
     mass: Any
@@ -97,35 +96,28 @@ def load_drafted(
 
 
 @triton.jit
-def load_rows(top_ptr, mass_ptr, row, exists, num_groups, GROUPS: tl.constexpr):
-    """Two numbers of each group of rows: [ROWS, GROUPS]."""
-    group = tl.arange(0, GROUPS)[None, :]
-    index = row[:, None] * num_groups + group
-    mask = exists[:, None] & (group < num_groups)
+def load_rows(top_ptr, other_ptr, row, exists, count, COUNT: tl.constexpr):
+    """Two numbers of each group or program of rows: [ROWS, COUNT]."""
+    place = tl.arange(0, COUNT)[None, :]
+    index = row[:, None] * count + place
+    mask = exists[:, None] & (place < count)
     top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    return top, tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
+    return top, tl.load(other_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def load_wave(
-    draft,
-    scratch,
-    first_row,
-    first_draft,
-    drafted,
-    HAS_DRAFT_LOGITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DRAFT_GROUPS: tl.constexpr,
+def load_parts(
+    draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """What the programs of a wave have left of its groups."""
+    """What the programs of a wave have left of its rows."""
     row = first_row + drafted.offset
-    top, mass = load_rows(scratch.group_top, scratch.group_mass, row, drafted.exists, scratch.num_groups, GROUPS)
+    top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, SPLITS, SPLITS)
     draft_top, draft_mass, draft_token_mass = top, mass, mass
     if HAS_DRAFT_LOGITS:
         row = first_draft + drafted.offset
         if draft.token_ids is None:
             draft_top, draft_mass = load_rows(
-                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, scratch.num_draft_groups, DRAFT_GROUPS
+                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, SPLITS, SPLITS
             )
         else:
             draft_top = tl.load(scratch.draft_top + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg")
@@ -133,15 +125,14 @@ def load_wave(
             draft_token_mass = tl.load(
                 scratch.draft_token_mass + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg"
             )
-    return Groups(top, mass, draft_top, draft_mass, draft_token_mass)
+    return Parts(top, mass, draft_top, draft_mass, draft_token_mass)
 
 
 @triton.jit
-def _combined(group_top, group_mass, temperature, USE_FP64: tl.constexpr):
-    """Maximum and mass [ROWS] of rows from those of their groups."""
-    top = maximum_or_nan(group_top, 1)
-    mass = compute_type(group_mass, USE_FP64) * exponents(group_top, top[:, None], temperature)
-    return top, tl.sum(mass, 1)
+def _combined(part_top, part_mass, temperature):
+    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, SPLITS]."""
+    top = maximum_or_nan(part_top, 1)
+    return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature), 1)
 
 
 @triton.jit
@@ -150,7 +141,7 @@ def combine_rows(
     draft,
     request,
     drafted,
-    groups,
+    parts,
     temperature,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -158,16 +149,16 @@ def combine_rows(
 ):
     """Statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
-    top, mass = _combined(groups.top, groups.mass, temperature, USE_FP64)
+    top, mass = _combined(parts.top, parts.mass, temperature)
     p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~drafted.known
     if HAS_DRAFT_LOGITS:
         if draft.token_ids is None:
-            draft_top, draft_mass = _combined(groups.draft_top, groups.draft_mass, temperature, USE_FP64)
+            draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
             q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         else:
-            draft_top, draft_mass = groups.draft_top, groups.draft_mass
-            q = groups.draft_token_mass / draft_mass
+            draft_top, draft_mass = parts.draft_top, parts.draft_mass
+            q = parts.draft_token_mass / draft_mass
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass

@@ -77,12 +77,14 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 @triton.jit
 def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
     """float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
-    column = tile_columns(tile, TILE, GROUP, LINE)
-    if (tile + 1) * (TILE * GROUP) <= num_columns:
-        x = tl.load(logits + column).to(tl.float32)
+    first = tile * (TILE * GROUP)
+    logits += first.to(tl.int64)
+    column = tile_columns(tile * 0, TILE, GROUP, LINE)  # of the tile: constants, which loads have room for
+    if first + TILE * GROUP <= num_columns:
+        x = tl.load(logits + column)
     else:
-        x = tl.load(logits + column, mask=column < num_columns, other=-INFINITY).to(tl.float32)
-    return x
+        x = tl.load(logits + column, mask=column < num_columns - first, other=-INFINITY)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -140,7 +142,23 @@ def shares(x, largest, inverse):
 
 
 @triton.jit
+def with_groups(top, mass, largest, part, temperature):
+    """Maxima and masses [TILE] of the groups so far, and after those of one more tile."""
+    both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
+    mass = mass * exponents(top, both, temperature)
+    return both, mass + part * exponents(largest, both, temperature)
+
+
+@triton.jit
+def of_program(top, mass, temperature):
+    """Maximum and mass of all that a program has read."""
+    program_top = maximum_or_nan(top, 0)
+    return program_top, tl.sum(mass * exponents(top, program_top, temperature), 0)
+
+
+@triton.jit
 def scan_sampled(
+    x,  # the program's first tile, on its way
     logits,  # pointer to the row
     token_ids,  # pointer to the columns' target ids, or None
     num_columns,
@@ -150,28 +168,32 @@ def scan_sampled(
     offset,
     split,
     group_top,  # pointers to the row's entries, one a group and LANES a group
-    group_mass,  # None: not wanted
-    lane_lead,  # None: not wanted
+    lane_lead,  # None: nothing is drawn, and no group's entry is filled
+    WITH_MASS: tl.constexpr,
+    USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile."""
+    """Looks at every SPLITS-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
-    x = load_tile(logits, split, num_columns, TILE, GROUP, LINE)
-    state = row_state(key, position, offset)  # while the tile is on its way
+    state = row_state(key, position, offset)
+    top = tl.full([TILE], -INFINITY, tl.float32)
+    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
     for tile in range(split, num_tiles, SPLITS):
         group = tile * TILE + tl.arange(0, TILE)
         largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        root, mass = shares(x, largest, inverse)
-        store_lanes(group_top, group, num_groups, largest[:, None])
-        if group_mass is not None:
-            store_lanes(group_mass, group, num_groups, mass[:, None])
+        root, part = shares(x, largest, inverse)
+        if WITH_MASS:
+            top, mass = with_groups(top, mass, largest, part, temperature)
+        else:
+            top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         if lane_lead is not None:
+            store_lanes(group_top, group, num_groups, largest[:, None])
             if token_ids is None:
                 words = tile_words(state, tile, TILE, GROUP, LINE)
             else:
@@ -184,10 +206,12 @@ def scan_sampled(
             store_lanes(lane_lead, group, num_groups, lead)
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+    return of_program(top, mass, temperature)
 
 
 @triton.jit
 def scan_greedy(
+    x,  # the program's first tile, on its way
     logits,
     num_columns,
     split,
@@ -200,40 +224,44 @@ def scan_greedy(
 ):
     """Fills the groups of every SPLITS-th tile with the largest logit and the bits of the lowest column that has it."""
     num_groups = tl.cdiv(num_columns, GROUP)
-    for tile in range(split, tl.cdiv(num_columns, TILE * GROUP), SPLITS):
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    for tile in range(split, num_tiles, SPLITS):
         column = tile_columns(tile, TILE, GROUP, LINE)
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
-        x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        largest = group_maximum(x)
-        lowest = group_minimum(tl.where(x == largest[:, None, None], column, NO_INDEX))
+        finite = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        largest = group_maximum(finite)
+        lowest = group_minimum(tl.where(finite == largest[:, None, None], column, NO_INDEX))
         group = tile * TILE + tl.arange(0, TILE)
         store_lanes(group_top, group, num_groups, largest[:, None])
         store_lanes(group_index, group, num_groups, lowest.to(tl.float32, bitcast=True)[:, None])
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
 def scan_draft(
+    x,  # the program's first tile, on its way
     logits,
     num_columns,
     temperature,
     split,
-    group_top,
-    group_mass,
+    USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile with the largest draft logit and the mass relative to it."""
-    num_groups = tl.cdiv(num_columns, GROUP)
+    """Largest draft logit of every SPLITS-th tile and the mass relative to it."""
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    top = tl.full([TILE], -INFINITY, tl.float32)
+    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
-    for tile in range(split, tl.cdiv(num_columns, TILE * GROUP), SPLITS):
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
+    for tile in range(split, num_tiles, SPLITS):
         largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        _, mass = shares(x, largest, inverse)
-        group = tile * TILE + tl.arange(0, TILE)
-        store_lanes(group_top, group, num_groups, largest[:, None])
-        store_lanes(group_mass, group, num_groups, mass[:, None])
+        _, part = shares(x, largest, inverse)
+        top, mass = with_groups(top, mass, largest, part, temperature)
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+    return of_program(top, mass, temperature)
 
 
 @triton.jit

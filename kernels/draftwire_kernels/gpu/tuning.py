@@ -13,6 +13,8 @@ class Tuning:
     """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
     wave: int | None = None
     """Rows of a request that are read before its drafts are looked at; all rows by default."""
+    lanes: int = 16
+    """Parts of a group that are bounded each, where draft logits are dense."""
     registers: int | None = 128
     """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
 

@@ -17,15 +17,16 @@ from draftwire_kernels.gpu.noise import accept_uniform
 from draftwire_kernels.gpu.resolve import (
     combine_rows,
     load_drafted,
+    load_parts,
     load_row_groups,
     load_rows,
     load_tokens,
-    load_wave,
     resolve,
 )
 from draftwire_kernels.gpu.scan import (
     INFINITY,
     NO_INDEX,
+    load_tile,
     maximum_or_nan,
     scan_draft,
     scan_greedy,
@@ -53,7 +54,6 @@ def verify_kernel(
     LINE: tl.constexpr,
     LANES: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    DRAFT_GROUPS: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,20 +88,18 @@ def verify_kernel(
     if is_needless == 0:
         if IS_LISTED:
             if takes_list:
-                if temperature > 0:
-                    read_list(
-                        batch, draft, scratch, first_row + offset, first_draft + offset, temperature, USE_FP64, LIST,
-                        LISTS,
-                    )  # fmt: skip
+                read_list(
+                    batch, draft, scratch, first_row + offset, first_draft + offset, temperature, USE_FP64, LIST, LISTS
+                )
             else:
                 read_row(
                     batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
-                    position, METHOD, False, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
+                    position, METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
                 )  # fmt: skip
         else:
             read_row(
                 batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key, position,
-                METHOD, HAS_DRAFT_LOGITS, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
+                METHOD, HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
             )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
@@ -117,9 +115,9 @@ def verify_kernel(
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
-        wave_groups = load_wave(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, GROUPS, DRAFT_GROUPS)
+        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
         groups = None
-        if ROWS == 1 and LANES == 1 and METHOD != "block":
+        if ROWS == 1 and LANES <= 4 and METHOD != "block":
             groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
         if WAVES > 1:
             # Where a program of this wave has left out its row, this load sees what it saw.
@@ -127,7 +125,7 @@ def verify_kernel(
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    batch, draft, request, drafted, wave_groups, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
+                    batch, draft, request, drafted, parts, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
                 )
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
@@ -168,6 +166,7 @@ def read_row(
     position,
     METHOD: tl.constexpr,
     WITH_DRAFT: tl.constexpr,
+    USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
@@ -179,29 +178,35 @@ def read_row(
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
     groups = row * scratch.num_groups
+    group_top = scratch.group_top + groups
+    x = load_tile(logits, split, batch.vocab, TILE, GROUP, LINE)  # on its way before the temperature has arrived
     if temperature > 0:
-        group_mass, lane_lead = scratch.group_mass + groups, None
-        if METHOD == "coupled":
-            group_mass = None
+        if WITH_DRAFT:
+            draft_row = first_draft + offset
+            draft_logits = draft.logits + draft_row * draft.logits_stride
+            width = tl.where(offset < num_drafts, draft.width, 0)
+            y = load_tile(draft_logits, split, width, TILE, DRAFT_GROUP, 128)
+        lane_lead = None
         if METHOD != "block":
             lane_lead = scratch.lane_lead + groups * LANES
-        scan_sampled(
-            logits, None, batch.vocab, temperature, key, position, offset * 0, split, scratch.group_top + groups,
-            group_mass, lane_lead, TILE, GROUP, LINE, LANES, SPLITS,
+        top, mass = scan_sampled(
+            x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top, lane_lead,
+            METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
         )  # fmt: skip
-        if WITH_DRAFT:  # noqa: SIM102
-            if offset < num_drafts:
-                draft_row = first_draft + offset
-                groups = draft_row * scratch.num_draft_groups
-                scan_draft(
-                    draft.logits + draft_row * draft.logits_stride, draft.width, temperature, split,
-                    scratch.draft_top + groups, scratch.draft_mass + groups, TILE, DRAFT_GROUP, 128, SPLITS,
-                )  # fmt: skip
+        part = row * SPLITS + split
+        tl.store(scratch.part_top + part, top)
+        tl.store(scratch.part_mass + part, mass)
+        if WITH_DRAFT:
+            top, mass = scan_draft(
+                y, draft_logits, width, temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+            )
+            part = draft_row * SPLITS + split
+            tl.store(scratch.draft_top + part, top, mask=offset < num_drafts)
+            tl.store(scratch.draft_mass + part, mass, mask=offset < num_drafts)
     else:
         scan_greedy(
-            logits, batch.vocab, split, scratch.group_top + groups, scratch.group_mass + groups, TILE, GROUP, LINE,
-            SPLITS,
-        )  # fmt: skip
+            x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS
+        )
 
 
 @triton.jit
@@ -277,7 +282,7 @@ def resolve_greedy(
     exists = offset < end
     drafted = exists & (offset < num_drafts)
     group_top, group_index = load_rows(
-        scratch.group_top, scratch.group_mass, first_row + offset, exists, scratch.num_groups, GROUPS
+        scratch.group_top, scratch.lane_lead, first_row + offset, exists, scratch.num_groups, GROUPS
     )
     top = maximum_or_nan(group_top, 1)
     best = tl.min(tl.where(group_top == top[:, None], group_index.to(tl.int32, bitcast=True), NO_INDEX), 1)
