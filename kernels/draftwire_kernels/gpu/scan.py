@@ -150,10 +150,30 @@ def with_groups(top, mass, largest, part, temperature):
 
 
 @triton.jit
+def _larger_or_nan_of_both(a, b, other_a, other_b):
+    return _larger_or_nan(a, other_a), _larger_or_nan(b, other_b)
+
+
+@triton.jit
+def _sums_of_both(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
 def of_program(top, mass, temperature):
-    """Maximum and mass of all that a program has read."""
+    """Maximum and mass of what a program has read of a row, from those of its warps [TILE]."""
     program_top = maximum_or_nan(top, 0)
     return program_top, tl.sum(mass * exponents(top, program_top, temperature), 0)
+
+
+@triton.jit
+def of_program_both(top, mass, draft_top, draft_mass, temperature):
+    """The same for a row and its draft's: warps wait for each other half as often."""
+    tops = tl.reduce((top, draft_top), 0, _larger_or_nan_of_both)
+    mass *= exponents(top, tops[0], temperature)
+    draft_mass *= exponents(draft_top, tops[1], temperature)
+    masses = tl.reduce((mass, draft_mass), 0, _sums_of_both)
+    return tops[0], masses[0], tops[1], masses[1]
 
 
 @triton.jit
@@ -177,7 +197,8 @@ def scan_sampled(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Looks at every SPLITS-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
+    """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it (0 unless WITH_MASS):
+    [TILE]."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)
@@ -206,7 +227,7 @@ def scan_sampled(
             store_lanes(lane_lead, group, num_groups, lead)
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
-    return of_program(top, mass, temperature)
+    return top, mass
 
 
 @triton.jit
@@ -250,7 +271,7 @@ def scan_draft(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Largest draft logit of every SPLITS-th tile and the mass relative to it."""
+    """Each warp's largest draft logit of every SPLITS-th tile, and the mass relative to it: [TILE]."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
@@ -261,7 +282,7 @@ def scan_draft(
         top, mass = with_groups(top, mass, largest, part, temperature)
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
-    return of_program(top, mass, temperature)
+    return top, mass
 
 
 @triton.jit

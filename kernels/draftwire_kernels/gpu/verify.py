@@ -28,6 +28,8 @@ from draftwire_kernels.gpu.scan import (
     NO_INDEX,
     load_tile,
     maximum_or_nan,
+    of_program,
+    of_program_both,
     scan_draft,
     scan_greedy,
     scan_list,
@@ -193,16 +195,19 @@ def read_row(
             x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top, lane_lead,
             METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
         )  # fmt: skip
+        if WITH_DRAFT:
+            draft_top, draft_mass = scan_draft(
+                y, draft_logits, width, temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+            )
+            top, mass, draft_top, draft_mass = of_program_both(top, mass, draft_top, draft_mass, temperature)
+            part = draft_row * SPLITS + split
+            tl.store(scratch.draft_top + part, draft_top, mask=offset < num_drafts)
+            tl.store(scratch.draft_mass + part, draft_mass, mask=offset < num_drafts)
+        else:
+            top, mass = of_program(top, mass, temperature)
         part = row * SPLITS + split
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
-        if WITH_DRAFT:
-            top, mass = scan_draft(
-                y, draft_logits, width, temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
-            )
-            part = draft_row * SPLITS + split
-            tl.store(scratch.draft_top + part, top, mask=offset < num_drafts)
-            tl.store(scratch.draft_mass + part, mass, mask=offset < num_drafts)
     else:
         scan_greedy(
             x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS
