@@ -34,13 +34,13 @@ def gumbel_kernel(
 ):
     split = tl.program_id(0) % SPLITS
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    logits += row * logits_stride
+    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)  # first of all, since it takes longest to arrive
     temperature = tl.load(temperature_ptr + row)
     offset = same_offset if draft_offset is None else tl.load(draft_offset + row)
     row_key, row_position = tl.load(key + row), tl.load(position + row)
-    logits += row * logits_stride
     group_top += row * num_groups
     lane_lead += row * num_groups
-    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)
     if temperature > 0:
         scan_sampled(
             x, logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, lane_lead,

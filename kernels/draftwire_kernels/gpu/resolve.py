@@ -139,10 +139,11 @@ def _combined(part_top, part_mass, temperature):
 def combine_rows(
     batch,
     draft,
-    request,
     drafted,
     parts,
     temperature,
+    accept,  # key of the request's uniforms
+    position,  # of its first row
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
@@ -163,8 +164,7 @@ def combine_rows(
     else:
         draft_top, draft_mass = top, mass
         q = tl.full([ROWS], 1.0, tl.float32)
-    position = tl.load(batch.position + request)
-    uniform = accept_uniform(tl.load(batch.accept + request), position + offset, offset, USE_FP64)
+    uniform = accept_uniform(accept, position + offset, offset, USE_FP64)
     return Rows(
         offset, drafted.exists, drafted.drafted, drafted.token, top, mass, draft_top, draft_mass, p, q, ended, uniform
     )
@@ -186,6 +186,8 @@ def draw(
     scratch,
     request,
     temperature,
+    key,
+    position,
     rows,
     groups,
     place,
@@ -205,7 +207,7 @@ def draw(
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
-    state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + place, place * 0)
+    state = row_state(key, position + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     if groups is None:
         largest, lead = load_row_groups(scratch, row, GROUPS, LANES)
@@ -260,6 +262,8 @@ def resolve(
     scratch,
     request,
     temperature,
+    key,  # of the request's draws
+    position,  # of its first row
     rows,
     groups,  # of the wave's only row, or None: see `draw`
     refused,  # [ROWS]: the draft is not accepted
@@ -294,8 +298,8 @@ def resolve(
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
-                batch, draft, scratch, request, temperature, rows, groups, accepted, wants_residual, HAS_DRAFT_LOGITS,
-                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                batch, draft, scratch, request, temperature, key, position, rows, groups, accepted, wants_residual,
+                HAS_DRAFT_LOGITS, METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

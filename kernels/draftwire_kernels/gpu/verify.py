@@ -80,13 +80,17 @@ def verify_kernel(
     takes_list = split == SPLITS
     if offset + takes_list.to(tl.int32) > num_drafts:
         return
-    # Loaded before the question whether the row is needed at all, which waits for memory too.
-    temperature = tl.load(batch.temperature + request)
-    key, position = tl.load(batch.resample + request), tl.load(batch.position + request) + offset
-    tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
+    # First of all, since it takes longest to arrive.
+    num_columns = tl.where(is_needless | takes_list, 0, batch.vocab)
+    x = load_tile(
+        batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE
+    )
+    temperature = tl.load(batch.temperature + request)
+    key, position = tl.load(batch.resample + request), tl.load(batch.position + request)
+    tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     if is_needless == 0:
         if IS_LISTED:
             if takes_list:
@@ -95,13 +99,13 @@ def verify_kernel(
                 )
             else:
                 read_row(
-                    batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
-                    position, METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
+                    x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
+                    position + offset, METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
                 )  # fmt: skip
         else:
             read_row(
-                batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key, position,
-                METHOD, HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
+                x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
+                position + offset, METHOD, HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
             )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
@@ -117,6 +121,7 @@ def verify_kernel(
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
+        accept = tl.load(batch.accept + request)
         parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
         groups = None
         if ROWS == 1 and LANES <= 4 and METHOD != "block":
@@ -127,7 +132,7 @@ def verify_kernel(
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    batch, draft, request, drafted, parts, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
+                    batch, draft, drafted, parts, temperature, accept, position, HAS_DRAFT_LOGITS, USE_FP64, ROWS
                 )
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
@@ -137,8 +142,8 @@ def verify_kernel(
                         is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
-                        batch, draft, scratch, request, temperature, rows, groups, refused, accepted, end, METHOD,
-                        HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                        batch, draft, scratch, request, temperature, key, position, rows, groups, refused, accepted,
+                        end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
                     )  # fmt: skip
             else:
                 if METHOD == "block":
@@ -155,6 +160,7 @@ def verify_kernel(
 
 @triton.jit
 def read_row(
+    x,  # its first tile, on its way
     batch,
     draft,
     scratch,
@@ -181,7 +187,6 @@ def read_row(
     logits = batch.logits + row * batch.logits_stride
     groups = row * scratch.num_groups
     group_top = scratch.group_top + groups
-    x = load_tile(logits, split, batch.vocab, TILE, GROUP, LINE)  # on its way before the temperature has arrived
     if temperature > 0:
         if WITH_DRAFT:
             draft_row = first_draft + offset
