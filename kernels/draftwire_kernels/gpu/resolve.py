@@ -106,9 +106,7 @@ def load_rows(top_ptr, other_ptr, row, exists, count, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_parts(
-    draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr
-):
+def load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr):
     """What the programs of a wave have left of its rows."""
     row = first_row + drafted.offset
     top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, SPLITS, SPLITS)
@@ -137,7 +135,6 @@ def _combined(part_top, part_mass, temperature):
 
 @triton.jit
 def combine_rows(
-    batch,
     draft,
     drafted,
     parts,
@@ -174,9 +171,7 @@ def combine_rows(
 def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """What the scan left of a row's groups."""
     group = row * scratch.num_groups
-    return load_groups(
-        scratch.group_top + group, scratch.lane_lead + group * LANES, scratch.num_groups, GROUPS, LANES
-    )
+    return load_groups(scratch.group_top + group, scratch.lane_lead + group * LANES, scratch.num_groups, GROUPS, LANES)
 
 
 @triton.jit

@@ -197,8 +197,8 @@ def scan_sampled(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it (0 unless WITH_MASS):
-    [TILE]."""
+    """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it [TILE], which is 0
+    unless WITH_MASS."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)

@@ -85,9 +85,7 @@ def verify_kernel(
         is_needless = is_decided_before(scratch.waves, request, wave)
     # First of all, since it takes longest to arrive.
     num_columns = tl.where(is_needless | takes_list, 0, batch.vocab)
-    x = load_tile(
-        batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE
-    )
+    x = load_tile(batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE)
     temperature = tl.load(batch.temperature + request)
     key, position = tl.load(batch.resample + request), tl.load(batch.position + request)
     tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
@@ -132,7 +130,7 @@ def verify_kernel(
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    batch, draft, drafted, parts, temperature, accept, position, HAS_DRAFT_LOGITS, USE_FP64, ROWS
+                    draft, drafted, parts, temperature, accept, position, HAS_DRAFT_LOGITS, USE_FP64, ROWS
                 )
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
@@ -153,9 +151,7 @@ def verify_kernel(
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
-            close_wave(
-                scratch.waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES, WIDTH
-            )
+            close_wave(scratch.waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES, WIDTH)
 
 
 @triton.jit
@@ -214,9 +210,7 @@ def read_row(
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
     else:
-        scan_greedy(
-            x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS
-        )
+        scan_greedy(x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS)
 
 
 @triton.jit
