@@ -90,10 +90,10 @@ def test_lanes_of_large_groups(group: int) -> None:
 
 @pytest.mark.parametrize("columns", [1, 37, 16384, 128256, 151936, 262144])
 @pytest.mark.parametrize("rows", [1, 6, 192, 6144])
-def test_no_program_of_a_row_is_without_a_tile(columns: int, rows: int) -> None:
+def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) -> None:
     shape = Shape.of(columns, 4, rows, Tuning())
     assert shape.num_splits.bit_count() == 1
-    assert (shape.num_splits - 1) * shape.group * TILE < columns
+    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * TILE) * 3
 
 
 @needs_cuda
@@ -160,10 +160,10 @@ def test_the_order_of_the_programs_does_not_matter(
 
 
 @pytest.mark.parametrize("max_k", [1, 3])
-@pytest.mark.parametrize("wave", [None, 1])
+@pytest.mark.parametrize("wave", [1, 3])
 @pytest.mark.parametrize(("method", "form"), COMBINATIONS)
 def test_a_launch_leaves_its_counters_at_zero(
-    method: str, form: str, wave: int | None, max_k: int, monkeypatch: pytest.MonkeyPatch
+    method: str, form: str, wave: int, max_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next launch on the stream finds them."""
     used = []

@@ -147,7 +147,7 @@ def _verify(
     table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
     first = chosen or tuning.choose(table, num_requests)
     second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
-    count = most_rows if is_block else min(first.wave or most_rows, most_rows)
+    count = most_rows if is_block else min(first.wave, most_rows)
     count = max(count, triton.cdiv(most_rows, MAX_WAVES))
     waves = triton.cdiv(most_rows, count)
     tests = most_rows - 1 if is_block else 0

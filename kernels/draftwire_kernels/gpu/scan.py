@@ -260,7 +260,6 @@ def scan_greedy(
 
 @triton.jit
 def scan_draft(
-    x,  # the program's first tile, on its way
     logits,
     num_columns,
     temperature,
@@ -277,11 +276,10 @@ def scan_draft(
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
     for tile in range(split, num_tiles, SPLITS):
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
         largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
         _, part = shares(x, largest, inverse)
         top, mass = with_groups(top, mass, largest, part, temperature)
-        if tile + SPLITS < num_tiles:
-            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
     return top, mass
 
 

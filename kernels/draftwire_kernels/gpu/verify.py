@@ -184,11 +184,6 @@ def read_row(
     groups = row * scratch.num_groups
     group_top = scratch.group_top + groups
     if temperature > 0:
-        if WITH_DRAFT:
-            draft_row = first_draft + offset
-            draft_logits = draft.logits + draft_row * draft.logits_stride
-            width = tl.where(offset < num_drafts, draft.width, 0)
-            y = load_tile(draft_logits, split, width, TILE, DRAFT_GROUP, 128)
         lane_lead = None
         if METHOD != "block":
             lane_lead = scratch.lane_lead + groups * LANES
@@ -197,9 +192,11 @@ def read_row(
             METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
         )  # fmt: skip
         if WITH_DRAFT:
+            draft_row = first_draft + offset
             draft_top, draft_mass = scan_draft(
-                y, draft_logits, width, temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
-            )
+                draft.logits + draft_row * draft.logits_stride, tl.where(offset < num_drafts, draft.width, 0),
+                temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
+            )  # fmt: skip
             top, mass, draft_top, draft_mass = of_program_both(top, mass, draft_top, draft_mass, temperature)
             part = draft_row * SPLITS + split
             tl.store(scratch.draft_top + part, draft_top, mask=offset < num_drafts)
