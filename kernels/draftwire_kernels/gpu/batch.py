@@ -44,10 +44,8 @@ class Scratch(NamedTuple):
     num_groups: Any
     part_top: Any  # [R, S] float32
     part_mass: Any  # [R, S] float32 or float64
-    draft_top: Any  # [D, S] float32; [D] when each row lists its own ids
-    draft_mass: Any  # the same shape, as part_mass
-    draft_token_mass: Any  # the same shape, of lists
-    target_at_ids: Any  # [D, n] float32, of lists: target logits at their ids
+    draft_top: Any  # [D, S] float32, of dense draft logits
+    draft_mass: Any  # [D, S], as part_mass
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
 

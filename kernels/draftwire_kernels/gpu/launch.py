@@ -174,18 +174,15 @@ def _verify(
             group_floor=buffer(num_rows, tested.num_groups),
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
         )
-    num_drafts = num_rows - num_requests
-    draft_parts = 1 if is_sparse else shape.num_splits
+    draft_parts = (num_rows - num_requests, shape.num_splits)
     scratch = Scratch(
         group_top=buffer(num_rows, shape.num_groups),
         lane_lead=buffer(num_rows, shape.num_groups, lanes),
         num_groups=shape.num_groups,
         part_top=buffer(num_rows, shape.num_splits),
         part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
-        draft_top=None if draft.logits is None else buffer(num_drafts, draft_parts),
-        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_parts, dtype=masses),
-        draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
-        target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
+        draft_top=buffer(*draft_parts) if has_dense else None,
+        draft_mass=buffer(*draft_parts, dtype=masses) if has_dense else None,
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
@@ -207,8 +204,7 @@ def _verify(
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
-        programs_each = shape.num_splits + (1 if is_sparse else 0)
-        verify_kernel[(waves * num_requests * count * programs_each,)](
+        verify_kernel[(waves * num_requests * count * shape.num_splits,)](
             batch,
             draft,
             scratch,

@@ -11,11 +11,13 @@ from draftwire_kernels.gpu.race import (
     compute_type,
     lane_bounds,
     load_groups,
+    load_lists,
     probability,
     race_of_list,
     race_of_residual,
     race_of_target,
     race_of_unlisted,
+    with_target,
 )
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
@@ -50,13 +52,12 @@ class Drafted(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]; of lists of draft logits [ROWS]."""
+    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]."""
 
     top: Any
     mass: Any
-    draft_top: Any
+    draft_top: Any  # of dense draft logits; else as `top`
     draft_mass: Any
-    draft_token_mass: Any
 
 
 @triton.jit
@@ -110,20 +111,11 @@ def load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS
     """What the programs of a wave have left of its rows."""
     row = first_row + drafted.offset
     top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, SPLITS, SPLITS)
-    draft_top, draft_mass, draft_token_mass = top, mass, mass
-    if HAS_DRAFT_LOGITS:
+    draft_top, draft_mass = top, mass
+    if HAS_DRAFT_LOGITS and draft.token_ids is None:
         row = first_draft + drafted.offset
-        if draft.token_ids is None:
-            draft_top, draft_mass = load_rows(
-                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, SPLITS, SPLITS
-            )
-        else:
-            draft_top = tl.load(scratch.draft_top + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg")
-            draft_mass = tl.load(scratch.draft_mass + row, mask=drafted.drafted, other=1.0, cache_modifier=".cg")
-            draft_token_mass = tl.load(
-                scratch.draft_token_mass + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg"
-            )
-    return Parts(top, mass, draft_top, draft_mass, draft_token_mass)
+        draft_top, draft_mass = load_rows(scratch.draft_top, scratch.draft_mass, row, drafted.drafted, SPLITS, SPLITS)
+    return Parts(top, mass, draft_top, draft_mass)
 
 
 @triton.jit
@@ -134,29 +126,67 @@ def _combined(part_top, part_mass, temperature):
 
 
 @triton.jit
-def combine_rows(
+def _of_lists(
     draft,
     drafted,
+    first_draft,
+    ids,
+    logits,
+    temperature,
+    USE_FP64: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Largest logit, mass and mass of the draft [ROWS] of rows that list their draft logits; their first piece is
+    loaded."""
+    token = drafted.token[:, None]
+    top = maximum_or_nan(logits, 1)
+    part = exponents(logits, top[:, None], temperature).to(tl.float64 if USE_FP64 else tl.float32)
+    mass = tl.sum(part, 1)
+    token_mass = tl.sum(tl.where(ids == token, part, 0.0), 1)
+    for turn in range(1, LISTS):
+        ids, logits = load_lists(draft, first_draft + drafted.offset, drafted.drafted, turn, LIST)
+        both = tl.maximum(top, maximum_or_nan(logits, 1), propagate_nan=tl.PropagateNan.ALL)
+        part = exponents(logits, both[:, None], temperature).to(mass.dtype)
+        kept = exponents(top, both, temperature)
+        mass = mass * kept + tl.sum(part, 1)
+        token_mass = token_mass * kept + tl.sum(tl.where(ids == token, part, 0.0), 1)
+        top = both
+    return top, mass, token_mass
+
+
+@triton.jit
+def combine_rows(
+    draft,
+    first_draft,
+    drafted,
     parts,
+    lists,  # first pieces of the rows' lists, or None
     temperature,
     accept,  # key of the request's uniforms
     position,  # of its first row
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     """Statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
+    draft_top, draft_mass, token_mass = drafted.logit, parts.mass, parts.mass
+    if lists is not None:  # first, while the parts are on their way
+        draft_top, draft_mass, token_mass = _of_lists(
+            draft, drafted, first_draft, lists[0], lists[1], temperature, USE_FP64, LIST, LISTS
+        )
     top, mass = _combined(parts.top, parts.mass, temperature)
     p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~drafted.known
-    if HAS_DRAFT_LOGITS:
-        if draft.token_ids is None:
-            draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
-            q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
-        else:
-            draft_top, draft_mass = parts.draft_top, parts.draft_mass
-            q = parts.draft_token_mass / draft_mass
+    if lists is not None:
+        q = token_mass / draft_mass
+        ended |= ~(q > 0)
+    elif HAS_DRAFT_LOGITS:
+        draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
+        q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass
@@ -175,6 +205,13 @@ def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def row_piece(batch, row, lists, LIST: tl.constexpr):
+    """The first piece of a row's list, of `load_lists` for that row alone."""
+    logits = batch.logits + row * batch.logits_stride
+    return with_target(logits, tl.reshape(lists[0], [LIST]), tl.reshape(lists[1], [LIST]), batch.vocab)
+
+
+@triton.jit
 def draw(
     batch,
     draft,
@@ -185,6 +222,7 @@ def draw(
     position,
     rows,
     groups,
+    piece,
     place,
     wants_residual,
     HAS_DRAFT_LOGITS: tl.constexpr,
@@ -198,7 +236,7 @@ def draw(
     LISTS: tl.constexpr,
 ):
     """Score and token of the draw from row `place` of the request: from the residual of its draft, or from p. `groups`
-    is what the scan left of that row, or None where it is still to be loaded."""
+    is what the scan left of that row, `piece` the first of its list; None where they are still to be loaded."""
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
@@ -225,8 +263,8 @@ def draw(
                 )  # fmt: skip
             else:
                 best, winner = race_of_list(
-                    draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
-                    draft_mass, 1.0, state, USE_FP64, LIST, LISTS,
+                    logits, draft, draft_row, piece, batch.vocab, temperature, top, mass, draft_top, draft_mass, 1.0,
+                    state, USE_FP64, LIST, LISTS,
                 )  # fmt: skip
                 bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
                 best, winner = race_of_unlisted(
@@ -261,6 +299,7 @@ def resolve(
     position,  # of its first row
     rows,
     groups,  # of the wave's only row, or None: see `draw`
+    piece,  # likewise
     refused,  # [ROWS]: the draft is not accepted
     accepted,  # number of accepted drafts to start from
     end,  # rows from here on belong to later waves
@@ -293,8 +332,9 @@ def resolve(
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
-                batch, draft, scratch, request, temperature, key, position, rows, groups, accepted, wants_residual,
-                HAS_DRAFT_LOGITS, METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                batch, draft, scratch, request, temperature, key, position, rows, groups, piece, accepted,
+                wants_residual, HAS_DRAFT_LOGITS, METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST,
+                LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

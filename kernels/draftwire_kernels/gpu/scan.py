@@ -284,40 +284,6 @@ def scan_draft(
 
 
 @triton.jit
-def scan_list(
-    target_logits,
-    num_columns,
-    logits,
-    token_ids,
-    width,
-    temperature,
-    token,
-    target_at_ids,
-    USE_FP64: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTS: tl.constexpr,
-):
-    """Largest logit of a row's list of draft logits, the mass relative to it, and that of the drafted token. Fills the
-    row's `target_at_ids`: a draw that follows waits once for memory, not twice."""
-    top = tl.full([], -INFINITY, tl.float32)
-    mass = tl.full([], 0.0, tl.float64 if USE_FP64 else tl.float32)
-    token_mass = mass
-    for turn in range(LISTS):
-        place = turn * LIST + tl.arange(0, LIST)
-        x = load_logits(logits + place, place < width)
-        ids = tl.load(token_ids + place, mask=place < width, other=-1)
-        target = load_logits(target_logits + ids, (ids >= 0) & (ids < num_columns))
-        tl.store(target_at_ids + place, target, mask=place < width)
-        both = tl.maximum(top, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
-        part = exponents(x, both, temperature).to(mass.dtype)
-        kept = exponents(top, both, temperature)
-        mass = mass * kept + tl.sum(part, 0)
-        token_mass = token_mass * kept + tl.sum(tl.where(ids == token, part, 0.0), 0)
-        top = both
-    return top, mass, token_mass
-
-
-@triton.jit
 def residuals(score, p_share, draft_score, q_share):
     """p - q of tokens, and what it does not exceed whatever the rounding, from (logit - top) / temperature in units of
     log 2 and 1 over the masses; `draft_score` None: p alone."""

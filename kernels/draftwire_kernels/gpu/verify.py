@@ -14,6 +14,7 @@ from draftwire_kernels.gpu.batch import (
 )
 from draftwire_kernels.gpu.block import begin_block
 from draftwire_kernels.gpu.noise import accept_uniform
+from draftwire_kernels.gpu.race import load_lists
 from draftwire_kernels.gpu.resolve import (
     combine_rows,
     load_drafted,
@@ -22,6 +23,7 @@ from draftwire_kernels.gpu.resolve import (
     load_rows,
     load_tokens,
     resolve,
+    row_piece,
 )
 from draftwire_kernels.gpu.scan import (
     INFINITY,
@@ -32,7 +34,6 @@ from draftwire_kernels.gpu.scan import (
     of_program_both,
     scan_draft,
     scan_greedy,
-    scan_list,
     scan_sampled,
 )
 
@@ -63,12 +64,9 @@ def verify_kernel(
     WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # A program is a split of a row's target logits; with lists of draft logits one more program a row takes the list.
-    IS_LISTED: tl.constexpr = LISTS > 0
-    programs_each: tl.constexpr = SPLITS + 1 if IS_LISTED else SPLITS
     program = tl.program_id(0)
-    split = program % programs_each
-    place = program // programs_each
+    split = program % SPLITS
+    place = program // SPLITS
     if ROWS == 1:
         count = 1
     wave = place // (num_requests * count)
@@ -77,61 +75,53 @@ def verify_kernel(
     request = place // count
     offset = begin + place % count
     first_row, first_draft, num_drafts = request_rows(batch, request)
-    takes_list = split == SPLITS
-    if offset + takes_list.to(tl.int32) > num_drafts:
+    if offset > num_drafts:
         return
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
     # First of all, since it takes longest to arrive.
-    num_columns = tl.where(is_needless | takes_list, 0, batch.vocab)
+    num_columns = tl.where(is_needless, 0, batch.vocab)
     x = load_tile(batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE)
     temperature = tl.load(batch.temperature + request)
     key, position = tl.load(batch.resample + request), tl.load(batch.position + request)
     tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     if is_needless == 0:
-        if IS_LISTED:
-            if takes_list:
-                read_list(
-                    batch, draft, scratch, first_row + offset, first_draft + offset, temperature, USE_FP64, LIST, LISTS
-                )
-            else:
-                read_row(
-                    x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
-                    position + offset, METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
-                )  # fmt: skip
-        else:
-            read_row(
-                x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
-                position + offset, METHOD, HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP, SPLITS,
-            )  # fmt: skip
+        read_row(
+            x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
+            position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP,
+            SPLITS,
+        )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
     drafted = load_drafted(
         batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
     )
+    lists = None
+    if LISTS > 0:
+        lists = load_lists(draft, first_draft + drafted.offset, drafted.drafted, 0, LIST)
     end = tl.minimum(begin + count, num_drafts + 1)
-    expected = (end - begin) * SPLITS
-    if IS_LISTED:
-        expected += tl.minimum(end, num_drafts) - begin
-    if is_last(scratch.waves.arrived + wave * num_requests + request, expected):
+    if is_last(scratch.waves.arrived + wave * num_requests + request, (end - begin) * SPLITS):
         accepted = end
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
         accept = tl.load(batch.accept + request)
         parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
-        groups = None
+        groups, piece = None, None
         if ROWS == 1 and LANES <= 4 and METHOD != "block":
             groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
+            if LISTS > 0:
+                piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
             # Where a program of this wave has left out its row, this load sees what it saw.
             is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    draft, drafted, parts, temperature, accept, position, HAS_DRAFT_LOGITS, USE_FP64, ROWS
-                )
+                    draft, first_draft, drafted, parts, lists, temperature, accept, position, HAS_DRAFT_LOGITS,
+                    USE_FP64, ROWS, LIST, LISTS,
+                )  # fmt: skip
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
                 else:
@@ -140,8 +130,8 @@ def verify_kernel(
                         is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
-                        batch, draft, scratch, request, temperature, key, position, rows, groups, refused, accepted,
-                        end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                        batch, draft, scratch, request, temperature, key, position, rows, groups, piece, refused,
+                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
                     )  # fmt: skip
             else:
                 if METHOD == "block":
@@ -208,29 +198,6 @@ def read_row(
         tl.store(scratch.part_mass + part, mass)
     else:
         scan_greedy(x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS)
-
-
-@triton.jit
-def read_list(
-    batch,
-    draft,
-    scratch,
-    row,
-    draft_row,
-    temperature,
-    USE_FP64: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTS: tl.constexpr,
-):
-    """Statistics of the draft logits that a row lists."""
-    top, mass, token_mass = scan_list(
-        batch.logits + row * batch.logits_stride, batch.vocab, draft.logits + draft_row * draft.logits_stride,
-        draft.token_ids + draft_row * draft.token_ids_stride, draft.width, temperature,
-        tl.load(batch.draft_tokens + draft_row), scratch.target_at_ids + draft_row * draft.width, USE_FP64, LIST, LISTS,
-    )  # fmt: skip
-    tl.store(scratch.draft_top + draft_row, top)
-    tl.store(scratch.draft_mass + draft_row, mass)
-    tl.store(scratch.draft_token_mass + draft_row, token_mass)
 
 
 @triton.jit
