@@ -88,6 +88,16 @@ def test_lanes_of_large_groups(group: int) -> None:
     _both(batch, batch.draft_logits("dense"), "standard", False, Tuning(group=group, programs=24, wave=1))
 
 
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("shift", [3e4, -3e4])
+def test_masses_of_large_scores(shift: float, method: str) -> None:
+    batch = Batch(14, requests=3, vocab=1500, spread=0.5, max_k=3)
+    batch.target[:, :700] += shift
+    batch.draft[:, :700] += shift
+    batch.target[::3], batch.draft[::2] = batch.target[::3] + shift, batch.draft[::2] + shift
+    _both(batch, batch.draft_logits("dense"), method, False, Tuning(programs=24))
+
+
 @pytest.mark.parametrize("columns", [1, 37, 16384, 128256, 151936, 262144])
 @pytest.mark.parametrize("rows", [1, 6, 192, 6144])
 def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) -> None:

@@ -26,6 +26,7 @@ MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_INDEX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_SCORE = tl.constexpr(-300.0)  # 2 to this is 0
+_LARGE_SCORE = tl.constexpr(2.0**14)  # its last bit is 2**-10
 _RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
 
@@ -142,6 +143,22 @@ def shares(x, largest, inverse):
 
 
 @triton.jit
+def has_large_scores(top, temperature):
+    """Whether the largest logit of several groups, over the temperature, is too large in magnitude for `masses`."""
+    return tl.abs(tl.where(top == -INFINITY, 0.0, top)) * tl.minimum(LOG2_E / temperature, MAX_FLOAT) >= _LARGE_SCORE
+
+
+@triton.jit
+def masses(x, largest, inverse):
+    """The masses [TILE] of `shares` alone, by fewer instructions. That of a group whose scores are all far below
+    0 comes out too small, which does not show beside scores that are not; see `has_large_scores`."""
+    finite = tl.where(largest == -INFINITY, 0.0, largest)
+    score = tl.minimum(tl.maximum(finite * inverse, -_LARGE_SCORE), _LARGE_SCORE)
+    mass = group_sum(tl.exp2(tl.fma(x, inverse, -score[:, None, None])))
+    return mass * tl.exp2(tl.minimum(tl.fma(-finite, inverse, score), 1.0))  # what rounding took from the product
+
+
+@triton.jit
 def with_groups(top, mass, largest, part, temperature):
     """Maxima and masses [TILE] of the groups so far, and after those of one more tile."""
     both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
@@ -188,7 +205,7 @@ def scan_sampled(
     offset,
     split,
     group_top,  # pointers to the row's entries, one a group and LANES a group
-    lane_lead,  # None: nothing is drawn, and no group's entry is filled
+    lane_lead,
     WITH_MASS: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
@@ -213,18 +230,17 @@ def scan_sampled(
             top, mass = with_groups(top, mass, largest, part, temperature)
         else:
             top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-        if lane_lead is not None:
-            store_lanes(group_top, group, num_groups, largest[:, None])
-            if token_ids is None:
-                words = tile_words(state, tile, TILE, GROUP, LINE)
-            else:
-                column = tile_columns(tile, TILE, GROUP, LINE)
-                ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
-                words = token_words(state, ids.to(tl.uint32))
-            # Ordered as their bits, since none is negative: of integers one instruction compares three.
-            lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
-            lead = lane_maximum(lead, LANES).to(tl.float32, bitcast=True)
-            store_lanes(lane_lead, group, num_groups, lead)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        if token_ids is None:
+            words = tile_words(state, tile, TILE, GROUP, LINE)
+        else:
+            column = tile_columns(tile, TILE, GROUP, LINE)
+            ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
+            words = token_words(state, ids.to(tl.uint32))
+        # Ordered as their bits, since none is negative: of integers one instruction compares three.
+        lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
+        lead = lane_maximum(lead, LANES).to(tl.float32, bitcast=True)
+        store_lanes(lane_lead, group, num_groups, lead)
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
     return top, mass
@@ -259,27 +275,35 @@ def scan_greedy(
 
 
 @triton.jit
-def scan_draft(
+def scan_masses(
+    x,  # the program's first tile, on its way, or None
     logits,
     num_columns,
     temperature,
     split,
+    IS_LARGE: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Each warp's largest draft logit of every SPLITS-th tile, and the mass relative to it: [TILE]."""
+    """Each warp's largest logit of every SPLITS-th tile, and the mass relative to it: [TILE]. Masses are wrong for a
+    row that `has_large_scores`, unless IS_LARGE says so."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
     for tile in range(split, num_tiles, SPLITS):
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
-        largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        _, part = shares(x, largest, inverse)
+        largest = tl.minimum(group_maximum(y), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        if IS_LARGE:
+            _, part = shares(y, largest, inverse)
+        else:
+            part = masses(y, largest, inverse)
         top, mass = with_groups(top, mass, largest, part, temperature)
+        if tile + SPLITS < num_tiles:
+            y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
     return top, mass
 
 

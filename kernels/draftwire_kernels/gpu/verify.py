@@ -28,12 +28,13 @@ from draftwire_kernels.gpu.resolve import (
 from draftwire_kernels.gpu.scan import (
     INFINITY,
     NO_INDEX,
+    has_large_scores,
     load_tile,
     maximum_or_nan,
     of_program,
     of_program_both,
-    scan_draft,
     scan_greedy,
+    scan_masses,
     scan_sampled,
 )
 
@@ -48,8 +49,8 @@ def verify_kernel(
     out,
     num_requests,
     count,  # rows of a request in a wave
-    METHOD: tl.constexpr,
     at_once,  # programs that start before there is anything to learn from others
+    METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
@@ -175,25 +176,39 @@ def read_row(
     groups = row * scratch.num_groups
     group_top = scratch.group_top + groups
     if temperature > 0:
-        lane_lead = None
-        if METHOD != "block":
-            lane_lead = scratch.lane_lead + groups * LANES
-        top, mass = scan_sampled(
-            x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top, lane_lead,
-            METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
-        )  # fmt: skip
+        if METHOD == "block":
+            top, mass = scan_masses(
+                x, logits, batch.vocab, temperature, split, False, USE_FP64, TILE, GROUP, LINE, SPLITS
+            )
+        else:
+            top, mass = scan_sampled(
+                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top,
+                scratch.lane_lead + groups * LANES, METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
+            )  # fmt: skip
         if WITH_DRAFT:
             draft_row = first_draft + offset
-            draft_top, draft_mass = scan_draft(
-                draft.logits + draft_row * draft.logits_stride, tl.where(offset < num_drafts, draft.width, 0),
-                temperature, split, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
-            )  # fmt: skip
+            draft_logits = draft.logits + draft_row * draft.logits_stride
+            width = tl.where(offset < num_drafts, draft.width, 0)
+            draft_top, draft_mass = scan_masses(
+                None, draft_logits, width, temperature, split, False, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+            )
             top, mass, draft_top, draft_mass = of_program_both(top, mass, draft_top, draft_mass, temperature)
+            if has_large_scores(draft_top, temperature):
+                draft_top, draft_mass = scan_masses(
+                    None, draft_logits, width, temperature, split, True, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+                )
+                draft_top, draft_mass = of_program(draft_top, draft_mass, temperature)
             part = draft_row * SPLITS + split
             tl.store(scratch.draft_top + part, draft_top, mask=offset < num_drafts)
             tl.store(scratch.draft_mass + part, draft_mass, mask=offset < num_drafts)
         else:
             top, mass = of_program(top, mass, temperature)
+        if METHOD == "block":  # noqa: SIM102
+            if has_large_scores(top, temperature):
+                top, mass = scan_masses(
+                    None, logits, batch.vocab, temperature, split, True, USE_FP64, TILE, GROUP, LINE, SPLITS
+                )
+                top, mass = of_program(top, mass, temperature)
         part = row * SPLITS + split
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
