@@ -134,12 +134,35 @@ def store_lanes(pointers, group, num_groups, values):
 
 
 @triton.jit
-def shares(x, largest, inverse):
-    """Roots of exp((x - largest) / temperature) of a tile, and the masses [TILE] of its groups. Masses of tokens are at
-    most 1: an infinite logit counts as the largest finite one, at no cost, since the multiplication saturates."""
+def group_squares(x):
+    """Sums [TILE] of the squares of a tile's groups. Of four neighbouring lines, which a thread has, squares are added
+    by the instruction that makes them."""
+    TILE: tl.constexpr = x.shape[0]
+    LINES: tl.constexpr = x.shape[1]
+    LINE: tl.constexpr = x.shape[2]
+    if LINES % 4 == 0:
+        quarters = tl.permute(tl.reshape(x, [TILE, LINES // 4, 2, 2, LINE]), [0, 1, 4, 2, 3])
+        left, right = tl.split(quarters)
+        a, b = tl.split(left)
+        c, d = tl.split(right)
+        total = group_sum(tl.fma(d, d, tl.fma(c, c, tl.fma(b, b, a * a))))
+    else:
+        total = group_sum(x * x)
+    return total
+
+
+@triton.jit
+def roots(x, largest, inverse):
+    """Roots of exp((x - largest) / temperature) of a tile."""
     finite = tl.where(largest == -INFINITY, 0.0, largest)
-    root = tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
-    return root, group_sum(tl.clamp(root * root, 0.0, 1.0))
+    return tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
+
+
+@triton.jit
+def exact_masses(x, largest, inverse):
+    """Masses [TILE] of groups. Those of tokens are at most 1: an infinite logit counts as the largest finite one."""
+    root = roots(x, largest, inverse)
+    return group_sum(tl.clamp(root * root, 0.0, 1.0))
 
 
 @triton.jit
@@ -150,7 +173,7 @@ def has_large_scores(top, temperature):
 
 @triton.jit
 def masses(x, largest, inverse):
-    """The masses [TILE] of `shares` alone, by fewer instructions. That of a group whose scores are all far below
+    """The masses [TILE] of groups by fewer instructions. That of a group whose scores are all far below
     0 comes out too small, which does not show beside scores that are not; see `has_large_scores`."""
     finite = tl.where(largest == -INFINITY, 0.0, largest)
     score = tl.minimum(tl.maximum(finite * inverse, -_LARGE_SCORE), _LARGE_SCORE)
@@ -215,7 +238,7 @@ def scan_sampled(
     SPLITS: tl.constexpr,
 ):
     """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it [TILE], which is 0
-    unless WITH_MASS."""
+    unless WITH_MASS, and infinite where a logit is."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)
@@ -225,9 +248,9 @@ def scan_sampled(
     for tile in range(split, num_tiles, SPLITS):
         group = tile * TILE + tl.arange(0, TILE)
         largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        root, part = shares(x, largest, inverse)
+        root = roots(x, largest, inverse)
         if WITH_MASS:
-            top, mass = with_groups(top, mass, largest, part, temperature)
+            top, mass = with_groups(top, mass, largest, group_squares(root), temperature)
         else:
             top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         store_lanes(group_top, group, num_groups, largest[:, None])
@@ -297,10 +320,7 @@ def scan_masses(
     y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
     for tile in range(split, num_tiles, SPLITS):
         largest = tl.minimum(group_maximum(y), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        if IS_LARGE:
-            _, part = shares(y, largest, inverse)
-        else:
-            part = masses(y, largest, inverse)
+        part = exact_masses(y, largest, inverse) if IS_LARGE else masses(y, largest, inverse)
         top, mass = with_groups(top, mass, largest, part, temperature)
         if tile + SPLITS < num_tiles:
             y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)

@@ -27,6 +27,7 @@ from draftwire_kernels.gpu.resolve import (
 )
 from draftwire_kernels.gpu.scan import (
     INFINITY,
+    MAX_FLOAT,
     NO_INDEX,
     has_large_scores,
     load_tile,
@@ -203,8 +204,10 @@ def read_row(
             tl.store(scratch.draft_mass + part, draft_mass, mask=offset < num_drafts)
         else:
             top, mass = of_program(top, mass, temperature)
-        if METHOD == "block":  # noqa: SIM102
-            if has_large_scores(top, temperature):
+        if METHOD != "coupled":
+            # A largest finite logit may stand for an infinite one.
+            is_inexact = has_large_scores(top, temperature) if METHOD == "block" else top == MAX_FLOAT
+            if is_inexact:
                 top, mass = scan_masses(
                     None, logits, batch.vocab, temperature, split, True, USE_FP64, TILE, GROUP, LINE, SPLITS
                 )
