@@ -111,15 +111,14 @@ def highest_bit(bits):
 
 
 @triton.jit
-def is_decided_before(waves, request, wave, asks):
-    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly. Without
-    asking none is known.
+def is_decided_before(waves, request, wave):
+    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly.
 
     Read by an atomic, which one thread of the program performs for all: while other programs write the word, the loads
     of two warps could differ, and a branch on them would part the program at its next barrier.
     """
-    decided = tl.atomic_add(waves.state + request, 0, mask=asks, sem="relaxed", scope="gpu") >> 32
-    return asks & ((decided & ((1 << wave) - 1)) != 0)
+    decided = tl.atomic_add(waves.state + request, 0, mask=wave > 0, sem="relaxed", scope="gpu") >> 32
+    return (decided & ((1 << wave) - 1)) != 0
 
 
 @triton.jit

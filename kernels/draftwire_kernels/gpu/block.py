@@ -228,7 +228,7 @@ def block_kernel(
         weight = tl.load(block.weight + row)
         if has_residual == 0:
             weight = weight * 0 + 1.0
-        if (top > -INFINITY) & (is_decided_before(scratch.waves, request, wave, wave > 0) == 0):
+        if (top > -INFINITY) & (is_decided_before(scratch.waves, request, wave) == 0):
             draft_logits = None if LISTS > 0 else draft.logits + (first_draft + accepted) * draft.logits_stride
             state = row_state(
                 tl.load(batch.resample + request), tl.load(batch.position + request) + accepted, accepted * 0
@@ -245,7 +245,7 @@ def block_kernel(
         else:
             is_closing = is_last(scratch.waves.arrived + wave * num_requests + request, num_splits)
         if is_closing:
-            is_needless = is_decided_before(scratch.waves, request, wave, wave > 0)
+            is_needless = is_decided_before(scratch.waves, request, wave)
             is_valid = (top > -INFINITY) & (is_needless == 0)
             passes = is_needless == 0
             if is_valid:

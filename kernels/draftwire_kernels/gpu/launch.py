@@ -211,7 +211,6 @@ def _verify(
             out,
             num_requests,
             count,
-            first.at_once,
             METHOD=method,
             HAS_DRAFT_LOGITS=draft.logits is not None,
             GROUP=shape.group,

@@ -18,11 +18,6 @@ class Tuning:
     registers: int | None = 128
     """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
 
-    @property
-    def at_once(self) -> int:
-        """Programs of a launch that an H200 starts at once."""
-        return 132 * (512 // (self.registers or 128))
-
     def limit(self, is_wide: bool) -> dict[str, int]:
         """Options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
         return {} if self.registers is None or is_wide else {"maxnreg": self.registers}

@@ -42,7 +42,7 @@ from draftwire_kernels.gpu.scan import (
 _SURE_MASS = tl.constexpr(1e-3)
 
 
-@triton.jit(do_not_specialize=["num_requests", "count", "at_once"])
+@triton.jit(do_not_specialize=["num_requests", "count"])
 def verify_kernel(
     batch,
     draft,
@@ -50,7 +50,6 @@ def verify_kernel(
     out,
     num_requests,
     count,  # rows of a request in a wave
-    at_once,  # programs that start before there is anything to learn from others
     METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -82,7 +81,7 @@ def verify_kernel(
         return
     is_needless = request < 0
     if WAVES > 1:
-        is_needless = is_decided_before(scratch.waves, request, wave, (wave > 0) & (program >= at_once))
+        is_needless = is_decided_before(scratch.waves, request, wave)
     # First of all, since it takes longest to arrive.
     num_columns = tl.where(is_needless, 0, batch.vocab)
     x = load_tile(batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE)
@@ -118,7 +117,7 @@ def verify_kernel(
                 piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
             # Where a program of this wave has left out its row, this load sees what it saw.
-            is_needless = is_decided_before(scratch.waves, request, wave, wave > 0)
+            is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
