@@ -34,7 +34,7 @@ REJECTION = (
     (4, Tuning(group=512, programs=264)),
     (31, Tuning(group=512, programs=768, registers=96)),
     (64, Tuning(registers=80)),
-    (_ANY, Tuning(programs=4224, registers=96)),
+    (_ANY, Tuning(programs=4224, registers=80)),
 )
 REJECTION_DENSE = (
     (4, Tuning(group=512, programs=264, lanes=4)),
@@ -42,7 +42,7 @@ REJECTION_DENSE = (
     (64, Tuning()),
     (_ANY, Tuning(programs=4224)),
 )
-BLOCK_MASSES = ((64, Tuning(programs=528, registers=80)), (_ANY, Tuning(registers=80)))
+BLOCK_MASSES = ((64, Tuning(programs=528, registers=80)), (_ANY, Tuning()))
 BLOCK_TESTS = ((64, Tuning(group=512, programs=264)), (_ANY, Tuning(group=512, programs=1056)))
 
 TILE = 4
