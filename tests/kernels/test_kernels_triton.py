@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from draftwire_kernels.gpu import counters, launch, race
+from draftwire_kernels.gpu import counters, launch, race, verify
 from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, TILE, Shape, Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
@@ -167,6 +167,35 @@ def test_the_order_of_the_programs_does_not_matter(
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs one after another")
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look of a program misses it, the second sees it: the target's row is read and its draft's is not."""
+    builder = interpreter.interpreter_builder
+    set_grid_idx, look = builder.set_grid_idx, verify.is_decided_before
+    looks, seen_late = 0, 0
+
+    def begin(x: int, y: int, z: int) -> None:
+        nonlocal looks
+        looks = 0
+        set_grid_idx(x, y, z)
+
+    def is_decided_before(waves: object, request: tl.tensor, wave: tl.tensor) -> tl.tensor:
+        nonlocal looks, seen_late
+        looks += 1
+        is_decided = look(waves, request, wave)
+        if looks == 1:
+            return wave < 0
+        seen_late += looks == 3 and bool(is_decided.handle.data.item())  # by a program that closes its wave
+        return is_decided
+
+    monkeypatch.setattr(builder, "set_grid_idx", begin)
+    monkeypatch.setattr(verify, "is_decided_before", is_decided_before)
+    batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
+    _both(batch, batch.draft_logits("dense"), "standard", use_fp64, Tuning(programs=60, wave=1))
+    assert seen_late > 0
 
 
 @pytest.mark.parametrize("max_k", [1, 3])

@@ -90,9 +90,9 @@ def verify_kernel(
     tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     if is_needless == 0:
         read_row(
-            x, batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, key,
-            position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE, LANES, DRAFT_GROUP,
-            SPLITS,
+            x, batch, draft, scratch, request, wave, first_row, first_draft, num_drafts, offset, split, temperature,
+            key, position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE, LANES,
+            DRAFT_GROUP, SPLITS, WAVES,
         )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
@@ -116,7 +116,7 @@ def verify_kernel(
             if LISTS > 0:
                 piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
-            # Where a program of this wave has left out its row, this load sees what it saw.
+            # Where a program of this wave has left out its row or its draft's, this look sees what it saw.
             is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
@@ -152,6 +152,8 @@ def read_row(
     batch,
     draft,
     scratch,
+    request,
+    wave,
     first_row,
     first_draft,
     num_drafts,
@@ -169,6 +171,7 @@ def read_row(
     LANES: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    WAVES: tl.constexpr,
 ):
     """Statistics of a split of a row."""
     row = first_row + offset
@@ -189,6 +192,11 @@ def read_row(
             draft_row = first_draft + offset
             draft_logits = draft.logits + draft_row * draft.logits_stride
             width = tl.where(offset < num_drafts, draft.width, 0)
+            if WAVES > 1:
+                # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
+                # both rows are: a decision that was seen stands, the program that closes this wave sees it as well
+                # and draws nothing, and this wave's own decision is then none that `first_decision` takes.
+                width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
             draft_top, draft_mass = scan_masses(
                 None, draft_logits, width, temperature, split, False, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
             )
