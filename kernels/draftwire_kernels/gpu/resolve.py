@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     drafted: Any  # the row verifies a draft
     token: Any  # that draft
     top: Any
-    mass: Any  # at temperature 0 the index of the largest logit
+    mass: Any
     draft_top: Any
     draft_mass: Any
     p: Any  # of the draft

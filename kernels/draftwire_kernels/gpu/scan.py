@@ -2,18 +2,18 @@
 
 A draw is a race: token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is
 at least its uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps, for
-each group of GROUP tokens, the largest logit, the mass relative to it, and the lead of each of LANES lanes (1: the
-group; 32: what one thread holds): the largest root of exp(score) / u. `draftwire_kernels.gpu.race` then looks exactly
-at the few lanes that can still win. The bound holds for float32 and float64 noise alike.
+each group of GROUP tokens, the largest logit and the lead of each of LANES lanes (1: the group; 32: what one thread
+holds): the largest root of exp(score) / u. `draftwire_kernels.gpu.race` then looks exactly at the few lanes that can
+still win. The bound holds for float32 and float64 noise alike.
 
 Roots, because one over the root of u is one instruction, which a division is not; the square of the other, of
-exp(score), is the token's mass.
-Masses of groups are float32 sums, and are added up in float64 when float64 is asked for.
+exp(score), is the token's mass. Each warp adds up the masses of its groups, and a program those of its warps
+(`of_program`). Masses of groups are float32 sums, and are added up in float64 when float64 is asked for.
 
 A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is
 [TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
 16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, which stores the
-result itself. The warps of a program never wait for each other.
+result itself. The warps of a program do not wait for each other before its end.
 """
 
 import triton
