@@ -144,7 +144,7 @@ def test_a_bound_that_shares_its_bits_with_an_index_is_never_below_itself(scale:
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs in a chosen order")
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+@pytest.mark.parametrize("order", ["reversed", "shuffled", "split by split"])
 @pytest.mark.parametrize(
     ("method", "form"),
     [("standard", f) for f in ("one-hot", "dense", "top-n")]
@@ -158,12 +158,18 @@ def test_the_order_of_the_programs_does_not_matter(
     in_order = builder.set_grid_idx
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
-        count = builder.grid_dim[0]
-        shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(7))
-        in_order(count - 1 - x if order == "reversed" else int(shuffled[x]), y, z)
+        last = builder.grid_dim[0] - 1
+        if order == "reversed":
+            place = last - x
+        elif order == "shuffled":
+            place = int(torch.randperm(last + 1, generator=torch.Generator().manual_seed(7))[x])
+        else:  # rows have two splits each: all rows are begun, the last one first, before any is done
+            place = 2 * (last // 2 - x) if x <= last // 2 else 2 * (x - last // 2) - 1
+        in_order(place, y, z)
 
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
     batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
+    batch.temperature = torch.tensor([1.0, 0.0, 0.6, 0.0])  # those of both kinds are under way at once
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))

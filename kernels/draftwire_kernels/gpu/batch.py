@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     """What programs hand to each other."""
 
     group_top: Any  # [R, G] float32
-    lane_lead: Any  # [R, G, LANES] float32; at temperature 0 [R, G], the bits of the largest logit's index
+    lane_lead: Any  # [R, G, LANES] float32; at temperature 0 a row begins with the bits of its G largest's indices
     num_groups: Any
     part_top: Any  # [R, S] float32
     part_mass: Any  # [R, S] float32 or float64

@@ -20,7 +20,6 @@ from draftwire_kernels.gpu.resolve import (
     load_drafted,
     load_parts,
     load_row_groups,
-    load_rows,
     load_tokens,
     resolve,
     row_piece,
@@ -139,7 +138,7 @@ def verify_kernel(
                 if METHOD == "block":
                     tl.store(scratch.block.prefixes + request, 0)
                 accepted, token, decided = resolve_greedy(
-                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUPS
+                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUPS, LANES
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
@@ -223,7 +222,9 @@ def read_row(
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
     else:
-        scan_greedy(x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups, TILE, GROUP, LINE, SPLITS)
+        scan_greedy(
+            x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups * LANES, TILE, GROUP, LINE, SPLITS
+        )
 
 
 @triton.jit
@@ -268,6 +269,7 @@ def resolve_greedy(
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
     what `resolve` returns."""
@@ -275,9 +277,11 @@ def resolve_greedy(
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
     drafted = exists & (offset < num_drafts)
-    group_top, group_index = load_rows(
-        scratch.group_top, scratch.lane_lead, first_row + offset, exists, scratch.num_groups, GROUPS
-    )
+    group = tl.arange(0, GROUPS)[None, :]
+    first_group = (first_row + offset)[:, None] * scratch.num_groups
+    mask = exists[:, None] & (group < scratch.num_groups)
+    group_top = tl.load(scratch.group_top + first_group + group, mask=mask, other=-INFINITY, cache_modifier=".cg")
+    group_index = tl.load(scratch.lane_lead + first_group * LANES + group, mask=mask, other=0.0, cache_modifier=".cg")
     top = maximum_or_nan(group_top, 1)
     best = tl.min(tl.where(group_top == top[:, None], group_index.to(tl.int32, bitcast=True), NO_INDEX), 1)
     token = tl.load(batch.draft_tokens + first_draft + offset, mask=drafted, other=-1)
