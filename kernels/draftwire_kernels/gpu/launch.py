@@ -54,11 +54,13 @@ def gumbel_sample(
     chosen = chosen or tuning.choose(tuning.GUMBEL, rows)
     logits = _unit_stride(logits)
     shape = Shape.of(vocab, logits.element_size(), rows, chosen)
-    groups = _aligned(rows * shape.num_groups)
-    group_top, lane_lead = torch.empty(2, groups, dtype=torch.float32, device=logits.device)
+    groups, parts = rows * shape.num_groups, rows * shape.num_splits
+    sizes = [_aligned(size) for size in (groups, groups, parts, parts)]
+    floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device)
+    lane_floor, group_top, part_top, part_index = floats.split(sizes)
     same = isinstance(draft_offset, int)
     with _on(logits):
-        gumbel_kernel[(rows * shape.num_splits,)](
+        gumbel_kernel[(parts,)](
             logits,
             logits.stride(0),
             vocab,
@@ -69,8 +71,11 @@ def gumbel_sample(
             draft_offset if same else 0,
             token_ids if token_ids is None else token_ids.contiguous(),
             group_top,
-            lane_lead,
+            lane_floor,
             shape.num_groups,
+            part_top,
+            part_index.view(torch.int32),
+            shape.num_splits,
             counters.zeros(rows, logits.device),
             tokens,
             USE_FP64=use_fp64,
@@ -78,7 +83,8 @@ def gumbel_sample(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
-            SPLITS=shape.num_splits,
+            TURNS=shape.turns(),
+            SPLITS=_power(shape.num_splits),
             num_warps=TILE,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
@@ -147,7 +153,7 @@ def _verify(
     table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
     first = chosen or tuning.choose(table, num_requests)
     second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
-    count = most_rows if is_block else min(first.wave, most_rows)
+    count = most_rows if is_block else min(first.wave or most_rows, most_rows)
     count = max(count, triton.cdiv(most_rows, MAX_WAVES))
     waves = triton.cdiv(most_rows, count)
     tests = most_rows - 1 if is_block else 0
@@ -155,7 +161,7 @@ def _verify(
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
     shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
     # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = min(first.lanes, shape.group // 64) if has_dense and not is_block else 1
+    lanes = shape.group // 64 if has_dense and not is_block else 1
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,15 +180,19 @@ def _verify(
             group_floor=buffer(num_rows, tested.num_groups),
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
         )
-    draft_parts = (num_rows - num_requests, shape.num_splits)
+    num_drafts = num_rows - num_requests
+    draft_splits = 1 if is_sparse else shape.num_splits
     scratch = Scratch(
-        group_top=buffer(num_rows, shape.num_groups),
-        lane_lead=buffer(num_rows, shape.num_groups, lanes),
+        group_top=None if is_block else buffer(num_rows, shape.num_groups),
+        lane_floor=None if is_block else buffer(num_rows, shape.num_groups, lanes),
         num_groups=shape.num_groups,
         part_top=buffer(num_rows, shape.num_splits),
         part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
-        draft_top=buffer(*draft_parts) if has_dense else None,
-        draft_mass=buffer(*draft_parts, dtype=masses) if has_dense else None,
+        draft_top=None if draft.logits is None else buffer(num_drafts, draft_splits),
+        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_splits, dtype=masses),
+        draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
+        target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
+        num_splits=shape.num_splits,
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
@@ -192,6 +202,7 @@ def _verify(
     )
     list_size = min(max(_power(draft.width), 16), 128)
     lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
+    draft_shape = _draft_shape(draft, shape) if has_dense else shape
     is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
@@ -204,7 +215,8 @@ def _verify(
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
-        verify_kernel[(waves * num_requests * count * shape.num_splits,)](
+        programs_each = shape.num_splits + (1 if is_sparse else 0)
+        verify_kernel[(waves * num_requests * count * programs_each,)](
             batch,
             draft,
             scratch,
@@ -216,9 +228,11 @@ def _verify(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LANES=lanes,
-            DRAFT_GROUP=_draft_group(draft, shape) if has_dense else 1,
+            TURNS=shape.turns(),
+            DRAFT_GROUP=draft_shape.group,
+            DRAFT_TURNS=draft_shape.turns(),
             ROWS=_capacity(count),
-            SPLITS=shape.num_splits,
+            SPLITS=_power(shape.num_splits),
             WAVES=_capacity(waves),
             **constants,
             **first.limit(is_wide),
@@ -241,9 +255,10 @@ def _verify(
             )
 
 
-def _draft_group(draft: Draft, shape: Shape) -> int:
-    """Groups of dense or reduced draft logits, which the programs of the target row take along."""
-    return min(max(_power(draft.width) // TILE, 128), shape.group)
+def _draft_shape(draft: Draft, shape: Shape) -> Shape:
+    """The cut of dense or reduced draft logits, which the programs of the target row take along."""
+    group = min(max(_power(draft.width) // TILE, 128), shape.group)
+    return Shape(draft.width, group, 128, triton.cdiv(draft.width, group), shape.num_splits)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:
