@@ -330,6 +330,7 @@ class Engine:
         return self._expected is not None and self._expected.is_pending
 
     def _drop_expected(self) -> None:
+        self._awaited = None  # it keeps a stream, and with it memory that is shared with a drafter
         if self._expected is not None:
             self._expected.drop()
 

@@ -16,7 +16,7 @@ from draftwire.v1 import draft_pb2 as pb
 from verifier_service import draft_session, expected_step
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
-from verifier_service.draft_stream import Answered
+from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
@@ -174,6 +174,22 @@ def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_t
     assert begun[:3] == [True, True, begins]
     assert len(own.held) == own.num_begun + own.num_dropped
     assert own.engine.kv_cache_usage == 0.0
+
+
+def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(target):
+    own = Noted(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    one = own.submit(max_tokens=20)
+    own.engine.start()
+    deadline = time.monotonic() + 10
+    while own.engine._awaited is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert own.engine._awaited is not None
+    own.engine.post(Disconnected(stream))
+    own.tokens(one)
+    assert own.engine._awaited is None
+    own.engine.stop()
 
 
 def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
