@@ -21,7 +21,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timeline_hook.calls import CALLS, WAY
+from benchmarks.timeline_hook.calls import CALLS, WAY, Mark
 
 HOOK = Path(__file__).resolve().parent / "timeline_hook"
 NAMES = [name for names in CALLS.values() for name in names]
@@ -58,7 +58,7 @@ def read(directory: Path) -> dict[str, np.ndarray]:
 
 def stretches(records: dict[str, np.ndarray]) -> list[tuple[float, float]]:
     """(begin, end), monotonic seconds, of the middle halves of stretches of steps that waited for drafts."""
-    begun = records[WAY[-1].call][:, 0]
+    begun = _times(records, WAY[-1])
     parts = np.split(begun, np.flatnonzero(np.diff(begun) > GAP_S) + 1)
     return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
 
@@ -69,14 +69,19 @@ def way(records: dict[str, np.ndarray], begin: float, end: float) -> list[float]
     now = start = first[(first >= begin) & (first < end)]
     medians = []
     for mark in WAY:
-        times = np.append(np.sort(records[mark.call][:, int(mark.end == "end")]), np.nan)
+        times = np.append(np.sort(_times(records, mark)), np.nan)
         now = times[np.minimum(np.searchsorted(times[:-1], now), len(times) - 1)]
         medians.append(float(np.nanmedian(now - start)))
     return medians
 
 
+def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
+    """Monotonic seconds of all of a mark."""
+    return records[mark.call][:, int(mark.end == "end")]
+
+
 def _table(records: dict[str, np.ndarray], stretch: tuple[float, float]) -> Table:
-    steps = records[WAY[-1].call][:, 0]
+    steps = _times(records, WAY[-1])
     count = int(((steps >= stretch[0]) & (steps < stretch[1])).sum())
     title = f"{count} steps, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
