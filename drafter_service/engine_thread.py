@@ -165,9 +165,9 @@ class EngineThread:
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
-        self._commands.practises = self.engine.load.sequences <= MOST_SEQUENCES
         try:
             self.engine.iterate(self._catch_up)
+            self._commands.practises = self.engine.load.sequences <= MOST_SEQUENCES
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says

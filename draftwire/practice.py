@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 # It begins so long before something is due; it takes a third of that to a half, seldom more.
 BEFORE_S = 1.2e-3
-# Before a step of more sequences it is not gone through: what that takes is said sequence after sequence, and a
-# rehearsal of one gains nothing.
+# Before a step of more sequences it is not gone through: most of what that takes goes sequence after sequence, and with
+# 32 of them the rehearsal of one gained nothing.
 MOST_SEQUENCES = 4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,13 @@ class Noted(Served):
         stream.on_send = on_send
 
 
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert is_so()
+
+
 def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]:
     own = Served(target, max_queue=100)
     made = [own.submit(**{**one, "k": 0}) for one in requests]
@@ -182,10 +190,7 @@ def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(targ
     stream.on_send = lambda _: None
     one = own.submit(max_tokens=20)
     own.engine.start()
-    deadline = time.monotonic() + 10
-    while own.engine._awaited is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert own.engine._awaited is not None
+    wait_until(lambda: own.engine._awaited is not None)
     own.engine.post(Disconnected(stream))
     own.tokens(one)
     assert own.engine._awaited is None
@@ -270,9 +275,7 @@ def test_a_request_that_arrives_is_computed_although_a_drafter_is_silent(target,
     waiting = own.submit(max_tokens=20)
     own.engine.start()
     own.next(waiting)
-    deadline = time.monotonic() + 10
-    while not own.held and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: own.held)
     assert own.held
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
     assert (own.num_begun, own.num_dropped) == (0, 1)  # and not launched again
@@ -371,9 +374,7 @@ def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
     stream.on_send = lambda _: None
     gone = own.submit(max_tokens=20)
     own.engine.start()
-    deadline = time.monotonic() + 10
-    while not own.held and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: own.held)
     own.engine.cancel(gone)
     began = time.monotonic()
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
@@ -409,9 +410,7 @@ def test_a_held_step_does_not_outlive_the_engine(target):
     stream.on_send = lambda _: None
     own.submit(max_tokens=20)
     own.engine.start()
-    deadline = time.monotonic() + 10
-    while not own.held and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: own.held)
     own.engine.stop()
     assert (len(own.held), own.num_begun, own.num_dropped) == (1, 0, 1)
 
