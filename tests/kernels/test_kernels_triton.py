@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from draftwire_kernels.gpu import counters, launch, race
-from draftwire_kernels.gpu.tuning import Tuning
+from draftwire_kernels.gpu import counters, launch, race, verify
+from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, TILE, Shape, Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
@@ -82,6 +82,30 @@ def test_a_row_is_read_by_several_programs_in_waves(method: str, form: str) -> N
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
 
 
+@pytest.mark.parametrize("group", [512, 1024])
+def test_lanes_of_large_groups(group: int) -> None:
+    batch = Batch(5, requests=2, vocab=LARGE_VOCABULARY + 37, spread=1.0, max_k=2)
+    _both(batch, batch.draft_logits("dense"), "standard", False, Tuning(group=group, programs=24, wave=1))
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("shift", [3e4, -3e4])
+def test_masses_of_large_scores(shift: float, method: str) -> None:
+    batch = Batch(14, requests=3, vocab=1500, spread=0.5, max_k=3)
+    batch.target[:, :700] += shift
+    batch.draft[:, :700] += shift
+    batch.target[::3], batch.draft[::2] = batch.target[::3] + shift, batch.draft[::2] + shift
+    _both(batch, batch.draft_logits("dense"), method, False, Tuning(programs=24))
+
+
+@pytest.mark.parametrize("columns", [1, 37, 16384, 128256, 151936, 262144])
+@pytest.mark.parametrize("rows", [1, 6, 192, 6144])
+def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) -> None:
+    shape = Shape.of(columns, 4, rows, Tuning())
+    assert shape.num_splits.bit_count() == 1
+    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * TILE) * 3
+
+
 @needs_cuda
 @pytest.mark.parametrize("wave", [1, 2, 3])
 @pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
@@ -120,7 +144,7 @@ def test_a_bound_that_shares_its_bits_with_an_index_is_never_below_itself(scale:
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs in a chosen order")
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+@pytest.mark.parametrize("order", ["reversed", "shuffled", "split by split"])
 @pytest.mark.parametrize(
     ("method", "form"),
     [("standard", f) for f in ("one-hot", "dense", "top-n")]
@@ -134,22 +158,57 @@ def test_the_order_of_the_programs_does_not_matter(
     in_order = builder.set_grid_idx
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
-        count = builder.grid_dim[0]
-        shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(7))
-        in_order(count - 1 - x if order == "reversed" else int(shuffled[x]), y, z)
+        last = builder.grid_dim[0] - 1
+        if order == "reversed":
+            place = last - x
+        elif order == "shuffled":
+            place = int(torch.randperm(last + 1, generator=torch.Generator().manual_seed(7))[x])
+        else:  # rows have two splits each: all rows are begun, the last one first, before any is done
+            place = 2 * (last // 2 - x) if x <= last // 2 else 2 * (x - last // 2) - 1
+        in_order(place, y, z)
 
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
     batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
+    batch.temperature = torch.tensor([1.0, 0.0, 0.6, 0.0])  # those of both kinds are under way at once
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))
 
 
+@pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs one after another")
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look of a program misses it, the second sees it: the target's row is read and its draft's is not."""
+    builder = interpreter.interpreter_builder
+    set_grid_idx, look = builder.set_grid_idx, verify.is_decided_before
+    looks, seen_late = 0, 0
+
+    def begin(x: int, y: int, z: int) -> None:
+        nonlocal looks
+        looks = 0
+        set_grid_idx(x, y, z)
+
+    def is_decided_before(waves: object, request: tl.tensor, wave: tl.tensor) -> tl.tensor:
+        nonlocal looks, seen_late
+        looks += 1
+        is_decided = look(waves, request, wave)
+        if looks == 1:
+            return wave < 0
+        seen_late += looks == 3 and bool(is_decided.handle.data.item())  # by a program that closes its wave
+        return is_decided
+
+    monkeypatch.setattr(builder, "set_grid_idx", begin)
+    monkeypatch.setattr(verify, "is_decided_before", is_decided_before)
+    batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
+    _both(batch, batch.draft_logits("dense"), "standard", use_fp64, Tuning(programs=60, wave=1))
+    assert seen_late > 0
+
+
 @pytest.mark.parametrize("max_k", [1, 3])
-@pytest.mark.parametrize("wave", [None, 1])
+@pytest.mark.parametrize("wave", [1, 3])
 @pytest.mark.parametrize(("method", "form"), COMBINATIONS)
 def test_a_launch_leaves_its_counters_at_zero(
-    method: str, form: str, wave: int | None, max_k: int, monkeypatch: pytest.MonkeyPatch
+    method: str, form: str, wave: int, max_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next launch on the stream finds them."""
     used = []

@@ -40,15 +40,12 @@ class Scratch(NamedTuple):
     """What programs hand to each other."""
 
     group_top: Any  # [R, G] float32
-    lane_floor: Any  # [R, G, LANES] float32
+    lane_lead: Any  # [R, G, LANES] float32; at temperature 0 a row begins with the bits of its G largest's indices
     num_groups: Any
     part_top: Any  # [R, S] float32
-    part_mass: Any  # [R, S] float32 or float64; at temperature 0 the index of the largest logit
-    draft_top: Any  # [D, S] float32, [D, 1] when each row lists its own ids
-    draft_mass: Any  # the same shape, as part_mass
-    draft_token_mass: Any  # the same shape, of lists
-    target_at_ids: Any  # [D, n] float32, of lists: target logits at their ids
-    num_splits: Any
+    part_mass: Any  # [R, S] float32 or float64
+    draft_top: Any  # [D, S] float32, of dense draft logits
+    draft_mass: Any  # [D, S], as part_mass
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
 

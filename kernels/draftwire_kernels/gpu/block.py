@@ -26,7 +26,7 @@ from draftwire_kernels.gpu.batch import (
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import (
     compute_type,
-    load_list,
+    load_piece,
     probability,
     race_of_list,
     race_of_residual,
@@ -70,10 +70,10 @@ def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def listed_mass(
-    batch,
+    logits,
     draft,
-    scratch,
     draft_row,
+    num_columns,
     temperature,
     top,
     mass,
@@ -88,7 +88,7 @@ def listed_mass(
     unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
-        listed, _, x, y = load_list(draft, scratch.target_at_ids, draft_row, batch.vocab, turn, LIST)
+        listed, _, x, y = load_piece(logits, draft, draft_row, num_columns, turn, LIST)
         p = tl.where(listed, probability(x, top, mass, temperature, USE_FP64), 0.0)
         q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
         unlisted -= tl.sum(p, 0)
@@ -127,6 +127,7 @@ def test_prefix(
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + prefix
     draft_row = first_draft + prefix
+    logits = batch.logits + row * batch.logits_stride
     has_residual = draft_mass < INFINITY
     splits = tl.arange(0, SPLITS)
     parts = block.part_mass + row * num_splits + splits
@@ -134,7 +135,7 @@ def test_prefix(
     if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
-                batch, draft, scratch, draft_row, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64,
+                logits, draft, draft_row, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64,
                 LIST, LISTS,
             )  # fmt: skip
     total = left + 1.0 - weight
@@ -148,13 +149,12 @@ def test_prefix(
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     if passes:
         state = row_state(tl.load(batch.resample + request), position, prefix * 0)
-        logits = batch.logits + row * batch.logits_stride
         bound = residual_bounds(block.group_floor + row * num_groups, num_groups, GROUPS)
         if has_residual:
             if LISTS > 0:
                 score, token = race_of_list(
-                    draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
-                    draft_mass, weight, state, USE_FP64, LIST, LISTS,
+                    logits, draft, draft_row, None, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
+                    state, USE_FP64, LIST, LISTS,
                 )  # fmt: skip
                 score, token = race_of_unlisted(
                     logits, draft, draft_row, batch.vocab, temperature, top, mass, weight, state, score, token, bound,

@@ -6,7 +6,7 @@ import triton.language as tl
 from draftwire_kernels.gpu.batch import is_last
 from draftwire_kernels.gpu.noise import row_state
 from draftwire_kernels.gpu.race import lane_bounds, load_groups, race_of_target
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, maximum_or_nan, scan_greedy, scan_sampled
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_tile, maximum_or_nan, scan_greedy, scan_sampled
 
 
 @triton.jit(do_not_specialize=["same_offset"])
@@ -21,11 +21,8 @@ def gumbel_kernel(
     same_offset,
     token_ids,  # [V] int64, or None
     group_top,  # [N, G] float32
-    lane_floor,  # [N, G] float32
+    lane_lead,  # [N, G] float32; at temperature 0 the bits of the largest logit's index
     num_groups,
-    part_top,  # [N, S] float32
-    part_index,  # [N, S] int32
-    num_splits,
     arrived,  # [N] int32, zero before and after
     tokens,  # [N] int64
     USE_FP64: tl.constexpr,
@@ -33,41 +30,36 @@ def gumbel_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
-    TURNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    split = tl.program_id(0) % num_splits
-    row = (tl.program_id(0) // num_splits).to(tl.int64)
+    split = tl.program_id(0) % SPLITS
+    row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    logits += row * logits_stride
+    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)  # first of all, since it takes longest to arrive
     temperature = tl.load(temperature_ptr + row)
     offset = same_offset if draft_offset is None else tl.load(draft_offset + row)
-    state = row_state(tl.load(key + row), tl.load(position + row), offset)
-    logits += row * logits_stride
-    part = row * num_splits + split
-    group = row * num_groups
+    row_key, row_position = tl.load(key + row), tl.load(position + row)
+    group_top += row * num_groups
+    lane_lead += row * num_groups
     if temperature > 0:
-        top, _ = scan_sampled(
-            logits, token_ids, vocab, temperature, state, split, num_splits, group_top + group, lane_floor + group,
-            True, False, False, TILE, GROUP, LINE, 1, TURNS,
+        scan_sampled(
+            x, logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, lane_lead,
+            False, USE_FP64, TILE, GROUP, LINE, 1, SPLITS,
         )  # fmt: skip
-        tl.store(part_top + part, top)
     else:
-        top, index = scan_greedy(logits, vocab, split, num_splits, TILE, GROUP, LINE, TURNS)
-        tl.store(part_top + part, top)
-        tl.store(part_index + part, index)
-    if is_last(arrived + row, num_splits):
-        splits = tl.arange(0, SPLITS)
-        parts = row * num_splits + splits
-        tops = tl.load(part_top + parts, mask=splits < num_splits, other=-INFINITY, cache_modifier=".cg")
-        largest, floor = load_groups(group_top + group, lane_floor + group, num_groups, GROUPS, 1)
-        top = maximum_or_nan(tops, 0)
+        scan_greedy(x, logits, vocab, split, group_top, lane_lead, TILE, GROUP, LINE, SPLITS)
+    if is_last(arrived + row, SPLITS):
+        largest, lead = load_groups(group_top, lane_lead, num_groups, GROUPS, 1)
+        top = maximum_or_nan(largest, 0)
         winner = tl.full([], -1, tl.int32)
         if top > -INFINITY:
             if temperature > 0:
-                bound = lane_bounds(largest, floor, top, temperature)
+                bound = lane_bounds(largest, lead, top, temperature)
+                state = row_state(row_key, row_position, offset)
                 _, winner = race_of_target(
                     logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, 1
                 )
             else:
-                index = tl.load(part_index + parts, mask=splits < num_splits, other=0, cache_modifier=".cg")
-                winner = tl.min(tl.where(tops == top, index, NO_INDEX), 0)
+                index = tl.reshape(lead, [GROUPS]).to(tl.int32, bitcast=True)
+                winner = tl.min(tl.where(largest == top, index, NO_INDEX), 0)
         tl.store(tokens + row, winner.to(tl.int64))

@@ -54,13 +54,11 @@ def gumbel_sample(
     chosen = chosen or tuning.choose(tuning.GUMBEL, rows)
     logits = _unit_stride(logits)
     shape = Shape.of(vocab, logits.element_size(), rows, chosen)
-    groups, parts = rows * shape.num_groups, rows * shape.num_splits
-    sizes = [_aligned(size) for size in (groups, groups, parts, parts)]
-    floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device)
-    lane_floor, group_top, part_top, part_index = floats.split(sizes)
+    groups = _aligned(rows * shape.num_groups)
+    group_top, lane_lead = torch.empty(2, groups, dtype=torch.float32, device=logits.device)
     same = isinstance(draft_offset, int)
     with _on(logits):
-        gumbel_kernel[(parts,)](
+        gumbel_kernel[(rows * shape.num_splits,)](
             logits,
             logits.stride(0),
             vocab,
@@ -71,11 +69,8 @@ def gumbel_sample(
             draft_offset if same else 0,
             token_ids if token_ids is None else token_ids.contiguous(),
             group_top,
-            lane_floor,
+            lane_lead,
             shape.num_groups,
-            part_top,
-            part_index.view(torch.int32),
-            shape.num_splits,
             counters.zeros(rows, logits.device),
             tokens,
             USE_FP64=use_fp64,
@@ -83,8 +78,7 @@ def gumbel_sample(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
-            TURNS=shape.turns(),
-            SPLITS=_power(shape.num_splits),
+            SPLITS=shape.num_splits,
             num_warps=TILE,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
@@ -153,7 +147,7 @@ def _verify(
     table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
     first = chosen or tuning.choose(table, num_requests)
     second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
-    count = most_rows if is_block else min(first.wave or most_rows, most_rows)
+    count = most_rows if is_block else min(first.wave, most_rows)
     count = max(count, triton.cdiv(most_rows, MAX_WAVES))
     waves = triton.cdiv(most_rows, count)
     tests = most_rows - 1 if is_block else 0
@@ -161,7 +155,7 @@ def _verify(
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
     shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
     # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = shape.group // 64 if has_dense and not is_block else 1
+    lanes = min(first.lanes, shape.group // 64) if has_dense and not is_block else 1
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -180,19 +174,15 @@ def _verify(
             group_floor=buffer(num_rows, tested.num_groups),
             part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
         )
-    num_drafts = num_rows - num_requests
-    draft_splits = 1 if is_sparse else shape.num_splits
+    draft_parts = (num_rows - num_requests, shape.num_splits)
     scratch = Scratch(
-        group_top=None if is_block else buffer(num_rows, shape.num_groups),
-        lane_floor=None if is_block else buffer(num_rows, shape.num_groups, lanes),
+        group_top=buffer(num_rows, shape.num_groups),
+        lane_lead=buffer(num_rows, shape.num_groups, lanes),
         num_groups=shape.num_groups,
         part_top=buffer(num_rows, shape.num_splits),
         part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
-        draft_top=None if draft.logits is None else buffer(num_drafts, draft_splits),
-        draft_mass=None if draft.logits is None else buffer(num_drafts, draft_splits, dtype=masses),
-        draft_token_mass=buffer(num_drafts, dtype=masses) if is_sparse else None,
-        target_at_ids=buffer(num_drafts, draft.width) if is_sparse else None,
-        num_splits=shape.num_splits,
+        draft_top=buffer(*draft_parts) if has_dense else None,
+        draft_mass=buffer(*draft_parts, dtype=masses) if has_dense else None,
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
@@ -202,7 +192,6 @@ def _verify(
     )
     list_size = min(max(_power(draft.width), 16), 128)
     lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
-    draft_shape = _draft_shape(draft, shape) if has_dense else shape
     is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
@@ -215,8 +204,7 @@ def _verify(
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
-        programs_each = shape.num_splits + (1 if is_sparse else 0)
-        verify_kernel[(waves * num_requests * count * programs_each,)](
+        verify_kernel[(waves * num_requests * count * shape.num_splits,)](
             batch,
             draft,
             scratch,
@@ -228,11 +216,9 @@ def _verify(
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LANES=lanes,
-            TURNS=shape.turns(),
-            DRAFT_GROUP=draft_shape.group,
-            DRAFT_TURNS=draft_shape.turns(),
+            DRAFT_GROUP=_draft_group(draft, shape) if has_dense else 1,
             ROWS=_capacity(count),
-            SPLITS=_power(shape.num_splits),
+            SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
             **constants,
             **first.limit(is_wide),
@@ -255,10 +241,9 @@ def _verify(
             )
 
 
-def _draft_shape(draft: Draft, shape: Shape) -> Shape:
-    """The cut of dense or reduced draft logits, which the programs of the target row take along."""
-    group = min(max(_power(draft.width) // TILE, 128), shape.group)
-    return Shape(draft.width, group, 128, triton.cdiv(draft.width, group), shape.num_splits)
+def _draft_group(draft: Draft, shape: Shape) -> int:
+    """Groups of dense or reduced draft logits, which the programs of the target row take along."""
+    return min(max(_power(draft.width) // TILE, 128), shape.group)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ _CELL = tl.constexpr(2.0**-32)
 _HALF_CELL = tl.constexpr(2.0**-33)
 _LOG_CELLS = tl.constexpr(22.180709777918249)  # log 2**32
 _LEAST_FLOOR = tl.constexpr(2.0**-34)  # cells; below the least uniform in float64, which is 2**-33
+_MOST_LEAD = tl.constexpr(2.0**17)  # one over the root of _LEAST_FLOOR
 _MAX_UNIFORM32 = tl.constexpr(definition.MAX_UNIFORM32)
 _MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
 
@@ -43,11 +44,11 @@ def token_words(state, ids):
 
 
 @triton.jit
-def neighbour_words(state, base, offsets):
-    """`token_words` of the uint32 ids base ^ offsets, for offsets below 2**17: the first shift of the hash shifts them
-    out, so that a base takes it once for all of its offsets."""
+def neighbour_words(state, base, offsets, lines):
+    """`token_words` of the uint32 ids base ^ offsets ^ lines, for both below 2**17: the first shift of the hash shifts
+    them out, so that a base takes it once for all of them."""
     x = base ^ state.to(tl.uint32)
-    return _mixed((x ^ (x >> _TURN_0)) ^ offsets, state)
+    return _mixed((x ^ (x >> _TURN_0)) ^ offsets ^ lines, state)
 
 
 @triton.jit
@@ -70,6 +71,13 @@ def uniform_floor(words):
 def log_floor(cells):
     """Logarithm of a floor that is in cells. The word 0 has the floor 0, and still a bound that is finite."""
     return tl.log(tl.maximum(cells, _LEAST_FLOOR)) - _LOG_CELLS
+
+
+@triton.jit
+def log_lead(lead):
+    """Logarithm of a root of exp(score) / u, u in cells, plus what the cells take from it. The word 0 makes the root
+    infinite, or NaN where the score is -inf, and still has a logarithm that is finite."""
+    return tl.log(tl.minimum(lead, _MOST_LEAD)) + 0.5 * _LOG_CELLS
 
 
 @triton.jit

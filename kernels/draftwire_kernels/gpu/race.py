@@ -8,7 +8,7 @@ race ends when no bound is left above the best score.
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, token_words, uniform_floor
+from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, log_lead, token_words, uniform_floor
 from draftwire_kernels.gpu.scan import INFINITY, LOG2_E, MAX_FLOAT, NO_INDEX, load_dense_draft, load_logits, residuals
 
 _MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
@@ -37,20 +37,20 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 
 @triton.jit
-def load_groups(group_top, lane_floor, num_groups, GROUPS: tl.constexpr, LANES: tl.constexpr):
+def load_groups(group_top, lane_lead, num_groups, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """What `scan_sampled` left of a row: [GROUPS] and [GROUPS, LANES]."""
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
     largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
     lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    return largest, tl.load(lane_floor + lane, mask=exists[:, None], other=1.0, cache_modifier=".cg")
+    return largest, tl.load(lane_lead + lane, mask=exists[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def lane_bounds(largest, floor, top, temperature):
+def lane_bounds(largest, lead, top, temperature):
     """What no score (logit - top) / temperature + noise of a lane of a group exceeds: [GROUPS, LANES]."""
     score = (largest - top) / temperature
-    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] - log_floor(floor)
+    bound = (score * (1.0 - _RELATIVE_MARGIN) + _MARGIN)[:, None] + 2.0 * log_lead(lead)
     return tl.where((score > -INFINITY)[:, None], bound, -INFINITY)
 
 
@@ -97,8 +97,8 @@ def without(bound, groups):
 
 @triton.jit
 def _columns(lane, place, group, GROUP: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr):
-    RUN: tl.constexpr = LINE // LANES  # neighbouring tokens of a lane
-    return group * GROUP + lane * RUN + (place // RUN) * LINE + place % RUN
+    RUN: tl.constexpr = LINE // 32  # neighbouring tokens of a thread
+    return group * GROUP + (place // RUN * LANES + lane) * RUN + place % RUN
 
 
 @triton.jit
@@ -222,22 +222,47 @@ def race_of_residual(
 
 
 @triton.jit
-def load_list(draft, target_at_ids, draft_row, num_columns, turn, LIST: tl.constexpr):
-    """The turn-th piece of a row's list: which places count, their target ids, and the logits of target and draft."""
+def load_lists(draft, draft_row, drafted, turn, LIST: tl.constexpr):
+    """The turn-th piece of the lists of rows [ROWS]: target ids, -1 for none, and draft logits, both [ROWS, LIST]."""
+    place = turn * LIST + tl.arange(0, LIST)[None, :]
+    listed = drafted[:, None] & (place < draft.width)
+    ids = draft.token_ids + draft_row[:, None] * draft.token_ids_stride + place
+    y = load_logits(draft.logits + draft_row[:, None] * draft.logits_stride + place, listed)
+    return tl.load(ids, mask=listed, other=-1), y
+
+
+@triton.jit
+def with_target(logits, ids, y, num_columns):
+    """A piece of one row's list: which of its places count, their ids, the logits of target and draft: [LIST]."""
+    listed = (ids >= 0) & (ids < num_columns)
+    return listed, ids.to(tl.int32), load_logits(logits + ids, listed), y
+
+
+@triton.jit
+def load_piece(logits, draft, draft_row, num_columns, turn, LIST: tl.constexpr):
+    """The turn-th piece of a row's list, as `with_target` has it."""
     place = turn * LIST + tl.arange(0, LIST)
-    listed = place < draft.width
-    token = tl.load(draft.token_ids + draft_row * draft.token_ids_stride + place, mask=listed, other=-1)
-    y = load_logits(draft.logits + draft_row * draft.logits_stride + place, listed)
-    at_ids = target_at_ids + draft_row * draft.width + place
-    x = tl.load(at_ids, mask=listed, other=-INFINITY, cache_modifier=".cg")
-    return listed & (token >= 0) & (token < num_columns), token.to(tl.int32), x, y
+    ids = tl.load(draft.token_ids + draft_row * draft.token_ids_stride + place, mask=place < draft.width, other=-1)
+    y = load_logits(draft.logits + draft_row * draft.logits_stride + place, place < draft.width)
+    return with_target(logits, ids, y, num_columns)
+
+
+@triton.jit
+def race_of_piece(piece, temperature, top, mass, draft_top, draft_mass, weight, state, USE_FP64: tl.constexpr):
+    """Draws from max(weight p - q, 0) among the ids of a piece of a list."""
+    listed, token, x, y = piece
+    p = probability(x, top, mass, temperature, USE_FP64)
+    residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
+    score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
+    return tl.reduce((tl.where(listed & (residual > 0), score, -INFINITY), token), 0, ahead)
 
 
 @triton.jit
 def race_of_list(
+    logits,
     draft,
-    target_at_ids,  # target logits at the ids of the lists, -inf outside the vocabulary
     draft_row,
+    first,  # the first piece of the row's list, or None where it is still to be loaded
     num_columns,
     temperature,
     top,
@@ -251,17 +276,12 @@ def race_of_list(
     LISTS: tl.constexpr,
 ):
     """Draws from max(weight p - q, 0) among the distinct ids on which q lies."""
-    best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
-    winner = tl.full([], NO_INDEX, tl.int32)
-    for turn in range(LISTS):
-        listed, token, x, y = load_list(draft, target_at_ids, draft_row, num_columns, turn, LIST)
-        p = probability(x, top, mass, temperature, USE_FP64)
-        residual = p * weight - probability(y, draft_top, draft_mass, temperature, USE_FP64)
-        score = tl.log(tl.maximum(residual, 0.0)) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
-        score = tl.where(listed & (residual > 0), score, -INFINITY)
-        list_best = tl.max(score)
-        list_winner = tl.min(tl.where(score == list_best, token, NO_INDEX))
-        best, winner = ahead(best, winner, list_best, list_winner)
+    piece = load_piece(logits, draft, draft_row, num_columns, 0, LIST) if first is None else first
+    best, winner = race_of_piece(piece, temperature, top, mass, draft_top, draft_mass, weight, state, USE_FP64)
+    for turn in range(1, LISTS):
+        piece = load_piece(logits, draft, draft_row, num_columns, turn, LIST)
+        score, token = race_of_piece(piece, temperature, top, mass, draft_top, draft_mass, weight, state, USE_FP64)
+        best, winner = ahead(best, winner, score, token)
     return best, winner
 
 

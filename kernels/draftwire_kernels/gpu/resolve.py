@@ -11,11 +11,13 @@ from draftwire_kernels.gpu.race import (
     compute_type,
     lane_bounds,
     load_groups,
+    load_lists,
     probability,
     race_of_list,
     race_of_residual,
     race_of_target,
     race_of_unlisted,
+    with_target,
 )
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
@@ -28,7 +30,7 @@ class Rows(NamedTuple):
     drafted: Any  # the row verifies a draft
     token: Any  # that draft
     top: Any
-    mass: Any  # at temperature 0 the index of the largest logit
+    mass: Any
     draft_top: Any
     draft_mass: Any
     p: Any  # of the draft
@@ -50,13 +52,12 @@ class Drafted(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]; of lists of draft logits [ROWS]."""
+    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]."""
 
     top: Any
     mass: Any
-    draft_top: Any
+    draft_top: Any  # of dense draft logits; else as `top`
     draft_mass: Any
-    draft_token_mass: Any
 
 
 @triton.jit
@@ -96,36 +97,25 @@ def load_drafted(
 
 
 @triton.jit
-def _load_parts(top_ptr, mass_ptr, row, exists, num_splits, SPLITS: tl.constexpr):
-    split = tl.arange(0, SPLITS)[None, :]
-    index = row[:, None] * num_splits + split
-    mask = exists[:, None] & (split < num_splits)
+def load_rows(top_ptr, other_ptr, row, exists, count, COUNT: tl.constexpr):
+    """Two numbers of each group or program of rows: [ROWS, COUNT]."""
+    place = tl.arange(0, COUNT)[None, :]
+    index = row[:, None] * count + place
+    mask = exists[:, None] & (place < count)
     top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    return top, tl.load(mass_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
+    return top, tl.load(other_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def load_parts(
-    draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr
-):
+def load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr):
     """What the programs of a wave have left of its rows."""
     row = first_row + drafted.offset
-    num_splits = scratch.num_splits
-    top, mass = _load_parts(scratch.part_top, scratch.part_mass, row, drafted.exists, num_splits, SPLITS)
-    draft_top, draft_mass, draft_token_mass = top, mass, mass
-    if HAS_DRAFT_LOGITS:
+    top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, SPLITS, SPLITS)
+    draft_top, draft_mass = top, mass
+    if HAS_DRAFT_LOGITS and draft.token_ids is None:
         row = first_draft + drafted.offset
-        if draft.token_ids is None:
-            draft_top, draft_mass = _load_parts(
-                scratch.draft_top, scratch.draft_mass, row, drafted.drafted, num_splits, SPLITS
-            )
-        else:
-            draft_top = tl.load(scratch.draft_top + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg")
-            draft_mass = tl.load(scratch.draft_mass + row, mask=drafted.drafted, other=1.0, cache_modifier=".cg")
-            draft_token_mass = tl.load(
-                scratch.draft_token_mass + row, mask=drafted.drafted, other=0.0, cache_modifier=".cg"
-            )
-    return Parts(top, mass, draft_top, draft_mass, draft_token_mass)
+        draft_top, draft_mass = load_rows(scratch.draft_top, scratch.draft_mass, row, drafted.drafted, SPLITS, SPLITS)
+    return Parts(top, mass, draft_top, draft_mass)
 
 
 @triton.jit
@@ -136,35 +126,72 @@ def _combined(part_top, part_mass, temperature):
 
 
 @triton.jit
-def combine_rows(
-    batch,
+def _of_lists(
     draft,
-    request,
+    drafted,
+    first_draft,
+    ids,
+    logits,
+    temperature,
+    USE_FP64: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Largest logit, mass and mass of the draft [ROWS] of rows that list their draft logits; their first piece is
+    loaded."""
+    token = drafted.token[:, None]
+    top = maximum_or_nan(logits, 1)
+    part = exponents(logits, top[:, None], temperature).to(tl.float64 if USE_FP64 else tl.float32)
+    mass = tl.sum(part, 1)
+    token_mass = tl.sum(tl.where(ids == token, part, 0.0), 1)
+    for turn in range(1, LISTS):
+        ids, logits = load_lists(draft, first_draft + drafted.offset, drafted.drafted, turn, LIST)
+        both = tl.maximum(top, maximum_or_nan(logits, 1), propagate_nan=tl.PropagateNan.ALL)
+        part = exponents(logits, both[:, None], temperature).to(mass.dtype)
+        kept = exponents(top, both, temperature)
+        mass = mass * kept + tl.sum(part, 1)
+        token_mass = token_mass * kept + tl.sum(tl.where(ids == token, part, 0.0), 1)
+        top = both
+    return top, mass, token_mass
+
+
+@triton.jit
+def combine_rows(
+    draft,
+    first_draft,
     drafted,
     parts,
+    lists,  # first pieces of the rows' lists, or None
     temperature,
+    accept,  # key of the request's uniforms
+    position,  # of its first row
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     """Statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
+    draft_top, draft_mass, token_mass = drafted.logit, parts.mass, parts.mass
+    if lists is not None:  # first, while the parts are on their way
+        draft_top, draft_mass, token_mass = _of_lists(
+            draft, drafted, first_draft, lists[0], lists[1], temperature, USE_FP64, LIST, LISTS
+        )
     top, mass = _combined(parts.top, parts.mass, temperature)
     p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~drafted.known
-    if HAS_DRAFT_LOGITS:
-        if draft.token_ids is None:
-            draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
-            q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
-        else:
-            draft_top, draft_mass = parts.draft_top, parts.draft_mass
-            q = parts.draft_token_mass / draft_mass
+    if lists is not None:
+        q = token_mass / draft_mass
+        ended |= ~(q > 0)
+    elif HAS_DRAFT_LOGITS:
+        draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
+        q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         ended |= ~(q > 0)
     else:
         draft_top, draft_mass = top, mass
         q = tl.full([ROWS], 1.0, tl.float32)
-    position = tl.load(batch.position + request)
-    uniform = accept_uniform(tl.load(batch.accept + request), position + offset, offset, USE_FP64)
+    uniform = accept_uniform(accept, position + offset, offset, USE_FP64)
     return Rows(
         offset, drafted.exists, drafted.drafted, drafted.token, top, mass, draft_top, draft_mass, p, q, ended, uniform
     )
@@ -174,9 +201,14 @@ def combine_rows(
 def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """What the scan left of a row's groups."""
     group = row * scratch.num_groups
-    return load_groups(
-        scratch.group_top + group, scratch.lane_floor + group * LANES, scratch.num_groups, GROUPS, LANES
-    )
+    return load_groups(scratch.group_top + group, scratch.lane_lead + group * LANES, scratch.num_groups, GROUPS, LANES)
+
+
+@triton.jit
+def row_piece(batch, row, lists, LIST: tl.constexpr):
+    """The first piece of a row's list, of `load_lists` for that row alone."""
+    logits = batch.logits + row * batch.logits_stride
+    return with_target(logits, tl.reshape(lists[0], [LIST]), tl.reshape(lists[1], [LIST]), batch.vocab)
 
 
 @triton.jit
@@ -186,8 +218,11 @@ def draw(
     scratch,
     request,
     temperature,
+    key,
+    position,
     rows,
     groups,
+    piece,
     place,
     wants_residual,
     HAS_DRAFT_LOGITS: tl.constexpr,
@@ -201,16 +236,16 @@ def draw(
     LISTS: tl.constexpr,
 ):
     """Score and token of the draw from row `place` of the request: from the residual of its draft, or from p. `groups`
-    is what the scan left of that row, or None where it is still to be loaded."""
+    is what the scan left of that row, `piece` the first of its list; None where they are still to be loaded."""
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
-    state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + place, place * 0)
+    state = row_state(key, position + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     if groups is None:
-        largest, floor = load_row_groups(scratch, row, GROUPS, LANES)
+        largest, lead = load_row_groups(scratch, row, GROUPS, LANES)
     else:
-        largest, floor = groups
+        largest, lead = groups
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     if HAS_DRAFT_LOGITS:
@@ -220,7 +255,7 @@ def draw(
             draft_mass = at(rows.draft_mass, rows.offset, place)
             draft_row = first_draft + place
             if draft.token_ids is None:
-                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
                 draft_logits = draft.logits + draft_row * draft.logits_stride
                 best, winner = race_of_residual(
                     logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
@@ -228,17 +263,17 @@ def draw(
                 )  # fmt: skip
             else:
                 best, winner = race_of_list(
-                    draft, scratch.target_at_ids, draft_row, batch.vocab, temperature, top, mass, draft_top,
-                    draft_mass, 1.0, state, USE_FP64, LIST, LISTS,
+                    logits, draft, draft_row, piece, batch.vocab, temperature, top, mass, draft_top, draft_mass, 1.0,
+                    state, USE_FP64, LIST, LISTS,
                 )  # fmt: skip
-                bound = lane_bounds(largest, floor, top, temperature) - tl.log(mass).to(tl.float32)
+                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
                 best, winner = race_of_unlisted(
                     logits, draft, draft_row, batch.vocab, temperature, top, mass,
                     compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, best, winner, bound, USE_FP64, GROUP,
                     LINE, LANES, LIST, LISTS,
                 )  # fmt: skip
         else:
-            bound = lane_bounds(largest, floor, top, temperature)
+            bound = lane_bounds(largest, lead, top, temperature)
             best, winner = race_of_target(
                 logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
             )
@@ -246,7 +281,7 @@ def draw(
         excluded = tl.full([], -1, tl.int64)
         if EXCLUDES_DRAFT:
             excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
-        bound = lane_bounds(largest, floor, top, temperature)
+        bound = lane_bounds(largest, lead, top, temperature)
         best, winner = race_of_target(
             logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, LINE, LANES
         )
@@ -260,8 +295,11 @@ def resolve(
     scratch,
     request,
     temperature,
+    key,  # of the request's draws
+    position,  # of its first row
     rows,
     groups,  # of the wave's only row, or None: see `draw`
+    piece,  # likewise
     refused,  # [ROWS]: the draft is not accepted
     accepted,  # number of accepted drafts to start from
     end,  # rows from here on belong to later waves
@@ -294,8 +332,9 @@ def resolve(
         token = tl.full([], -1, tl.int32)
         if is_valid:
             score, token = draw(
-                batch, draft, scratch, request, temperature, rows, groups, accepted, wants_residual, HAS_DRAFT_LOGITS,
-                METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                batch, draft, scratch, request, temperature, key, position, rows, groups, piece, accepted,
+                wants_residual, HAS_DRAFT_LOGITS, METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST,
+                LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

@@ -1,28 +1,32 @@
 """One pass over a row of logits: what verification and sampling need of it, kept per group of tokens.
 
 A draw is a race: token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is
-at least its uniform u, so u / exp(score) bounds every arrival from below without a logarithm. The pass keeps, for
-each group of GROUP tokens, the largest logit, and the smallest bound of each of LANES lanes (1: of the group; 32: of
-what one thread holds); `draftwire_kernels.gpu.race` then looks exactly at the few lanes that can still win. The bound
-holds for float32 and float64 noise alike.
+at least its uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps, for
+each group of GROUP tokens, the largest logit and the lead of each of LANES lanes (1: the group; 32: what one thread
+holds): the largest root of exp(score) / u. `draftwire_kernels.gpu.race` then looks exactly at the few lanes that can
+still win. The bound holds for float32 and float64 noise alike.
 
-Masses are sums of float32 exponentials, added up in float64 when float64 is asked for.
+Roots, because one over the root of u is one instruction, which a division is not; the square of the other, of
+exp(score), is the token's mass. Each warp adds up the masses of its groups, and a program those of its warps
+(`of_program`). Masses of groups are float32 sums, and are added up in float64 when float64 is asked for.
 
-A program takes TILE groups at a time; program `split` of num_splits takes TURNS tiles, num_splits apart. A tile is
+A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is
 [TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
-16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, without a barrier.
+16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, which stores the
+result itself. The warps of a program do not wait for each other before its end.
 """
 
 import triton
 import triton.language as tl
 
-from draftwire_kernels.gpu.noise import neighbour_words, token_words, uniform_floor
+from draftwire_kernels.gpu.noise import neighbour_words, row_state, token_words, uniform_floor
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_INDEX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_SCORE = tl.constexpr(-300.0)  # 2 to this is 0
+_LARGE_SCORE = tl.constexpr(2.0**14)  # its last bit is 2**-10
 _RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
 
@@ -73,13 +77,15 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 
 @triton.jit
 def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """What `load_logits` gives of a tile; only the row's last tile pays for the mask."""
-    column = tile_columns(tile, TILE, GROUP, LINE)
-    if (tile + 1) * (TILE * GROUP) <= num_columns:
-        x = tl.load(logits + column).to(tl.float32)
+    """float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
+    first = tile * (TILE * GROUP)
+    logits += first.to(tl.int64)
+    column = tile_columns(tile * 0, TILE, GROUP, LINE)  # of the tile: constants, which loads have room for
+    if first + TILE * GROUP <= num_columns:
+        x = tl.load(logits + column)
     else:
-        x = tl.load(logits + column, mask=column < num_columns, other=-INFINITY).to(tl.float32)
-    return tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.load(logits + column, mask=column < num_columns - first, other=-INFINITY)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -87,8 +93,8 @@ def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.co
     """Words of the columns of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
     group = (tile * TILE + tl.arange(0, TILE))[:, None, None] * GROUP
-    within = line ^ tl.arange(0, LINE)[None, None, :]
-    return neighbour_words(state, group.to(tl.uint32), within.to(tl.uint32))
+    within = tl.arange(0, LINE)[None, None, :]
+    return neighbour_words(state, group.to(tl.uint32), within.to(tl.uint32), line.to(tl.uint32))
 
 
 @triton.jit
@@ -108,145 +114,217 @@ def group_minimum(x):
 
 
 @triton.jit
+def lane_maximum(x, LANES: tl.constexpr):
+    """Maximum [TILE, LANES] of a tile; lane i of a group is what its threads i, i + LANES, ... hold."""
+    TILE: tl.constexpr = x.shape[0]
+    x = tl.max(tl.reshape(tl.max(x, 1), [TILE, 32, x.shape[2] // 32]), 2)
+    return tl.max(tl.reshape(x, [TILE, 32 // LANES, LANES]), 1)
+
+
+@triton.jit
+def store_lanes(pointers, group, num_groups, values):
+    """Stores the values [TILE, LANES] of groups. They are made as wide as a warp, of which the first threads write: so
+    each warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
+    TILE: tl.constexpr = values.shape[0]
+    LANES: tl.constexpr = values.shape[1]
+    thread = tl.arange(0, 32)[None, :]
+    values = tl.reshape(tl.broadcast_to(values[:, None, :], [TILE, 32 // LANES, LANES]), [TILE, 32])
+    mask = (group < num_groups)[:, None] & (thread < LANES)
+    tl.store(pointers + group[:, None] * LANES + thread, values, mask=mask)
+
+
+@triton.jit
+def group_squares(x):
+    """Sums [TILE] of the squares of a tile's groups. Of four neighbouring lines, which a thread has, squares are added
+    by the instruction that makes them."""
+    TILE: tl.constexpr = x.shape[0]
+    LINES: tl.constexpr = x.shape[1]
+    LINE: tl.constexpr = x.shape[2]
+    if LINES % 4 == 0:
+        quarters = tl.permute(tl.reshape(x, [TILE, LINES // 4, 2, 2, LINE]), [0, 1, 4, 2, 3])
+        left, right = tl.split(quarters)
+        a, b = tl.split(left)
+        c, d = tl.split(right)
+        total = group_sum(tl.fma(d, d, tl.fma(c, c, tl.fma(b, b, a * a))))
+    else:
+        total = group_sum(x * x)
+    return total
+
+
+@triton.jit
+def roots(x, largest, inverse):
+    """Roots of exp((x - largest) / temperature) of a tile."""
+    finite = tl.where(largest == -INFINITY, 0.0, largest)
+    return tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
+
+
+@triton.jit
+def exact_masses(x, largest, inverse):
+    """Masses [TILE] of groups. Those of tokens are at most 1: an infinite logit counts as the largest finite one."""
+    root = roots(x, largest, inverse)
+    return group_sum(tl.clamp(root * root, 0.0, 1.0))
+
+
+@triton.jit
+def has_large_scores(top, temperature):
+    """Whether the largest logit of several groups, over the temperature, is too large in magnitude for `masses`."""
+    return tl.abs(tl.where(top == -INFINITY, 0.0, top)) * tl.minimum(LOG2_E / temperature, MAX_FLOAT) >= _LARGE_SCORE
+
+
+@triton.jit
+def masses(x, largest, inverse):
+    """The masses [TILE] of groups by fewer instructions. That of a group whose scores are all far below
+    0 comes out too small, which does not show beside scores that are not; see `has_large_scores`."""
+    finite = tl.where(largest == -INFINITY, 0.0, largest)
+    score = tl.minimum(tl.maximum(finite * inverse, -_LARGE_SCORE), _LARGE_SCORE)
+    mass = group_sum(tl.exp2(tl.fma(x, inverse, -score[:, None, None])))
+    return mass * tl.exp2(tl.minimum(tl.fma(-finite, inverse, score), 1.0))  # what rounding took from the product
+
+
+@triton.jit
+def with_groups(top, mass, largest, part, temperature):
+    """Maxima and masses [TILE] of the groups so far, and after those of one more tile."""
+    both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
+    mass = mass * exponents(top, both, temperature)
+    return both, mass + part * exponents(largest, both, temperature)
+
+
+@triton.jit
+def _larger_or_nan_of_both(a, b, other_a, other_b):
+    return _larger_or_nan(a, other_a), _larger_or_nan(b, other_b)
+
+
+@triton.jit
+def _sums_of_both(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def of_program(top, mass, temperature):
+    """Maximum and mass of what a program has read of a row, from those of its warps [TILE]."""
+    program_top = maximum_or_nan(top, 0)
+    return program_top, tl.sum(mass * exponents(top, program_top, temperature), 0)
+
+
+@triton.jit
+def of_program_both(top, mass, draft_top, draft_mass, temperature):
+    """The same for a row and its draft's: warps wait for each other half as often."""
+    tops = tl.reduce((top, draft_top), 0, _larger_or_nan_of_both)
+    mass *= exponents(top, tops[0], temperature)
+    draft_mass *= exponents(draft_top, tops[1], temperature)
+    masses = tl.reduce((mass, draft_mass), 0, _sums_of_both)
+    return tops[0], masses[0], tops[1], masses[1]
+
+
+@triton.jit
 def scan_sampled(
+    x,  # the program's first tile, on its way
     logits,  # pointer to the row
     token_ids,  # pointer to the columns' target ids, or None
     num_columns,
     temperature,
-    state,  # of the row's noise
+    key,  # of the row's noise, with position and offset
+    position,
+    offset,
     split,
-    num_splits,
     group_top,  # pointers to the row's entries, one a group and LANES a group
-    lane_floor,
-    WITH_NOISE: tl.constexpr,  # fills the groups
+    lane_lead,
     WITH_MASS: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Looks at every num_splits-th tile; returns its largest logit and the mass relative to it (0 unless WITH_MASS)."""
+    """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it [TILE], which is 0
+    unless WITH_MASS, and infinite where a logit is."""
     num_groups = tl.cdiv(num_columns, GROUP)
-    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    state = row_state(key, position, offset)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    for turn in range(TURNS):
-        tile = split + turn * num_splits
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
-        largest = group_maximum(x)
-        finite = tl.where(largest == -INFINITY, 0.0, largest)[:, None, None]
-        below = x - finite
-        if WITH_NOISE:
-            if token_ids is None:
-                words = tile_words(state, tile, TILE, GROUP, LINE)
-            else:
-                column = tile_columns(tile, TILE, GROUP, LINE)
-                ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
-                words = token_words(state, ids.to(tl.uint32))
-            arrival = uniform_floor(words) * tl.exp2(below * -inverse)
-            group = tile * TILE + tl.arange(0, TILE)
-            tl.store(group_top + group, largest, mask=group < num_groups)
-            if LANES == 1:
-                tl.store(lane_floor + group, group_minimum(arrival), mask=group < num_groups)
-            else:
-                runs = tl.reshape(tl.min(arrival, 1), [TILE, LANES, LINE // LANES])
-                lane = group[:, None] * LANES + tl.arange(0, LANES)[None, :]
-                tl.store(lane_floor + lane, tl.min(runs, 2), mask=(group < num_groups)[:, None])
-        both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    for tile in range(split, num_tiles, SPLITS):
+        group = tile * TILE + tl.arange(0, TILE)
+        largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        root = roots(x, largest, inverse)
         if WITH_MASS:
-            part = group_sum(tl.exp2(below * inverse))
-            mass = mass * exponents(top, both, temperature)
-            mass += part * exponents(largest, both, temperature)
-        top = both
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.sum(mass * exponents(top, row_top, temperature), 0)
+            top, mass = with_groups(top, mass, largest, group_squares(root), temperature)
+        else:
+            top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        if token_ids is None:
+            words = tile_words(state, tile, TILE, GROUP, LINE)
+        else:
+            column = tile_columns(tile, TILE, GROUP, LINE)
+            ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
+            words = token_words(state, ids.to(tl.uint32))
+        # Ordered as their bits, since none is negative: of integers one instruction compares three.
+        lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
+        lead = lane_maximum(lead, LANES).to(tl.float32, bitcast=True)
+        store_lanes(lane_lead, group, num_groups, lead)
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+    return top, mass
 
 
 @triton.jit
 def scan_greedy(
+    x,  # the program's first tile, on its way
     logits,
     num_columns,
     split,
-    num_splits,
+    group_top,
+    group_index,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """The largest logit of every num_splits-th tile and the lowest column that has it."""
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    at = tl.full([TILE], NO_INDEX, tl.int32)
-    for turn in range(TURNS):
-        tile = split + turn * num_splits
+    """Fills the groups of every SPLITS-th tile with the largest logit and the bits of the lowest column that has it."""
+    num_groups = tl.cdiv(num_columns, GROUP)
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    for tile in range(split, num_tiles, SPLITS):
         column = tile_columns(tile, TILE, GROUP, LINE)
-        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
-        largest = group_maximum(x)
-        lowest = group_minimum(tl.where(x == largest[:, None, None], column, NO_INDEX))
-        at = tl.where(largest > top, lowest, at)
-        top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.min(tl.where(top == row_top, at, NO_INDEX), 0)
+        finite = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        largest = group_maximum(finite)
+        lowest = group_minimum(tl.where(finite == largest[:, None, None], column, NO_INDEX))
+        group = tile * TILE + tl.arange(0, TILE)
+        store_lanes(group_top, group, num_groups, largest[:, None])
+        store_lanes(group_index, group, num_groups, lowest.to(tl.float32, bitcast=True)[:, None])
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
-def scan_draft(
+def scan_masses(
+    x,  # the program's first tile, on its way, or None
     logits,
     num_columns,
     temperature,
     split,
-    num_splits,
+    IS_LARGE: tl.constexpr,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Largest draft logit of every num_splits-th tile and the mass relative to it."""
+    """Each warp's largest logit of every SPLITS-th tile, and the mass relative to it: [TILE]. Masses are wrong for a
+    row that `has_large_scores`, unless IS_LARGE says so."""
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    for turn in range(TURNS):
-        x = load_tile(logits, split + turn * num_splits, num_columns, TILE, GROUP, LINE)
-        both = tl.maximum(top, group_maximum(x), propagate_nan=tl.PropagateNan.ALL)
-        mass = mass * exponents(top, both, temperature) + group_sum(exponents(x, both[:, None, None], temperature))
-        top = both
-    row_top = maximum_or_nan(top, 0)
-    return row_top, tl.sum(mass * exponents(top, row_top, temperature), 0)
-
-
-@triton.jit
-def scan_list(
-    target_logits,
-    num_columns,
-    logits,
-    token_ids,
-    width,
-    temperature,
-    token,
-    target_at_ids,
-    USE_FP64: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTS: tl.constexpr,
-):
-    """Largest logit of a row's list of draft logits, the mass relative to it, and that of the drafted token. Fills the
-    row's `target_at_ids`: a draw that follows waits once for memory, not twice."""
-    top = tl.full([], -INFINITY, tl.float32)
-    mass = tl.full([], 0.0, tl.float64 if USE_FP64 else tl.float32)
-    token_mass = mass
-    for turn in range(LISTS):
-        place = turn * LIST + tl.arange(0, LIST)
-        x = load_logits(logits + place, place < width)
-        ids = tl.load(token_ids + place, mask=place < width, other=-1)
-        target = load_logits(target_logits + ids, (ids >= 0) & (ids < num_columns))
-        tl.store(target_at_ids + place, target, mask=place < width)
-        both = tl.maximum(top, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
-        part = exponents(x, both, temperature).to(mass.dtype)
-        kept = exponents(top, both, temperature)
-        mass = mass * kept + tl.sum(part, 0)
-        token_mass = token_mass * kept + tl.sum(tl.where(ids == token, part, 0.0), 0)
-        top = both
-    return top, mass, token_mass
+    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
+    for tile in range(split, num_tiles, SPLITS):
+        largest = tl.minimum(group_maximum(y), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        part = exact_masses(y, largest, inverse) if IS_LARGE else masses(y, largest, inverse)
+        top, mass = with_groups(top, mass, largest, part, temperature)
+        if tile + SPLITS < num_tiles:
+            y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+    return top, mass
 
 
 @triton.jit
@@ -292,7 +370,8 @@ def scan_residual(
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)
     sums = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for tile in range(first_tile, tl.cdiv(num_columns, TILE * GROUP), step):
-        score = (load_tile(logits, tile, num_columns, TILE, GROUP, LINE) - top) * inverse
+        x = load_tile(logits, tile, num_columns, TILE, GROUP, LINE)
+        score = (tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL) - top) * inverse
         draft_score = None
         if draft_logits is not None:
             column = tile_columns(tile, TILE, GROUP, LINE)

@@ -11,8 +11,10 @@ class Tuning:
     """Tokens whose race is bounded together; a program of four warps takes four groups at a time."""
     programs: int = 2112
     """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
-    wave: int | None = None
-    """Rows of a request that are read before its drafts are looked at; all rows by default."""
+    wave: int = 1
+    """Rows of a request that are read before its drafts are looked at. Block verification looks at all at once."""
+    lanes: int = 16
+    """Parts of a group that are bounded each, where draft logits are dense."""
     registers: int | None = 128
     """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
 
@@ -29,18 +31,18 @@ GUMBEL = (
     (_ANY, Tuning(programs=1056, registers=96)),
 )
 REJECTION = (
-    (4, Tuning(group=512, programs=132)),
-    (31, Tuning(programs=528)),
-    (64, Tuning(wave=1, registers=80)),
-    (_ANY, Tuning(programs=4224, wave=1, registers=96)),
+    (4, Tuning(group=512, programs=264)),
+    (31, Tuning(group=512, programs=768, registers=96)),
+    (64, Tuning(registers=80)),
+    (_ANY, Tuning(programs=4224, registers=80)),
 )
 REJECTION_DENSE = (
-    (4, Tuning(programs=264)),
-    (31, Tuning(programs=1056)),
-    (64, Tuning(wave=1)),
-    (_ANY, Tuning(programs=4224, wave=1)),
+    (4, Tuning(group=512, programs=264, lanes=4)),
+    (31, Tuning(group=512, programs=1056, lanes=4, registers=96)),
+    (64, Tuning()),
+    (_ANY, Tuning(programs=4224)),
 )
-BLOCK_MASSES = ((64, Tuning(programs=528)), (_ANY, Tuning()))
+BLOCK_MASSES = ((64, Tuning(programs=528, registers=80)), (_ANY, Tuning()))
 BLOCK_TESTS = ((64, Tuning(group=512, programs=264)), (_ANY, Tuning(group=512, programs=1056)))
 
 TILE = 4
@@ -66,10 +68,7 @@ class Shape:
         line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes a thread
         group = tuning.group if columns >= LARGE_VOCABULARY else max(SMALL_GROUP, line)
         tiles = triton.cdiv(columns, group * TILE)
-        # A power of two: programs take about as many tiles each, and few kernels are compiled for all sizes of a batch.
-        splits = min(triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1))), tiles, 64)
-        return cls(columns, group, line, triton.cdiv(columns, group), triton.cdiv(tiles, triton.cdiv(tiles, splits)))
-
-    def turns(self) -> int:
-        """Tiles of a program."""
-        return triton.cdiv(triton.cdiv(self.columns, self.group * TILE), self.num_splits)
+        # Powers of two: few kernels are compiled for all sizes of a batch. A third of the programs at most has no tile.
+        wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1)))
+        splits = min(wanted, triton.next_power_of_2(tiles * 3 // 4 + 1), 64)
+        return cls(columns, group, line, triton.cdiv(columns, group), splits)

@@ -13,7 +13,8 @@ from draftwire_kernels.gpu.batch import (
     request_rows,
 )
 from draftwire_kernels.gpu.block import begin_block
-from draftwire_kernels.gpu.noise import accept_uniform, row_state
+from draftwire_kernels.gpu.noise import accept_uniform
+from draftwire_kernels.gpu.race import load_lists
 from draftwire_kernels.gpu.resolve import (
     combine_rows,
     load_drafted,
@@ -21,14 +22,19 @@ from draftwire_kernels.gpu.resolve import (
     load_row_groups,
     load_tokens,
     resolve,
+    row_piece,
 )
 from draftwire_kernels.gpu.scan import (
     INFINITY,
+    MAX_FLOAT,
     NO_INDEX,
+    has_large_scores,
+    load_tile,
     maximum_or_nan,
-    scan_draft,
+    of_program,
+    of_program_both,
     scan_greedy,
-    scan_list,
+    scan_masses,
     scan_sampled,
 )
 
@@ -51,9 +57,7 @@ def verify_kernel(
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    DRAFT_TURNS: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -61,72 +65,64 @@ def verify_kernel(
     WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # A program is a split of a row's target logits; with lists of draft logits one more program a row takes the list.
-    IS_LISTED: tl.constexpr = LISTS > 0
-    num_splits = scratch.num_splits
-    programs_each = num_splits + 1 if IS_LISTED else num_splits
     program = tl.program_id(0)
-    split = program % programs_each
-    place = program // programs_each
+    split = program % SPLITS
+    place = program // SPLITS
+    if ROWS == 1:
+        count = 1
     wave = place // (num_requests * count)
+    place -= wave * (num_requests * count)
     begin = wave * count
+    request = place // count
     offset = begin + place % count
-    request = (place // count) % num_requests
     first_row, first_draft, num_drafts = request_rows(batch, request)
-    takes_list = split == num_splits
-    if offset + takes_list.to(tl.int32) > num_drafts:
+    if offset > num_drafts:
         return
-    # Loaded before the question whether the row is needed at all, which waits for memory too.
-    temperature = tl.load(batch.temperature + request)
-    state = row_state(tl.load(batch.resample + request), tl.load(batch.position + request) + offset, offset * 0)
-    tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
+    # First of all, since it takes longest to arrive.
+    num_columns = tl.where(is_needless, 0, batch.vocab)
+    x = load_tile(batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE)
+    temperature = tl.load(batch.temperature + request)
+    key, position = tl.load(batch.resample + request), tl.load(batch.position + request)
+    tokens = load_tokens(batch, first_draft, num_drafts, begin, count, ROWS)
     if is_needless == 0:
-        if IS_LISTED:
-            if takes_list:
-                if temperature > 0:
-                    read_list(
-                        batch, draft, scratch, first_row + offset, first_draft + offset, temperature, USE_FP64, LIST,
-                        LISTS,
-                    )  # fmt: skip
-            else:
-                read_row(
-                    batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state,
-                    METHOD, False, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
-                )  # fmt: skip
-        else:
-            read_row(
-                batch, draft, scratch, first_row, first_draft, num_drafts, offset, split, temperature, state, METHOD,
-                HAS_DRAFT_LOGITS, USE_FP64, TILE, GROUP, LINE, LANES, TURNS, DRAFT_GROUP, DRAFT_TURNS,
-            )  # fmt: skip
+        read_row(
+            x, batch, draft, scratch, request, wave, first_row, first_draft, num_drafts, offset, split, temperature,
+            key, position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE, LANES,
+            DRAFT_GROUP, SPLITS, WAVES,
+        )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
     drafted = load_drafted(
         batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
     )
+    lists = None
+    if LISTS > 0:
+        lists = load_lists(draft, first_draft + drafted.offset, drafted.drafted, 0, LIST)
     end = tl.minimum(begin + count, num_drafts + 1)
-    expected = (end - begin) * num_splits
-    if IS_LISTED:
-        expected += tl.minimum(end, num_drafts) - begin
-    if is_last(scratch.waves.arrived + wave * num_requests + request, expected):
+    if is_last(scratch.waves.arrived + wave * num_requests + request, (end - begin) * SPLITS):
         accepted = end
         token = tl.full([], -1, tl.int32)
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
+        accept = tl.load(batch.accept + request)
         parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
-        groups = None
-        if ROWS == 1 and LANES == 1 and METHOD != "block":
+        groups, piece = None, None
+        if ROWS == 1 and LANES <= 4 and METHOD != "block":
             groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
+            if LISTS > 0:
+                piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
-            # Where a program of this wave has left out its row, this load sees what it saw.
+            # Where a program of this wave has left out its row or its draft's, this look sees what it saw.
             is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
                 rows = combine_rows(
-                    batch, draft, request, drafted, parts, temperature, HAS_DRAFT_LOGITS, USE_FP64, ROWS
-                )
+                    draft, first_draft, drafted, parts, lists, temperature, accept, position, HAS_DRAFT_LOGITS,
+                    USE_FP64, ROWS, LIST, LISTS,
+                )  # fmt: skip
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
                 else:
@@ -135,34 +131,36 @@ def verify_kernel(
                         is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
-                        batch, draft, scratch, request, temperature, rows, groups, refused, accepted, end, METHOD,
-                        HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                        batch, draft, scratch, request, temperature, key, position, rows, groups, piece, refused,
+                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
                     )  # fmt: skip
             else:
                 if METHOD == "block":
                     tl.store(scratch.block.prefixes + request, 0)
                 accepted, token, decided = resolve_greedy(
-                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, SPLITS
+                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUPS, LANES
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
-            close_wave(
-                scratch.waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES, WIDTH
-            )
+            close_wave(scratch.waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES, WIDTH)
 
 
 @triton.jit
 def read_row(
+    x,  # its first tile, on its way
     batch,
     draft,
     scratch,
+    request,
+    wave,
     first_row,
     first_draft,
     num_drafts,
     offset,
     split,
     temperature,
-    state,  # of the row's noise
+    key,  # of the row's noise
+    position,
     METHOD: tl.constexpr,
     WITH_DRAFT: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -170,63 +168,63 @@ def read_row(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     LANES: tl.constexpr,
-    TURNS: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    DRAFT_TURNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WAVES: tl.constexpr,
 ):
     """Statistics of a split of a row."""
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
-    num_splits = scratch.num_splits
-    part = row * num_splits + split
+    groups = row * scratch.num_groups
+    group_top = scratch.group_top + groups
     if temperature > 0:
-        group_top, lane_floor = scratch.group_top, scratch.lane_floor
-        if METHOD != "block":
-            group_top += row * scratch.num_groups
-            lane_floor += row * scratch.num_groups * LANES
-        top, mass = scan_sampled(
-            logits, None, batch.vocab, temperature, state, split, num_splits, group_top, lane_floor,
-            METHOD != "block", METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, TURNS,
-        )  # fmt: skip
+        if METHOD == "block":
+            top, mass = scan_masses(
+                x, logits, batch.vocab, temperature, split, False, USE_FP64, TILE, GROUP, LINE, SPLITS
+            )
+        else:
+            top, mass = scan_sampled(
+                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top,
+                scratch.lane_lead + groups * LANES, METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
+            )  # fmt: skip
+        if WITH_DRAFT:
+            draft_row = first_draft + offset
+            draft_logits = draft.logits + draft_row * draft.logits_stride
+            width = tl.where(offset < num_drafts, draft.width, 0)
+            if WAVES > 1:
+                # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
+                # both rows are: a decision that was seen stands, the program that closes this wave sees it as well
+                # and draws nothing, and this wave's own decision is then none that `first_decision` takes.
+                width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
+            draft_top, draft_mass = scan_masses(
+                None, draft_logits, width, temperature, split, False, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+            )
+            top, mass, draft_top, draft_mass = of_program_both(top, mass, draft_top, draft_mass, temperature)
+            if has_large_scores(draft_top, temperature):
+                draft_top, draft_mass = scan_masses(
+                    None, draft_logits, width, temperature, split, True, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
+                )
+                draft_top, draft_mass = of_program(draft_top, draft_mass, temperature)
+            part = draft_row * SPLITS + split
+            tl.store(scratch.draft_top + part, draft_top, mask=offset < num_drafts)
+            tl.store(scratch.draft_mass + part, draft_mass, mask=offset < num_drafts)
+        else:
+            top, mass = of_program(top, mass, temperature)
+        if METHOD != "coupled":
+            # A largest finite logit may stand for an infinite one.
+            is_inexact = has_large_scores(top, temperature) if METHOD == "block" else top == MAX_FLOAT
+            if is_inexact:
+                top, mass = scan_masses(
+                    None, logits, batch.vocab, temperature, split, True, USE_FP64, TILE, GROUP, LINE, SPLITS
+                )
+                top, mass = of_program(top, mass, temperature)
+        part = row * SPLITS + split
         tl.store(scratch.part_top + part, top)
         tl.store(scratch.part_mass + part, mass)
-        if WITH_DRAFT:  # noqa: SIM102
-            if offset < num_drafts:
-                draft_row = first_draft + offset
-                draft_top, draft_mass = scan_draft(
-                    draft.logits + draft_row * draft.logits_stride, draft.width, temperature, split, num_splits,
-                    USE_FP64, TILE, DRAFT_GROUP, 128, DRAFT_TURNS,
-                )  # fmt: skip
-                part = draft_row * num_splits + split
-                tl.store(scratch.draft_top + part, draft_top)
-                tl.store(scratch.draft_mass + part, draft_mass)
     else:
-        top, index = scan_greedy(logits, batch.vocab, split, num_splits, TILE, GROUP, LINE, TURNS)
-        tl.store(scratch.part_top + part, top)
-        tl.store(scratch.part_mass + part, index.to(tl.float32))
-
-
-@triton.jit
-def read_list(
-    batch,
-    draft,
-    scratch,
-    row,
-    draft_row,
-    temperature,
-    USE_FP64: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTS: tl.constexpr,
-):
-    """Statistics of the draft logits that a row lists."""
-    top, mass, token_mass = scan_list(
-        batch.logits + row * batch.logits_stride, batch.vocab, draft.logits + draft_row * draft.logits_stride,
-        draft.token_ids + draft_row * draft.token_ids_stride, draft.width, temperature,
-        tl.load(batch.draft_tokens + draft_row), scratch.target_at_ids + draft_row * draft.width, USE_FP64, LIST, LISTS,
-    )  # fmt: skip
-    tl.store(scratch.draft_top + draft_row, top)
-    tl.store(scratch.draft_mass + draft_row, mass)
-    tl.store(scratch.draft_token_mass + draft_row, token_mass)
+        scan_greedy(
+            x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups * LANES, TILE, GROUP, LINE, SPLITS
+        )
 
 
 @triton.jit
@@ -270,7 +268,8 @@ def resolve_greedy(
     METHOD: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
     what `resolve` returns."""
@@ -278,13 +277,13 @@ def resolve_greedy(
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
     drafted = exists & (offset < num_drafts)
-    split = tl.arange(0, SPLITS)[None, :]
-    index = (first_row + offset)[:, None] * scratch.num_splits + split
-    mask = exists[:, None] & (split < scratch.num_splits)
-    part_top = tl.load(scratch.part_top + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    part_index = tl.load(scratch.part_mass + index, mask=mask, other=0.0, cache_modifier=".cg").to(tl.int32)
-    top = maximum_or_nan(part_top, 1)
-    best = tl.min(tl.where(part_top == top[:, None], part_index, NO_INDEX), 1)
+    group = tl.arange(0, GROUPS)[None, :]
+    first_group = (first_row + offset)[:, None] * scratch.num_groups
+    mask = exists[:, None] & (group < scratch.num_groups)
+    group_top = tl.load(scratch.group_top + first_group + group, mask=mask, other=-INFINITY, cache_modifier=".cg")
+    group_index = tl.load(scratch.lane_lead + first_group * LANES + group, mask=mask, other=0.0, cache_modifier=".cg")
+    top = maximum_or_nan(group_top, 1)
+    best = tl.min(tl.where(group_top == top[:, None], group_index.to(tl.int32, bitcast=True), NO_INDEX), 1)
     token = tl.load(batch.draft_tokens + first_draft + offset, mask=drafted, other=-1)
     if METHOD == "synthetic":
         position = tl.load(batch.position + request) + offset
