@@ -26,13 +26,21 @@ batches, slots or the order of calls. All arithmetic is on integers and wraps, s
    float64, and is never NaN or infinite.
 
 5. The acceptance uniform of (key, position, offset) is the high word of s through step 3 (float64: both words).
+
+6. A draw: the token with the largest log weight + g wins, the lowest id where two are equal. It is one race of all tokens
+   for proposals and under "coupled", where two models race with the same noise and shall agree often. Under the other
+   methods, where only the law counts, it is two races: of groups of GROUP neighbouring ids, by the log of their tokens'
+   weights and the noise of their numbers (in place of token ids) under the state mix64(s + GROUP64); then of the tokens
+   of the group that has won. The law is the same, and noise is made for one group in place of the vocabulary.
 """
 
-NOISE_VERSION = 1
+NOISE_VERSION = 2
 """Version of the definition above; drafter and verifier compare it, because `coupled` and audits need equal noise."""
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 OFFSET64 = 0xD1B54A32D192ED03
+GROUP64 = 0xA0761D6478BD642F
+GROUP = 512
 MIX64_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MIX64_SHIFTS = (30, 27, 31)
 

@@ -4,12 +4,12 @@
 import triton
 import triton.language as tl
 
+from draftwire_kernels.gpu.draw import draw_residual, draw_without
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.race import race_of_target
 
 
 @triton.jit
-def race_of_p(
+def draw_from_p(
     logits,
     num_columns,
     draft_logits,
@@ -24,34 +24,19 @@ def race_of_p(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    LINE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
-    bound += tl.log(mass).to(tl.float32)
-    score, token = race_of_target(
-        logits, None, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
-    )
+    score, token = draw_residual(
+        logits, num_columns, draft_logits, column_of, temperature, top, mass, 0.0, float("inf"), weight, state,
+        bound, USE_FP64, GROUP,
+    )  # fmt: skip
     return score, token
 
 
 @triton.jit
-def race_with_the_draft(
-    logits,
-    token_ids,
-    num_columns,
-    temperature,
-    top,
-    state,
-    excluded,
-    bound,
-    USE_FP64: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINE: tl.constexpr,
-    LANES: tl.constexpr,
+def draw_with_the_draft(
+    logits, num_columns, temperature, top, excluded, state, bound, USE_FP64: tl.constexpr, GROUP: tl.constexpr
 ):
-    score, token = race_of_target(
-        logits, token_ids, num_columns, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
-    )
+    score, token = draw_without(logits, num_columns, temperature, top, -1, state, bound, USE_FP64, GROUP)
     return score, token
 
 

@@ -10,6 +10,7 @@ Array = NDArray[np.float64]
 
 M64, M32 = 2**64 - 1, 2**32 - 1
 GOLDEN = 0x9E3779B97F4A7C15
+GROUP = 512
 
 
 def mix64(x: int) -> int:
@@ -69,7 +70,14 @@ def accept_uniform(key: int, position: int, offset: int) -> float:
 
 
 def gumbel(key: int, position: int, offset: int, tokens: Sequence[int]) -> Array:
-    state = row_state(key, position, offset)
+    return noise(row_state(key, position, offset), tokens)
+
+
+def group_state(state: int) -> int:
+    return mix64(state + 0xA0761D6478BD642F)
+
+
+def noise(state: int, tokens: Sequence[int]) -> Array:
     low = mix64(state + GOLDEN)
     v = np.array([uniform(token_word(state, t), token_word(low, t)) for t in tokens])
     return -np.log(-np.log1p(-v))
@@ -82,10 +90,21 @@ def softmax(logits: Array, temperature: float) -> Array:
     return e / e.sum()
 
 
-def draw(mass: Array, key: int, position: int) -> int:
+def race(mass: Array, key: int, position: int) -> int:
     """Gumbel-max draw from an unnormalised distribution with RESAMPLE noise."""
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(mass) + gumbel(key, position, 0, range(len(mass)))))
+
+
+def draw(mass: Array, key: int, position: int) -> int:
+    """The same in two races: of groups of tokens, then of those of the winner."""
+    state = row_state(key, position, 0)
+    groups = [mass[i : i + GROUP] for i in range(0, len(mass), GROUP)]
+    with np.errstate(divide="ignore"):
+        scores = np.log([group.sum() for group in groups]) + noise(group_state(state), range(len(groups)))
+        first = int(np.argmax(scores)) * GROUP
+        own = mass[first : first + GROUP]
+        return first + int(np.argmax(np.log(own) + noise(state, range(first, first + len(own)))))
 
 
 @dataclass(frozen=True)
@@ -99,6 +118,9 @@ class Request:
 
     def uniform(self, i: int) -> float:
         return accept_uniform(self.accept_key, self.position + i, i)
+
+    def race(self, i: int) -> int:
+        return race(self.p[i], self.resample_key, self.position + i)
 
     def token(self, i: int, mass: Array) -> int:
         return draw(mass, self.resample_key, self.position + i)
@@ -144,10 +166,10 @@ def verify_block(r: Request) -> list[int]:
 
 def verify_coupled(r: Request) -> list[int]:
     for i, x in enumerate(r.drafts):
-        token = r.token(i, r.p[i])
+        token = r.race(i)
         if token != x:
             return [*r.drafts[:i], token]
-    return [*r.drafts, r.token(len(r.drafts), r.p[-1])]
+    return [*r.drafts, r.race(len(r.drafts))]
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def _p_for_residual(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(resolve, "race_of_residual", broken_kernels.race_of_p)
-    patch.setattr(block, "race_of_residual", broken_kernels.race_of_p)
-    patch.setattr(resolve, "race_of_target", broken_kernels.race_with_the_draft)
+    patch.setattr(resolve, "draw_residual", broken_kernels.draw_from_p)
+    patch.setattr(block, "draw_residual", broken_kernels.draw_from_p)
+    patch.setattr(resolve, "draw_without", broken_kernels.draw_with_the_draft)
 
 
 def _no_offset(patch: pytest.MonkeyPatch) -> None:

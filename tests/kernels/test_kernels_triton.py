@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from draftwire_kernels.gpu import counters, launch, race, verify
-from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, TILE, Shape, Tuning
+from draftwire_kernels.gpu import counters, draw, launch, verify
+from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, Shape, Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
@@ -82,10 +82,11 @@ def test_a_row_is_read_by_several_programs_in_waves(method: str, form: str) -> N
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
 
 
-@pytest.mark.parametrize("group", [512, 1024])
-def test_lanes_of_large_groups(group: int) -> None:
+@pytest.mark.parametrize("tile", [4, 8])
+@pytest.mark.parametrize("form", ["one-hot", "dense", "top-n"])
+def test_many_groups(form: str, tile: int) -> None:
     batch = Batch(5, requests=2, vocab=LARGE_VOCABULARY + 37, spread=1.0, max_k=2)
-    _both(batch, batch.draft_logits("dense"), "standard", False, Tuning(group=group, programs=24, wave=1))
+    _both(batch, batch.draft_logits(form), "standard", False, Tuning(tile=tile, programs=24))
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
@@ -103,7 +104,7 @@ def test_masses_of_large_scores(shift: float, method: str) -> None:
 def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) -> None:
     shape = Shape.of(columns, 4, rows, Tuning())
     assert shape.num_splits.bit_count() == 1
-    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * TILE) * 3
+    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * Tuning.tile) * 3
 
 
 @needs_cuda
@@ -117,30 +118,30 @@ def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int
 
 
 @triton.jit
-def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, groups_ptr, GROUPS: tl.constexpr, LANES: tl.constexpr):  # noqa: N803
-    lane = tl.arange(0, LANES)
-    leading, highest = race.leaders(tl.load(bound_ptr + tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]))
-    bounds, groups = race._unpacked(leading, GROUPS)
+def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, places_ptr, GROUPS: tl.constexpr):  # noqa: N803
+    lane = tl.arange(0, draw.LEAD)
+    bounds, places, highest = draw.leaders(draw.in_lanes(tl.load(bound_ptr + tl.arange(0, GROUPS))))
     tl.store(highest_ptr, highest)
     tl.store(bounds_ptr + lane, bounds)
-    tl.store(groups_ptr + lane, groups)
+    tl.store(places_ptr + lane, places)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
 def test_a_bound_that_shares_its_bits_with_an_index_is_never_below_itself(scale: float) -> None:
-    groups, lanes = 256, 16
-    bound = torch.randn(groups, lanes, generator=torch.Generator().manual_seed(3)) * scale
+    groups, lanes = 1024, draw.LEAD.value
+    size = groups // lanes
+    bound = torch.randn(size, lanes, generator=torch.Generator().manual_seed(3)) * scale
     bound[:, 0] = -INF
     bound[:, 1] = -bound[:, 1].abs()
     highest, bounds = torch.empty(1, device=DEVICE), torch.empty(lanes, device=DEVICE)
-    found = torch.empty(lanes, dtype=torch.int32, device=DEVICE)
-    leaders_kernel[(1,)](bound.to(DEVICE), highest, bounds, found, groups, lanes)
+    places = torch.empty(lanes, dtype=torch.int32, device=DEVICE)
+    leaders_kernel[(1,)](bound.flatten().to(DEVICE), highest, bounds, places, groups)
     exact = bound.max(0).values
     assert (bounds.cpu() >= exact).all()
-    assert torch.allclose(bounds.cpu(), exact, rtol=groups * 2**-23, atol=0)
+    assert torch.allclose(bounds.cpu(), exact, rtol=size * 2**-23, atol=0)
     assert highest.item() == bounds.max().item()
-    own = bound.gather(0, found.cpu().long()[None])[0]
-    assert (own[1:] >= exact[1:] - groups * 2**-23 * exact[1:].abs()).all()
+    own = bound.gather(0, places.cpu().long()[None])[0]
+    assert (own[1:] >= exact[1:] - size * 2**-23 * exact[1:].abs()).all()
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs in a chosen order")

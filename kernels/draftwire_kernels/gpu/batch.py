@@ -39,13 +39,11 @@ class Draft(NamedTuple):
 class Scratch(NamedTuple):
     """What programs hand to each other."""
 
-    group_top: Any  # [R, G] float32
-    lane_lead: Any  # [R, G, LANES] float32; at temperature 0 a row begins with the bits of its G largest's indices
+    group_top: Any  # [R, G] float32, the largest logits
+    group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`
     num_groups: Any
-    part_top: Any  # [R, S] float32
-    part_mass: Any  # [R, S] float32 or float64
-    draft_top: Any  # [D, S] float32, of dense draft logits
-    draft_mass: Any  # [D, S], as part_mass
+    draft_top: Any  # [D, P] float32, of dense draft logits: P parts of a row
+    draft_mass: Any  # [D, P] float32 or float64
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
 
@@ -70,8 +68,8 @@ class Block(NamedTuple):
     weight: Any  # [R] float32 or float64: weight of p after as many drafts
     statistics: Any  # [R, 4] of the same: top and mass of target and draft
     prefixes: Any  # [B] int32, bits of the prefixes that may be accepted, 0 when the tokens are written
-    group_floor: Any  # [R, G] float32, G and S those of the second launch
-    part_mass: Any  # [R, S]
+    group_mass: Any  # [R, G] float32, what the residuals' do not exceed
+    part_mass: Any  # [R, P], P parts of a row in the second launch
 
 
 class Output(NamedTuple):

@@ -7,7 +7,7 @@ is accepted.
 The first launch (`verify_kernel`) sums the masses of p and q, without noise; then the weights are known. Since
 h_i <= w_i, with equality where w_i = 1, prefixes with u_i >= w_i are out, and those shorter than one that passes for
 sure. The second launch reads the rows that are left, 1.8 of 6 on average in the benchmark, the longest prefix first:
-each is a wave, left out when a longer one has been accepted. It sums s_i and bounds the race of the residual at once.
+each is a wave, left out when a longer one has been accepted. It sums s_i and bounds the mass of each group at once.
 """
 
 import triton
@@ -23,18 +23,10 @@ from draftwire_kernels.gpu.batch import (
     load_drafts,
     request_rows,
 )
+from draftwire_kernels.gpu.draw import draw_residual, draw_residual_of_list, load_piece, piece_residual, residual_bounds
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.race import (
-    compute_type,
-    load_piece,
-    probability,
-    race_of_list,
-    race_of_residual,
-    race_of_target,
-    race_of_unlisted,
-    residual_bounds,
-)
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual
+from draftwire_kernels.gpu.race import compute_type, probability
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual, store_groups
 
 
 @triton.jit
@@ -88,11 +80,10 @@ def listed_mass(
     unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
-        listed, _, x, y = load_piece(logits, draft, draft_row, num_columns, turn, LIST)
-        p = tl.where(listed, probability(x, top, mass, temperature, USE_FP64), 0.0)
-        q = probability(y, draft_top, draft_mass, temperature, USE_FP64)
-        unlisted -= tl.sum(p, 0)
-        kept += tl.sum(tl.maximum(weight * p - q, 0.0), 0)
+        piece = load_piece(logits, draft, draft_row, draft.width, num_columns, turn, LIST)
+        p = probability(piece[1], top, mass, temperature, USE_FP64)
+        unlisted -= tl.sum(tl.where(piece[0] >= 0, p, 0.0), 0)
+        kept += tl.sum(piece_residual(piece, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64), 0)
     return kept + weight * tl.maximum(unlisted, 0.0)
 
 
@@ -112,14 +103,13 @@ def test_prefix(
     draft_mass,
     weight,
     num_groups,
-    num_splits,
+    num_parts,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LINE: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
     """Whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to draw."""
@@ -129,9 +119,9 @@ def test_prefix(
     draft_row = first_draft + prefix
     logits = batch.logits + row * batch.logits_stride
     has_residual = draft_mass < INFINITY
-    splits = tl.arange(0, SPLITS)
-    parts = block.part_mass + row * num_splits + splits
-    left = tl.sum(tl.load(parts, mask=splits < num_splits, other=0.0, cache_modifier=".cg"), 0)
+    place = tl.arange(0, PARTS)
+    parts = block.part_mass + row * num_parts + place
+    left = tl.sum(tl.load(parts, mask=place < num_parts, other=0.0, cache_modifier=".cg"), 0)
     if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
@@ -149,27 +139,18 @@ def test_prefix(
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     if passes:
         state = row_state(tl.load(batch.resample + request), position, prefix * 0)
-        bound = residual_bounds(block.group_floor + row * num_groups, num_groups, GROUPS)
-        if has_residual:
-            if LISTS > 0:
-                score, token = race_of_list(
-                    logits, draft, draft_row, None, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
-                    state, USE_FP64, LIST, LISTS,
-                )  # fmt: skip
-                score, token = race_of_unlisted(
-                    logits, draft, draft_row, batch.vocab, temperature, top, mass, weight, state, score, token, bound,
-                    USE_FP64, GROUP, LINE, 1, LIST, LISTS,
-                )  # fmt: skip
-            else:
-                draft_logits = draft.logits + draft_row * draft.logits_stride
-                score, token = race_of_residual(
-                    logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
-                    weight, state, bound, USE_FP64, GROUP, LINE, 1,
-                )  # fmt: skip
+        group = tl.arange(0, GROUPS)
+        group_mass = block.group_mass + row * num_groups + group
+        bound = residual_bounds(tl.load(group_mass, mask=group < num_groups, other=0.0, cache_modifier=".cg"), state)
+        if LISTS > 0:
+            score, token = draw_residual_of_list(
+                logits, draft, draft_row, None, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
+                state, bound, USE_FP64, GROUP, LIST, LISTS,
+            )  # fmt: skip
         else:
-            score, token = race_of_target(
-                logits, None, batch.vocab, temperature, top, state, -1, bound + tl.log(mass).to(tl.float32), USE_FP64,
-                GROUP, LINE, 1,
+            score, token = draw_residual(
+                logits, batch.vocab, draft.logits + draft_row * draft.logits_stride, draft.column_of, temperature, top,
+                mass, draft_top, draft_mass, weight, state, bound, USE_FP64, GROUP,
             )  # fmt: skip
     return passes, tl.where(score > -INFINITY, token, -1)
 
@@ -230,15 +211,13 @@ def block_kernel(
             weight = weight * 0 + 1.0
         if (top > -INFINITY) & (is_decided_before(scratch.waves, request, wave) == 0):
             draft_logits = None if LISTS > 0 else draft.logits + (first_draft + accepted) * draft.logits_stride
-            state = row_state(
-                tl.load(batch.resample + request), tl.load(batch.position + request) + accepted, accepted * 0
-            )
             part = scan_residual(
-                batch.logits + row * batch.logits_stride, draft_logits, draft.column_of, batch.vocab, temperature,
-                state, top, (weight / mass).to(tl.float32), draft_top, (1.0 / draft_mass).to(tl.float32), split, step,
-                block.group_floor + row * num_groups, USE_FP64, TILE, GROUP, LINE,
+                batch.logits + row * batch.logits_stride, draft_logits, draft.column_of, batch.vocab, temperature, top,
+                (weight / mass).to(tl.float32), draft_top, (1.0 / draft_mass).to(tl.float32), split, step,
+                block.group_mass + row * num_groups, USE_FP64, TILE, GROUP, LINE,
             )  # fmt: skip
-            tl.store(block.part_mass + row * num_splits + split, part, mask=accepted == prefix)
+            count = tl.where(accepted == prefix, TILE, 0)
+            store_groups(block.part_mass + (row * num_splits + split) * TILE, tl.arange(0, TILE), count, part)
         is_open = prefix < 0
         if is_closing:
             tl.debug_barrier()
@@ -251,8 +230,8 @@ def block_kernel(
             if is_valid:
                 passes, token = test_prefix(
                     batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
-                    mass, draft_top, draft_mass, weight, num_groups, num_splits, USE_FP64, GROUP, GROUPS, LINE, LIST,
-                    LISTS, SPLITS, WAVES,
+                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LIST,
+                    LISTS, SPLITS * TILE, WAVES,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
                 accepted += is_open.to(tl.int32)

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import is_last
 from draftwire_kernels.gpu.noise import row_state
-from draftwire_kernels.gpu.race import lane_bounds, load_groups, race_of_target
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_tile, maximum_or_nan, scan_greedy, scan_sampled
+from draftwire_kernels.gpu.race import load_groups, race_bounds, race_of_target
+from draftwire_kernels.gpu.scan import INFINITY, load_tile, lowest_argmax, maximum_or_nan, scan_sampled, scan_tops
 
 
 @triton.jit(do_not_specialize=["same_offset"])
@@ -21,7 +21,7 @@ def gumbel_kernel(
     same_offset,
     token_ids,  # [V] int64, or None
     group_top,  # [N, G] float32
-    lane_lead,  # [N, G] float32; at temperature 0 the bits of the largest logit's index
+    group_lead,  # [N, G] float32
     num_groups,
     arrived,  # [N] int32, zero before and after
     tokens,  # [N] int64
@@ -40,26 +40,23 @@ def gumbel_kernel(
     offset = same_offset if draft_offset is None else tl.load(draft_offset + row)
     row_key, row_position = tl.load(key + row), tl.load(position + row)
     group_top += row * num_groups
-    lane_lead += row * num_groups
+    group_lead += row * num_groups
     if temperature > 0:
         scan_sampled(
-            x, logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, lane_lead,
-            False, USE_FP64, TILE, GROUP, LINE, 1, SPLITS,
+            x, logits, token_ids, vocab, temperature, row_key, row_position, offset, split, group_top, group_lead,
+            TILE, GROUP, LINE, SPLITS,
         )  # fmt: skip
     else:
-        scan_greedy(x, logits, vocab, split, group_top, lane_lead, TILE, GROUP, LINE, SPLITS)
+        scan_tops(x, logits, vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
     if is_last(arrived + row, SPLITS):
-        largest, lead = load_groups(group_top, lane_lead, num_groups, GROUPS, 1)
+        largest, lead = load_groups(group_top, group_lead, num_groups, GROUPS)
         top = maximum_or_nan(largest, 0)
         winner = tl.full([], -1, tl.int32)
         if top > -INFINITY:
             if temperature > 0:
-                bound = lane_bounds(largest, lead, top, temperature)
+                bound = race_bounds(largest, lead, top, temperature)
                 state = row_state(row_key, row_position, offset)
-                _, winner = race_of_target(
-                    logits, token_ids, vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, 1
-                )
+                winner = race_of_target(logits, token_ids, vocab, temperature, top, state, bound, USE_FP64, GROUP)
             else:
-                index = tl.reshape(lead, [GROUPS]).to(tl.int32, bitcast=True)
-                winner = tl.min(tl.where(largest == top, index, NO_INDEX), 0)
+                winner = lowest_argmax(logits, largest, top, vocab, GROUP)
         tl.store(tokens + row, winner.to(tl.int64))

@@ -11,8 +11,9 @@ from draftwire_kernels.gpu.batch import Batch, Block, Draft, Output, Scratch, Wa
 from draftwire_kernels.gpu.block import block_kernel
 from draftwire_kernels.gpu.gumbel import gumbel_kernel
 from draftwire_kernels.gpu.table import column_table
-from draftwire_kernels.gpu.tuning import TILE, Shape, Tuning
+from draftwire_kernels.gpu.tuning import WARPS, Shape, Tuning
 from draftwire_kernels.gpu.verify import verify_kernel
+from draftwire_kernels.noise import GROUP
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 SAME_IN_ALL_THREADS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -55,7 +56,7 @@ def gumbel_sample(
     logits = _unit_stride(logits)
     shape = Shape.of(vocab, logits.element_size(), rows, chosen)
     groups = _aligned(rows * shape.num_groups)
-    group_top, lane_lead = torch.empty(2, groups, dtype=torch.float32, device=logits.device)
+    group_top, group_lead = torch.empty(2, groups, dtype=torch.float32, device=logits.device)
     same = isinstance(draft_offset, int)
     with _on(logits):
         gumbel_kernel[(rows * shape.num_splits,)](
@@ -69,17 +70,17 @@ def gumbel_sample(
             draft_offset if same else 0,
             token_ids if token_ids is None else token_ids.contiguous(),
             group_top,
-            lane_lead,
+            group_lead,
             shape.num_groups,
             counters.zeros(rows, logits.device),
             tokens,
             USE_FP64=use_fp64,
-            TILE=TILE,
+            TILE=chosen.tile,
             GROUP=shape.group,
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
             SPLITS=shape.num_splits,
-            num_warps=TILE,
+            num_warps=WARPS,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
         )
@@ -153,9 +154,7 @@ def _verify(
     tests = most_rows - 1 if is_block else 0
     if tests > MAX_WAVES:
         raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
-    shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first)
-    # Bounds hold for p. Many candidates of p fall out of a dense residual before its draw ends, so each may be small.
-    lanes = min(first.lanes, shape.group // 64) if has_dense and not is_block else 1
+    shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first, GROUP)
     masses = torch.float64 if use_fp64 else torch.float32
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -166,21 +165,19 @@ def _verify(
     integers = counters.zeros(begin + most * num_requests, device)
     block, tested = None, None
     if is_block:
-        tested = Shape.of(batch.vocab, bytes_each, 2 * num_requests, second)
+        tested = Shape.of(batch.vocab, bytes_each, 2 * num_requests, second, GROUP)
         block = Block(
             weight=buffer(num_rows, dtype=masses),
             statistics=buffer(num_rows, 4, dtype=masses),
             prefixes=buffer(num_requests, dtype=torch.int32),
-            group_floor=buffer(num_rows, tested.num_groups),
-            part_mass=buffer(num_rows, tested.num_splits, dtype=masses),
+            group_mass=buffer(num_rows, tested.num_groups),
+            part_mass=buffer(num_rows, tested.num_splits * second.tile, dtype=masses),
         )
-    draft_parts = (num_rows - num_requests, shape.num_splits)
+    draft_parts = (num_rows - num_requests, shape.num_splits * first.tile)
     scratch = Scratch(
         group_top=buffer(num_rows, shape.num_groups),
-        lane_lead=buffer(num_rows, shape.num_groups, lanes),
+        group_mass=buffer(num_rows, shape.num_groups),
         num_groups=shape.num_groups,
-        part_top=buffer(num_rows, shape.num_splits),
-        part_mass=buffer(num_rows, shape.num_splits, dtype=masses),
         draft_top=buffer(*draft_parts) if has_dense else None,
         draft_mass=buffer(*draft_parts, dtype=masses) if has_dense else None,
         waves=Waves(
@@ -195,12 +192,12 @@ def _verify(
     is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
-        "TILE": TILE,
+        "GROUP": GROUP,
         "LINE": shape.line,
         "LIST": list_size,
         "LISTS": lists,
         "WIDTH": _capacity(most_rows),
-        "num_warps": TILE,
+        "num_warps": WARPS,
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
@@ -213,10 +210,9 @@ def _verify(
             count,
             METHOD=method,
             HAS_DRAFT_LOGITS=draft.logits is not None,
-            GROUP=shape.group,
-            GROUPS=_power(shape.num_groups),
-            LANES=lanes,
-            DRAFT_GROUP=_draft_group(draft, shape) if has_dense else 1,
+            TILE=first.tile,
+            GROUPS=_groups(shape),
+            DRAFT_GROUP=_draft_group(draft, first) if has_dense else 1,
             ROWS=_capacity(count),
             SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
@@ -232,8 +228,8 @@ def _verify(
                 num_requests,
                 tested.num_groups,
                 tested.num_splits,
-                GROUP=tested.group,
-                GROUPS=_power(tested.num_groups),
+                TILE=second.tile,
+                GROUPS=_groups(tested),
                 SPLITS=_power(tested.num_splits),
                 WAVES=tests,
                 **constants,
@@ -241,9 +237,14 @@ def _verify(
             )
 
 
-def _draft_group(draft: Draft, shape: Shape) -> int:
+def _groups(shape: Shape) -> int:
+    """Compile-time room for the groups of a row: some for each lane of a draw."""
+    return max(_power(shape.num_groups), 4)
+
+
+def _draft_group(draft: Draft, chosen: Tuning) -> int:
     """Groups of dense or reduced draft logits, which the programs of the target row take along."""
-    return min(max(_power(draft.width) // TILE, 128), shape.group)
+    return min(max(_power(draft.width) // chosen.tile, 128), GROUP)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:

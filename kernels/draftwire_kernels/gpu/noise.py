@@ -7,6 +7,7 @@ from draftwire_kernels import noise as definition
 
 _GOLDEN = tl.constexpr(definition.GOLDEN64)
 _OFFSET = tl.constexpr(definition.OFFSET64)
+_GROUP = tl.constexpr(definition.GROUP64)
 _MIX_0, _MIX_1 = (tl.constexpr(m) for m in definition.MIX64_MULTIPLIERS)
 _SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(s) for s in definition.MIX64_SHIFTS)
 _TOKEN_0, _TOKEN_1, _TOKEN_2 = (tl.constexpr(m) for m in definition.TOKEN_MULTIPLIERS)
@@ -34,6 +35,12 @@ def row_state(key, position, offset):
     state = mix64(key.to(tl.uint64) + _GOLDEN)
     state = mix64(state + (position.to(tl.uint64) + 1) * _GOLDEN)
     return mix64(state + (offset.to(tl.uint64) + 1) * _OFFSET)
+
+
+@triton.jit
+def group_state(state):
+    """State of the noise of a row's groups."""
+    return mix64(state + _GROUP)
 
 
 @triton.jit
@@ -101,14 +108,26 @@ def accept_uniform(key, position, offset, USE_FP64: tl.constexpr):
 
 
 @triton.jit
+def exponential(u):
+    """-log1p(-u), by Kahan's correction of the rounding of 1 - u."""
+    rest = 1.0 - u
+    lost = 1.0 - rest
+    return tl.where(lost > 0, -tl.log(rest) * (u / tl.where(lost > 0, lost, 1.0)), u)
+
+
+@triton.jit
 def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
-    """-log(-log1p(-u)) of uint32 token ids. log1p by Kahan's correction of the rounding of 1 - u."""
+    """-log(-log1p(-u)) of uint32 token ids."""
     words = token_words(state, ids)
     if USE_FP64:  # noqa: SIM108
         u = uniform64(words, token_words(mix64(state + _GOLDEN), ids))
     else:
         u = uniform32(words)
-    rest = 1.0 - u
-    lost = 1.0 - rest
-    exponential = tl.where(lost > 0, -tl.log(rest) * (u / tl.where(lost > 0, lost, 1.0)), u)
-    return -tl.log(exponential)
+    return -tl.log(exponential(u))
+
+
+@triton.jit
+def gumbel_ceiling(words):
+    """What the noise of the words does not exceed by more than rounding, in float32 or float64."""
+    floor = tl.maximum(uniform_floor(words), _LEAST_FLOOR) * _CELL
+    return -tl.log(exponential(tl.minimum(floor, _MAX_UNIFORM32)))

@@ -6,19 +6,17 @@ import triton
 import triton.language as tl
 
 from draftwire_kernels.gpu.batch import at, request_rows
-from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.race import (
-    compute_type,
-    lane_bounds,
-    load_groups,
+from draftwire_kernels.gpu.draw import (
+    draw_residual,
+    draw_residual_of_list,
+    draw_without,
+    group_bounds,
     load_lists,
-    probability,
-    race_of_list,
-    race_of_residual,
-    race_of_target,
-    race_of_unlisted,
+    load_rows,
     with_target,
 )
+from draftwire_kernels.gpu.noise import accept_uniform, row_state
+from draftwire_kernels.gpu.race import compute_type, probability, race_bounds, race_of_target
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
 
@@ -52,11 +50,11 @@ class Drafted(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Maxima and masses as the programs of a wave have left them: [ROWS, SPLITS]."""
+    """What the programs of a wave have left of its rows."""
 
-    top: Any
+    top: Any  # [ROWS, GROUPS]
     mass: Any
-    draft_top: Any  # of dense draft logits; else as `top`
+    draft_top: Any  # [ROWS, PARTS], of dense draft logits; else as `top`
     draft_mass: Any
 
 
@@ -97,32 +95,30 @@ def load_drafted(
 
 
 @triton.jit
-def load_rows(top_ptr, other_ptr, row, exists, count, COUNT: tl.constexpr):
-    """Two numbers of each group or program of rows: [ROWS, COUNT]."""
-    place = tl.arange(0, COUNT)[None, :]
-    index = row[:, None] * count + place
-    mask = exists[:, None] & (place < count)
-    top = tl.load(top_ptr + index, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    return top, tl.load(other_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS: tl.constexpr, SPLITS: tl.constexpr):
-    """What the programs of a wave have left of its rows."""
+def load_parts(
+    draft,
+    scratch,
+    first_row,
+    first_draft,
+    drafted,
+    HAS_DRAFT_LOGITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     row = first_row + drafted.offset
-    top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, SPLITS, SPLITS)
+    top, mass = load_rows(scratch.group_top, scratch.group_mass, row, drafted.exists, scratch.num_groups, GROUPS)
     draft_top, draft_mass = top, mass
     if HAS_DRAFT_LOGITS and draft.token_ids is None:
         row = first_draft + drafted.offset
-        draft_top, draft_mass = load_rows(scratch.draft_top, scratch.draft_mass, row, drafted.drafted, SPLITS, SPLITS)
+        draft_top, draft_mass = load_rows(scratch.draft_top, scratch.draft_mass, row, drafted.drafted, PARTS, PARTS)
     return Parts(top, mass, draft_top, draft_mass)
 
 
 @triton.jit
-def _combined(part_top, part_mass, temperature):
-    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, SPLITS]."""
+def _combined(part_top, part_mass, temperature, USE_FP64: tl.constexpr):
+    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
     top = maximum_or_nan(part_top, 1)
-    return top, tl.sum(part_mass * exponents(part_top, top[:, None], temperature), 1)
+    return top, tl.sum(compute_type(part_mass, USE_FP64) * exponents(part_top, top[:, None], temperature), 1)
 
 
 @triton.jit
@@ -178,14 +174,14 @@ def combine_rows(
         draft_top, draft_mass, token_mass = _of_lists(
             draft, drafted, first_draft, lists[0], lists[1], temperature, USE_FP64, LIST, LISTS
         )
-    top, mass = _combined(parts.top, parts.mass, temperature)
+    top, mass = _combined(parts.top, parts.mass, temperature, USE_FP64)
     p = probability(drafted.logit, tl.where(top == -INFINITY, 0.0, top), mass, temperature, USE_FP64)
     ended = ~drafted.known
     if lists is not None:
         q = token_mass / draft_mass
         ended |= ~(q > 0)
     elif HAS_DRAFT_LOGITS:
-        draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature)
+        draft_top, draft_mass = _combined(parts.draft_top, parts.draft_mass, temperature, USE_FP64)
         q = probability(drafted.draft_logit, draft_top, draft_mass, temperature, USE_FP64)
         ended |= ~(q > 0)
     else:
@@ -198,10 +194,13 @@ def combine_rows(
 
 
 @triton.jit
-def load_row_groups(scratch, row, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """What the scan left of a row's groups."""
-    group = row * scratch.num_groups
-    return load_groups(scratch.group_top + group, scratch.lane_lead + group * LANES, scratch.num_groups, GROUPS, LANES)
+def load_groups(scratch, row, GROUPS: tl.constexpr):
+    """What the scan left of a row's groups: [GROUPS] each."""
+    group = tl.arange(0, GROUPS)
+    exists = group < scratch.num_groups
+    group += row * scratch.num_groups
+    largest = tl.load(scratch.group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
+    return largest, tl.load(scratch.group_mass + group, mask=exists, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -225,13 +224,11 @@ def draw(
     piece,
     place,
     wants_residual,
+    METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
-    EXCLUDES_DRAFT: tl.constexpr,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LINE: tl.constexpr,
-    LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -243,49 +240,38 @@ def draw(
     state = row_state(key, position + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     if groups is None:
-        largest, lead = load_row_groups(scratch, row, GROUPS, LANES)
+        largest, mass_or_lead = load_groups(scratch, row, GROUPS)
     else:
-        largest, lead = groups
-    best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
-    winner = tl.full([], NO_INDEX, tl.int32)
-    if HAS_DRAFT_LOGITS:
-        if wants_residual:
+        largest, mass_or_lead = groups
+    score = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
+    if METHOD == "coupled":
+        bound = race_bounds(largest, mass_or_lead, top, temperature)
+        token = race_of_target(logits, None, batch.vocab, temperature, top, state, bound, USE_FP64, GROUP)
+    else:
+        bound = group_bounds(largest, mass_or_lead, top, temperature, state)
+        if HAS_DRAFT_LOGITS:
             mass = at(rows.mass, rows.offset, place)
-            draft_top = at(rows.draft_top, rows.offset, place)
-            draft_mass = at(rows.draft_mass, rows.offset, place)
+            bound -= tl.log(mass).to(tl.float32)
+            weight = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
+            draft_top = tl.where(wants_residual, at(rows.draft_top, rows.offset, place), 0.0)
+            draft_mass = tl.where(wants_residual, at(rows.draft_mass, rows.offset, place), INFINITY)
             draft_row = first_draft + place
-            if draft.token_ids is None:
-                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
-                draft_logits = draft.logits + draft_row * draft.logits_stride
-                best, winner = race_of_residual(
-                    logits, batch.vocab, draft_logits, draft.column_of, temperature, top, mass, draft_top, draft_mass,
-                    1.0, state, bound, USE_FP64, GROUP, LINE, LANES,
+            if LISTS > 0:
+                score, token = draw_residual_of_list(
+                    logits, draft, draft_row, piece, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
+                    state, bound, USE_FP64, GROUP, LIST, LISTS,
                 )  # fmt: skip
             else:
-                best, winner = race_of_list(
-                    logits, draft, draft_row, piece, batch.vocab, temperature, top, mass, draft_top, draft_mass, 1.0,
-                    state, USE_FP64, LIST, LISTS,
-                )  # fmt: skip
-                bound = lane_bounds(largest, lead, top, temperature) - tl.log(mass).to(tl.float32)
-                best, winner = race_of_unlisted(
-                    logits, draft, draft_row, batch.vocab, temperature, top, mass,
-                    compute_type(tl.full([], 1.0, tl.float32), USE_FP64), state, best, winner, bound, USE_FP64, GROUP,
-                    LINE, LANES, LIST, LISTS,
+                score, token = draw_residual(
+                    logits, batch.vocab, draft.logits + draft_row * draft.logits_stride, draft.column_of, temperature,
+                    top, mass, draft_top, draft_mass, weight, state, bound, USE_FP64, GROUP,
                 )  # fmt: skip
         else:
-            bound = lane_bounds(largest, lead, top, temperature)
-            best, winner = race_of_target(
-                logits, None, batch.vocab, temperature, top, state, -1, bound, USE_FP64, GROUP, LINE, LANES
+            excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), -1)
+            score, token = draw_without(
+                logits, batch.vocab, temperature, top, excluded, state, bound, USE_FP64, GROUP
             )
-    else:
-        excluded = tl.full([], -1, tl.int64)
-        if EXCLUDES_DRAFT:
-            excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), excluded)
-        bound = lane_bounds(largest, lead, top, temperature)
-        best, winner = race_of_target(
-            logits, None, batch.vocab, temperature, top, state, excluded, bound, USE_FP64, GROUP, LINE, LANES
-        )
-    return best, winner
+    return score, token
 
 
 @triton.jit
@@ -308,8 +294,6 @@ def resolve(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LINE: tl.constexpr,
-    LANES: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -333,8 +317,7 @@ def resolve(
         if is_valid:
             score, token = draw(
                 batch, draft, scratch, request, temperature, key, position, rows, groups, piece, accepted,
-                wants_residual, HAS_DRAFT_LOGITS, METHOD != "coupled", USE_FP64, GROUP, GROUPS, LINE, LANES, LIST,
-                LISTS,
+                wants_residual, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

@@ -1,14 +1,15 @@
-"""One pass over a row of logits: what verification and sampling need of it, kept per group of tokens.
+"""One pass over a row of logits, and what it keeps of each group of neighbouring tokens for the program that draws.
 
-A draw is a race: token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is
-at least its uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps, for
-each group of GROUP tokens, the largest logit and the lead of each of LANES lanes (1: the group; 32: what one thread
-holds): the largest root of exp(score) / u. `draftwire_kernels.gpu.race` then looks exactly at the few lanes that can
-still win. The bound holds for float32 and float64 noise alike.
-
-Roots, because one over the root of u is one instruction, which a division is not; the square of the other, of
-exp(score), is the token's mass. Each warp adds up the masses of its groups, and a program those of its warps
-(`of_program`). Masses of groups are float32 sums, and are added up in float64 when float64 is asked for.
+- `scan_groups`: the largest logit and the mass relative to it. Verification needs no more: it draws a group by its mass,
+  then a token of that group (`draftwire_kernels.gpu.draw`), so that no noise is made for what is not drawn from.
+- `scan_masses`: the same for rows that nothing is drawn from, once for each warp of a program.
+- `scan_sampled`: a bound of every token's race, where one race decides among all tokens: `gumbel_sample` and "coupled".
+  Token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is at least its
+  uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps each group's
+  largest root of it: one over the root of u is one instruction, which a division is not. `draftwire_kernels.gpu.race`
+  looks exactly at the few groups that can still win. The bound holds for float32 and float64 noise alike.
+- `scan_tops`: the largest logit alone, for temperature 0.
+- `scan_residual`: masses of max(weight p - q, 0) for block verification.
 
 A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is
 [TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
@@ -26,7 +27,6 @@ MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_INDEX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_SCORE = tl.constexpr(-300.0)  # 2 to this is 0
-_LARGE_SCORE = tl.constexpr(2.0**14)  # its last bit is 2**-10
 _RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
 _RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
 
@@ -109,111 +109,96 @@ def group_sum(x):
 
 
 @triton.jit
-def group_minimum(x):
-    return tl.min(tl.min(x, 1), 1)
-
-
-@triton.jit
-def lane_maximum(x, LANES: tl.constexpr):
-    """Maximum [TILE, LANES] of a tile; lane i of a group is what its threads i, i + LANES, ... hold."""
-    TILE: tl.constexpr = x.shape[0]
-    x = tl.max(tl.reshape(tl.max(x, 1), [TILE, 32, x.shape[2] // 32]), 2)
-    return tl.max(tl.reshape(x, [TILE, 32 // LANES, LANES]), 1)
-
-
-@triton.jit
-def store_lanes(pointers, group, num_groups, values):
-    """Stores the values [TILE, LANES] of groups. They are made as wide as a warp, of which the first threads write: so
-    each warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
+def store_groups(pointers, group, num_groups, values):
+    """Stores a number [TILE] for each group. They are made as wide as a warp, of which the first thread writes: so each
+    warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
     TILE: tl.constexpr = values.shape[0]
-    LANES: tl.constexpr = values.shape[1]
     thread = tl.arange(0, 32)[None, :]
-    values = tl.reshape(tl.broadcast_to(values[:, None, :], [TILE, 32 // LANES, LANES]), [TILE, 32])
-    mask = (group < num_groups)[:, None] & (thread < LANES)
-    tl.store(pointers + group[:, None] * LANES + thread, values, mask=mask)
+    wide = tl.broadcast_to(values[:, None], [TILE, 32])
+    tl.store(pointers + group[:, None] + thread * 0, wide, mask=(group < num_groups)[:, None] & (thread == 0))
 
 
 @triton.jit
-def group_squares(x):
-    """Sums [TILE] of the squares of a tile's groups. Of four neighbouring lines, which a thread has, squares are added
-    by the instruction that makes them."""
-    TILE: tl.constexpr = x.shape[0]
-    LINES: tl.constexpr = x.shape[1]
-    LINE: tl.constexpr = x.shape[2]
-    if LINES % 4 == 0:
-        quarters = tl.permute(tl.reshape(x, [TILE, LINES // 4, 2, 2, LINE]), [0, 1, 4, 2, 3])
-        left, right = tl.split(quarters)
-        a, b = tl.split(left)
-        c, d = tl.split(right)
-        total = group_sum(tl.fma(d, d, tl.fma(c, c, tl.fma(b, b, a * a))))
-    else:
-        total = group_sum(x * x)
-    return total
+def group_tops(x):
+    """Largest logits [TILE] of a tile, +inf as the largest finite value; NaN if there is one."""
+    return tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def roots(x, largest, inverse):
-    """Roots of exp((x - largest) / temperature) of a tile."""
+def group_masses(x, inverse):
+    """Largest logits [TILE] of a tile and masses relative to them; `inverse` is one over the temperature, times log2 e."""
+    x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+    largest = group_maximum(x)
     finite = tl.where(largest == -INFINITY, 0.0, largest)
-    return tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
+    return largest, group_sum(tl.exp2((x - finite[:, None, None]) * inverse))
 
 
 @triton.jit
-def exact_masses(x, largest, inverse):
-    """Masses [TILE] of groups. Those of tokens are at most 1: an infinite logit counts as the largest finite one."""
-    root = roots(x, largest, inverse)
-    return group_sum(tl.clamp(root * root, 0.0, 1.0))
+def inverse_of(temperature):
+    return tl.minimum(LOG2_E / temperature, MAX_FLOAT)
 
 
 @triton.jit
-def has_large_scores(top, temperature):
-    """Whether the largest logit of several groups, over the temperature, is too large in magnitude for `masses`."""
-    return tl.abs(tl.where(top == -INFINITY, 0.0, top)) * tl.minimum(LOG2_E / temperature, MAX_FLOAT) >= _LARGE_SCORE
+def scan_groups(
+    x,  # the program's first tile, on its way
+    logits,  # pointer to the row
+    num_columns,
+    temperature,
+    split,
+    group_top,  # pointers to the row's entries, one a group
+    group_mass,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Fills the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
+    masses mean nothing."""
+    num_groups = tl.cdiv(num_columns, GROUP)
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    inverse = inverse_of(temperature)
+    for tile in range(split, num_tiles, SPLITS):
+        largest, mass = group_masses(x, inverse)
+        group = tile * TILE + tl.arange(0, TILE)
+        store_groups(group_top, group, num_groups, largest)
+        store_groups(group_mass, group, num_groups, mass)
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
-def masses(x, largest, inverse):
-    """The masses [TILE] of groups by fewer instructions. That of a group whose scores are all far below
-    0 comes out too small, which does not show beside scores that are not; see `has_large_scores`."""
-    finite = tl.where(largest == -INFINITY, 0.0, largest)
-    score = tl.minimum(tl.maximum(finite * inverse, -_LARGE_SCORE), _LARGE_SCORE)
-    mass = group_sum(tl.exp2(tl.fma(x, inverse, -score[:, None, None])))
-    return mass * tl.exp2(tl.minimum(tl.fma(-finite, inverse, score), 1.0))  # what rounding took from the product
-
-
-@triton.jit
-def with_groups(top, mass, largest, part, temperature):
-    """Maxima and masses [TILE] of the groups so far, and after those of one more tile."""
-    both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-    mass = mass * exponents(top, both, temperature)
-    return both, mass + part * exponents(largest, both, temperature)
-
-
-@triton.jit
-def _larger_or_nan_of_both(a, b, other_a, other_b):
-    return _larger_or_nan(a, other_a), _larger_or_nan(b, other_b)
-
-
-@triton.jit
-def _sums_of_both(a, b, other_a, other_b):
-    return a + other_a, b + other_b
-
-
-@triton.jit
-def of_program(top, mass, temperature):
-    """Maximum and mass of what a program has read of a row, from those of its warps [TILE]."""
-    program_top = maximum_or_nan(top, 0)
-    return program_top, tl.sum(mass * exponents(top, program_top, temperature), 0)
-
-
-@triton.jit
-def of_program_both(top, mass, draft_top, draft_mass, temperature):
-    """The same for a row and its draft's: warps wait for each other half as often."""
-    tops = tl.reduce((top, draft_top), 0, _larger_or_nan_of_both)
-    mass *= exponents(top, tops[0], temperature)
-    draft_mass *= exponents(draft_top, tops[1], temperature)
-    masses = tl.reduce((mass, draft_mass), 0, _sums_of_both)
-    return tops[0], masses[0], tops[1], masses[1]
+def scan_masses(
+    logits,
+    num_columns,
+    temperature,
+    split,
+    part_top,  # pointers to the program's entries: TILE
+    part_mass,
+    is_wanted,
+    USE_FP64: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Stores the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
+    SPLITS-th tile."""
+    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
+    top = tl.full([TILE], -INFINITY, tl.float32)
+    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
+    inverse = inverse_of(temperature)
+    x = load_tile(logits, split, num_columns, TILE, GROUP, LINE)
+    for tile in range(split, num_tiles, SPLITS):
+        largest, part = group_masses(x, inverse)
+        both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
+        mass = mass * exponents(top, both, temperature) + part * exponents(largest, both, temperature)
+        top = both
+        if tile + SPLITS < num_tiles:
+            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+    place = tl.arange(0, TILE)
+    count = tl.where(is_wanted, TILE, 0)
+    store_groups(part_top, place, count, top)
+    store_groups(part_mass, place, count, mass)
 
 
 @triton.jit
@@ -227,33 +212,24 @@ def scan_sampled(
     position,
     offset,
     split,
-    group_top,  # pointers to the row's entries, one a group and LANES a group
-    lane_lead,
-    WITH_MASS: tl.constexpr,
-    USE_FP64: tl.constexpr,
+    group_top,  # pointers to the row's entries, one a group
+    group_lead,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Looks at every SPLITS-th tile; returns each warp's largest logit and the mass relative to it [TILE], which is 0
-    unless WITH_MASS, and infinite where a logit is."""
+    """Fills the groups of every SPLITS-th tile with the largest logit and the largest root of exp(score) / u."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    inverse = inverse_of(temperature)
     for tile in range(split, num_tiles, SPLITS):
         group = tile * TILE + tl.arange(0, TILE)
-        largest = tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        root = roots(x, largest, inverse)
-        if WITH_MASS:
-            top, mass = with_groups(top, mass, largest, group_squares(root), temperature)
-        else:
-            top = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
-        store_lanes(group_top, group, num_groups, largest[:, None])
+        largest = group_tops(x)
+        store_groups(group_top, group, num_groups, largest)
+        finite = tl.where(largest == -INFINITY, 0.0, largest)
+        root = tl.exp2((x - finite[:, None, None]) * (0.5 * inverse))
         if token_ids is None:
             words = tile_words(state, tile, TILE, GROUP, LINE)
         else:
@@ -262,69 +238,39 @@ def scan_sampled(
             words = token_words(state, ids.to(tl.uint32))
         # Ordered as their bits, since none is negative: of integers one instruction compares three.
         lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
-        lead = lane_maximum(lead, LANES).to(tl.float32, bitcast=True)
-        store_lanes(lane_lead, group, num_groups, lead)
+        store_groups(group_lead, group, num_groups, tl.max(tl.max(lead, 1), 1).to(tl.float32, bitcast=True))
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
-    return top, mass
 
 
 @triton.jit
-def scan_greedy(
+def scan_tops(
     x,  # the program's first tile, on its way
     logits,
     num_columns,
     split,
     group_top,
-    group_index,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile with the largest logit and the bits of the lowest column that has it."""
-    num_groups = tl.cdiv(num_columns, GROUP)
+    """Fills the groups of every SPLITS-th tile with the largest logit."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     for tile in range(split, num_tiles, SPLITS):
-        column = tile_columns(tile, TILE, GROUP, LINE)
-        finite = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        largest = group_maximum(finite)
-        lowest = group_minimum(tl.where(finite == largest[:, None, None], column, NO_INDEX))
-        group = tile * TILE + tl.arange(0, TILE)
-        store_lanes(group_top, group, num_groups, largest[:, None])
-        store_lanes(group_index, group, num_groups, lowest.to(tl.float32, bitcast=True)[:, None])
+        store_groups(group_top, tile * TILE + tl.arange(0, TILE), tl.cdiv(num_columns, GROUP), group_tops(x))
         if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
-def scan_masses(
-    x,  # the program's first tile, on its way, or None
-    logits,
-    num_columns,
-    temperature,
-    split,
-    IS_LARGE: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINE: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Each warp's largest logit of every SPLITS-th tile, and the mass relative to it: [TILE]. Masses are wrong for a
-    row that `has_large_scores`, unless IS_LARGE says so."""
-    num_tiles = tl.cdiv(num_columns, TILE * GROUP)
-    top = tl.full([TILE], -INFINITY, tl.float32)
-    mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
-    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
-    y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
-    for tile in range(split, num_tiles, SPLITS):
-        largest = tl.minimum(group_maximum(y), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        part = exact_masses(y, largest, inverse) if IS_LARGE else masses(y, largest, inverse)
-        top, mass = with_groups(top, mass, largest, part, temperature)
-        if tile + SPLITS < num_tiles:
-            y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
-    return top, mass
+def lowest_argmax(logits, largest, top, num_columns, GROUP: tl.constexpr):
+    """The lowest column of a row with the largest logit `top`, from those of its groups [GROUPS]."""
+    GROUPS: tl.constexpr = largest.shape[0]
+    group = tl.min(tl.where(largest == top, tl.arange(0, GROUPS), GROUPS), 0)
+    column = group * GROUP + tl.arange(0, GROUP)
+    x = load_logits(logits + column, column < num_columns)
+    return tl.min(tl.where(x == top, column, NO_INDEX), 0)
 
 
 @triton.jit
@@ -350,23 +296,21 @@ def scan_residual(
     column_of,
     num_columns,
     temperature,
-    state,
     top,
     p_share,  # weight of p, over the mass of its row
     draft_top,
     q_share,  # 1 over the mass of q; 0 where the residual is weight p
     first_tile,
     step,
-    group_floor,  # pointer to the row's entries, one a group
+    group_mass,  # pointer to the row's entries, one a group
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Mass of max(weight p - q, 0) in every step-th tile; fills its groups with bounds of log residual + noise: the
-    smallest uniform / residual, the residual rounded up by more than the error of its terms."""
+    """Mass [TILE] of max(weight p - q, 0) in every step-th tile; fills its groups with what theirs does not exceed."""
     num_groups = tl.cdiv(num_columns, GROUP)
-    inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+    inverse = inverse_of(temperature)
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)
     sums = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     for tile in range(first_tile, tl.cdiv(num_columns, TILE * GROUP), step):
@@ -379,10 +323,6 @@ def scan_residual(
             draft_score = (y - draft_top) * inverse
         residual, above = residuals(score, p_share, draft_score, q_share)
         sums += group_sum(tl.maximum(residual, 0.0))
-        floor = uniform_floor(tile_words(state, tile, TILE, GROUP, LINE))
-        # The root loses nothing that can win: above 2**-126 it is exact to 1 in 2**22.
-        root = tl.rsqrt(above)
-        arrival = tl.where(above > 0, floor * root * root, INFINITY)
         group = tile * TILE + tl.arange(0, TILE)
-        tl.store(group_floor + group, group_minimum(arrival), mask=group < num_groups)
-    return tl.sum(sums, 0)
+        store_groups(group_mass, group, num_groups, group_sum(tl.maximum(above, 0.0)))
+    return sums

@@ -13,29 +13,19 @@ from draftwire_kernels.gpu.batch import (
     request_rows,
 )
 from draftwire_kernels.gpu.block import begin_block
+from draftwire_kernels.gpu.draw import load_lists, load_rows
 from draftwire_kernels.gpu.noise import accept_uniform
-from draftwire_kernels.gpu.race import load_lists
-from draftwire_kernels.gpu.resolve import (
-    combine_rows,
-    load_drafted,
-    load_parts,
-    load_row_groups,
-    load_tokens,
-    resolve,
-    row_piece,
-)
+from draftwire_kernels.gpu.resolve import combine_rows, load_drafted, load_parts, load_tokens, resolve, row_piece
 from draftwire_kernels.gpu.scan import (
     INFINITY,
-    MAX_FLOAT,
     NO_INDEX,
-    has_large_scores,
+    load_logits,
     load_tile,
     maximum_or_nan,
-    of_program,
-    of_program_both,
-    scan_greedy,
+    scan_groups,
     scan_masses,
     scan_sampled,
+    scan_tops,
 )
 
 _SURE_MASS = tl.constexpr(1e-3)
@@ -56,7 +46,6 @@ def verify_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
-    LANES: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
@@ -90,7 +79,7 @@ def verify_kernel(
     if is_needless == 0:
         read_row(
             x, batch, draft, scratch, request, wave, first_row, first_draft, num_drafts, offset, split, temperature,
-            key, position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE, LANES,
+            key, position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE,
             DRAFT_GROUP, SPLITS, WAVES,
         )  # fmt: skip
 
@@ -108,10 +97,10 @@ def verify_kernel(
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
         accept = tl.load(batch.accept + request)
-        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, SPLITS)
+        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, GROUPS, SPLITS * TILE)
         groups, piece = None, None
-        if ROWS == 1 and LANES <= 4 and METHOD != "block":
-            groups = load_row_groups(scratch, first_row + begin, GROUPS, LANES)
+        if ROWS == 1 and METHOD != "block":
+            groups = tl.reshape(parts.top, [GROUPS]), tl.reshape(parts.mass, [GROUPS])
             if LISTS > 0:
                 piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
@@ -132,13 +121,13 @@ def verify_kernel(
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
                         batch, draft, scratch, request, temperature, key, position, rows, groups, piece, refused,
-                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LINE, LANES, LIST, LISTS,
+                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
                     )  # fmt: skip
             else:
                 if METHOD == "block":
                     tl.store(scratch.block.prefixes + request, 0)
                 accepted, token, decided = resolve_greedy(
-                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUPS, LANES
+                    batch, scratch, request, begin, end, METHOD, USE_FP64, ROWS, GROUP, GROUPS
                 )
         if (METHOD != "block") | (temperature == 0):
             num_waves = tl.cdiv(num_drafts + 1, count)
@@ -167,64 +156,38 @@ def read_row(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
-    LANES: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
-    """Statistics of a split of a row."""
+    """Statistics of a split of a row, and of its draft's."""
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
-    groups = row * scratch.num_groups
-    group_top = scratch.group_top + groups
-    if temperature > 0:
-        if METHOD == "block":
-            top, mass = scan_masses(
-                x, logits, batch.vocab, temperature, split, False, USE_FP64, TILE, GROUP, LINE, SPLITS
-            )
-        else:
-            top, mass = scan_sampled(
-                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top,
-                scratch.lane_lead + groups * LANES, METHOD != "coupled", USE_FP64, TILE, GROUP, LINE, LANES, SPLITS,
+    group_top, group_mass = scratch.group_top + row * scratch.num_groups, scratch.group_mass + row * scratch.num_groups
+    if METHOD == "coupled":
+        if temperature > 0:
+            scan_sampled(
+                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top, group_mass,
+                TILE, GROUP, LINE, SPLITS,
             )  # fmt: skip
-        if WITH_DRAFT:
-            draft_row = first_draft + offset
-            draft_logits = draft.logits + draft_row * draft.logits_stride
-            width = tl.where(offset < num_drafts, draft.width, 0)
-            if WAVES > 1:
-                # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
-                # both rows are: a decision that was seen stands, the program that closes this wave sees it as well
-                # and draws nothing, and this wave's own decision is then none that `first_decision` takes.
-                width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
-            draft_top, draft_mass = scan_masses(
-                None, draft_logits, width, temperature, split, False, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
-            )
-            top, mass, draft_top, draft_mass = of_program_both(top, mass, draft_top, draft_mass, temperature)
-            if has_large_scores(draft_top, temperature):
-                draft_top, draft_mass = scan_masses(
-                    None, draft_logits, width, temperature, split, True, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS
-                )
-                draft_top, draft_mass = of_program(draft_top, draft_mass, temperature)
-            part = draft_row * SPLITS + split
-            tl.store(scratch.draft_top + part, draft_top, mask=offset < num_drafts)
-            tl.store(scratch.draft_mass + part, draft_mass, mask=offset < num_drafts)
         else:
-            top, mass = of_program(top, mass, temperature)
-        if METHOD != "coupled":
-            # A largest finite logit may stand for an infinite one.
-            is_inexact = has_large_scores(top, temperature) if METHOD == "block" else top == MAX_FLOAT
-            if is_inexact:
-                top, mass = scan_masses(
-                    None, logits, batch.vocab, temperature, split, True, USE_FP64, TILE, GROUP, LINE, SPLITS
-                )
-                top, mass = of_program(top, mass, temperature)
-        part = row * SPLITS + split
-        tl.store(scratch.part_top + part, top)
-        tl.store(scratch.part_mass + part, mass)
+            scan_tops(x, logits, batch.vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
     else:
-        scan_greedy(
-            x, logits, batch.vocab, split, group_top, scratch.lane_lead + groups * LANES, TILE, GROUP, LINE, SPLITS
-        )
+        scan_groups(x, logits, batch.vocab, temperature, split, group_top, group_mass, TILE, GROUP, LINE, SPLITS)
+    if WITH_DRAFT:
+        draft_row = first_draft + offset
+        has_draft = (offset < num_drafts) & (temperature > 0)
+        width = tl.where(has_draft, draft.width, 0)
+        if WAVES > 1:
+            # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
+            # both rows are: a decision that was seen stands, the program that closes this wave sees it as well
+            # and draws nothing, and this wave's own decision is then none that `first_decision` takes.
+            width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
+        part = (draft_row * SPLITS + split) * TILE
+        scan_masses(
+            draft.logits + draft_row * draft.logits_stride, width, temperature, split, scratch.draft_top + part,
+            scratch.draft_mass + part, has_draft, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -268,8 +231,8 @@ def resolve_greedy(
     METHOD: tl.constexpr,
     USE_FP64: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
     what `resolve` returns."""
@@ -277,13 +240,15 @@ def resolve_greedy(
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
     drafted = exists & (offset < num_drafts)
-    group = tl.arange(0, GROUPS)[None, :]
-    first_group = (first_row + offset)[:, None] * scratch.num_groups
-    mask = exists[:, None] & (group < scratch.num_groups)
-    group_top = tl.load(scratch.group_top + first_group + group, mask=mask, other=-INFINITY, cache_modifier=".cg")
-    group_index = tl.load(scratch.lane_lead + first_group * LANES + group, mask=mask, other=0.0, cache_modifier=".cg")
+    row = first_row + offset
+    group_top, _ = load_rows(scratch.group_top, scratch.group_top, row, exists, scratch.num_groups, GROUPS)
     top = maximum_or_nan(group_top, 1)
-    best = tl.min(tl.where(group_top == top[:, None], group_index.to(tl.int32, bitcast=True), NO_INDEX), 1)
+    group = tl.min(tl.where(group_top == top[:, None], tl.arange(0, GROUPS)[None, :], GROUPS), 1)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = load_logits(
+        batch.logits + row[:, None] * batch.logits_stride + column, exists[:, None] & (column < batch.vocab)
+    )
+    best = tl.min(tl.where(x == top[:, None], column, NO_INDEX), 1)
     token = tl.load(batch.draft_tokens + first_draft + offset, mask=drafted, other=-1)
     if METHOD == "synthetic":
         position = tl.load(batch.position + request) + offset

@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from draftwire_kernels.reference.noise import gumbel_noise, row_state
+from draftwire_kernels.noise import GROUP
+from draftwire_kernels.reference.noise import group_state, gumbel_noise, row_state
 
 
 def compute_dtype(use_fp64: bool) -> torch.dtype:
@@ -42,6 +44,23 @@ def add_noise(
         ids = token_ids.to(torch.int32)
     noise = gumbel_noise(row_state(key, position, offset), ids, scores.dtype)
     return noise.mul_(sampled[:, None]).add_(scores)
+
+
+def draw(scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
+    """Tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens; the argmax at
+    temperature 0."""
+    sampled = temperature > 0
+    if not maybe_any(sampled):
+        return scores.argmax(-1)
+    rows, vocab = scores.shape
+    state = row_state(key, position, 0)
+    grouped = pad(scores, (0, -vocab % GROUP), value=-torch.inf).view(rows, -1, GROUP)
+    groups = torch.arange(grouped.shape[1], dtype=torch.int32, device=scores.device)
+    group = (grouped.logsumexp(-1) + gumbel_noise(group_state(state), groups, scores.dtype)).argmax(-1)
+    tokens = group[:, None] * GROUP + torch.arange(GROUP, device=scores.device)
+    noisy = grouped[torch.arange(rows, device=scores.device), group] + gumbel_noise(state, tokens.int(), scores.dtype)
+    drawn = tokens.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    return torch.where(sampled, drawn, scores.argmax(-1))
 
 
 def gumbel_sample(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from draftwire_kernels.noise import (
     GOLDEN64,
+    GROUP64,
     MAX_UNIFORM32,
     MAX_UNIFORM64,
     MIX64_MULTIPLIERS,
@@ -22,6 +23,7 @@ def _signed(value: int, bits: int) -> int:
 
 _GOLDEN64 = _signed(GOLDEN64, 64)
 _OFFSET64 = _signed(OFFSET64, 64)
+_GROUP64 = _signed(GROUP64, 64)
 _MIX64_MULTIPLIERS = tuple(_signed(m, 64) for m in MIX64_MULTIPLIERS)
 _TOKEN_MULTIPLIERS = tuple(_signed(m, 32) for m in TOKEN_MULTIPLIERS)
 
@@ -43,8 +45,13 @@ def row_state(key: Tensor, position: Tensor, offset: Tensor | int) -> Tensor:
     return mix64(state + _signed((offset + 1) * OFFSET64 % 2**64, 64))
 
 
+def group_state(state: Tensor) -> Tensor:
+    """State [N] of the noise of each row's groups."""
+    return mix64(state + _GROUP64)
+
+
 def token_words(state: Tensor, token_ids: Tensor) -> Tensor:
-    """Hash of each token id under each row's state: int32 [N, V] from int64 [N] and int32 [V]."""
+    """Hash of each token id under each row's state: int32 [N, V] from int64 [N] and int32 [V] or [N, V]."""
     words = state.contiguous().view(torch.int32).view(-1, 2, 1)  # low word first: little-endian
     x = token_ids ^ words[:, 0]
     shifted = torch.empty_like(x)
@@ -78,7 +85,7 @@ def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.d
 
 
 def gumbel_noise(state: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gumbel noise [N, V] of `dtype` (float32 or float64) for rows with the given states and int32 [V] token ids."""
+    """Gumbel noise [N, V] of `dtype` (float32 or float64) for rows of these states and int32 token ids, [V] or [N, V]."""
     words = token_words(state, token_ids)
     if dtype == torch.float32:
         uniform = uniform32(words)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwire_kernels.reference.block import block_acceptance
-from draftwire_kernels.reference.distribution import add_noise, compute_dtype
+from draftwire_kernels.reference.distribution import add_noise, compute_dtype, draw
 from draftwire_kernels.reference.drafts import Draft, Target, draft_rows, residual, target_rows, without_draft
 from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.reference.noise import accept_uniform
@@ -51,7 +51,7 @@ def rejection_sample(
         # No float mass is left in the residual: p and q agree there, so the draft counts as accepted after all.
         accept[empty, accepted[empty]] = True
         accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
-    final = add_noise(scores, temperature, keys.resample, position + accepted, 0, None).argmax(-1)
+    final = draw(scores, temperature, keys.resample, position + accepted)
     return _emit(draft_tokens, accepted, final, target.valid[layout.first_row + accepted], layout)
 
 
