@@ -16,18 +16,18 @@ def draw_from_p(
     column_of,
     temperature,
     top,
-    mass,
+    p_share,
     draft_top,
-    draft_mass,
-    weight,
+    q_share,
     state,
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
+    LEAD: tl.constexpr,
 ):
     score, token = draw_residual(
-        logits, num_columns, draft_logits, column_of, temperature, top, mass, 0.0, float("inf"), weight, state,
-        bound, USE_FP64, GROUP,
+        logits, num_columns, draft_logits, column_of, temperature, top, p_share, 0.0, q_share * 0, state, bound,
+        USE_FP64, GROUP, LEAD,
     )  # fmt: skip
     return score, token
 

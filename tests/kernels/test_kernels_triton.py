@@ -120,7 +120,7 @@ def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int
 @triton.jit
 def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, places_ptr, GROUPS: tl.constexpr):  # noqa: N803
     lane = tl.arange(0, draw.LEAD)
-    bounds, places, highest = draw.leaders(draw.in_lanes(tl.load(bound_ptr + tl.arange(0, GROUPS))))
+    bounds, places, highest = draw.leaders(draw.in_lanes(tl.load(bound_ptr + tl.arange(0, GROUPS)), draw.LEAD))
     tl.store(highest_ptr, highest)
     tl.store(bounds_ptr + lane, bounds)
     tl.store(places_ptr + lane, places)

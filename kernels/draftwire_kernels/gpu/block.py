@@ -23,9 +23,18 @@ from draftwire_kernels.gpu.batch import (
     load_drafts,
     request_rows,
 )
-from draftwire_kernels.gpu.draw import draw_residual, draw_residual_of_list, load_piece, piece_residual, residual_bounds
+from draftwire_kernels.gpu.draw import (
+    LEAD,
+    LEAD_OF_LIST,
+    draw_residual,
+    draw_residual_of_list,
+    load_piece,
+    piece_residual,
+    residual_bounds,
+    token_masses,
+)
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.race import compute_type, probability
+from draftwire_kernels.gpu.race import compute_type
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual, store_groups
 
 
@@ -68,23 +77,22 @@ def listed_mass(
     num_columns,
     temperature,
     top,
-    mass,
+    p_share,
     draft_top,
-    draft_mass,
+    q_share,
     weight,
     USE_FP64: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
     """Mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
-    unlisted = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
         piece = load_piece(logits, draft, draft_row, draft.width, num_columns, turn, LIST)
-        p = probability(piece[1], top, mass, temperature, USE_FP64)
-        unlisted -= tl.sum(tl.where(piece[0] >= 0, p, 0.0), 0)
-        kept += tl.sum(piece_residual(piece, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64), 0)
-    return kept + weight * tl.maximum(unlisted, 0.0)
+        p = token_masses(piece[1], top, temperature, p_share, USE_FP64)
+        weight -= tl.sum(tl.where(piece[0] >= 0, p, 0.0), 0)
+        kept += tl.sum(piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64), 0)
+    return kept + tl.maximum(weight, 0.0)
 
 
 @triton.jit
@@ -119,13 +127,14 @@ def test_prefix(
     draft_row = first_draft + prefix
     logits = batch.logits + row * batch.logits_stride
     has_residual = draft_mass < INFINITY
+    p_share, q_share = weight / mass, 1.0 / draft_mass
     place = tl.arange(0, PARTS)
     parts = block.part_mass + row * num_parts + place
     left = tl.sum(tl.load(parts, mask=place < num_parts, other=0.0, cache_modifier=".cg"), 0)
     if LISTS > 0:  # noqa: SIM102
         if has_residual:
             left = listed_mass(
-                logits, draft, draft_row, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64,
+                logits, draft, draft_row, batch.vocab, temperature, top, p_share, draft_top, q_share, weight, USE_FP64,
                 LIST, LISTS,
             )  # fmt: skip
     total = left + 1.0 - weight
@@ -144,13 +153,13 @@ def test_prefix(
         bound = residual_bounds(tl.load(group_mass, mask=group < num_groups, other=0.0, cache_modifier=".cg"), state)
         if LISTS > 0:
             score, token = draw_residual_of_list(
-                logits, draft, draft_row, None, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
-                state, bound, USE_FP64, GROUP, LIST, LISTS,
+                logits, draft, draft_row, None, batch.vocab, temperature, top, p_share, draft_top, q_share, state,
+                bound, USE_FP64, GROUP, LEAD_OF_LIST, LIST, LISTS,
             )  # fmt: skip
         else:
             score, token = draw_residual(
                 logits, batch.vocab, draft.logits + draft_row * draft.logits_stride, draft.column_of, temperature, top,
-                mass, draft_top, draft_mass, weight, state, bound, USE_FP64, GROUP,
+                p_share, draft_top, q_share, state, bound, USE_FP64, GROUP, LEAD,
             )  # fmt: skip
     return passes, tl.where(score > -INFINITY, token, -1)
 

@@ -1,28 +1,22 @@
 """A draw in two races (step 6 of `draftwire_kernels.noise`): of the groups by their mass, then of the winner's tokens.
 
 What the scan left of a group bounds its score: the mass of p in it is no less than that of the residual, whatever is
-removed from p. Every turn looks at LEAD groups that are bounded high, one of each lane of groups, and finds their mass
-exactly; the race of the groups ends when no bound is left above the best score, after one turn as a rule. Then the
-tokens of the group that has won run, which that turn has kept.
+removed from p. Every turn looks at the groups that are bounded highest, of one or of LEAD lanes of groups, and finds their mass
+exactly; the race of the groups ends when no bound is left above the best score. Then the tokens of the group that has
+won run, whose masses that turn has kept.
 """
 
 import triton
 import triton.language as tl
 
 from draftwire_kernels.gpu.noise import group_state, gumbel_ceiling, gumbel_noise, token_words
-from draftwire_kernels.gpu.race import (
-    MARGIN,
-    RELATIVE_MARGIN,
-    ahead,
-    compute_type,
-    packed,
-    probability,
-    scale,
-    unpacked,
-)
-from draftwire_kernels.gpu.scan import INFINITY, load_dense_draft, load_logits, maximum_or_nan
+from draftwire_kernels.gpu.race import MARGIN, RELATIVE_MARGIN, ahead, compute_type, highest_of, packed, scale, unpacked
+from draftwire_kernels.gpu.scan import INFINITY, inverse_of, load_dense_draft, load_logits, maximum_or_nan
+
 
 LEAD = tl.constexpr(4)
+LEAD_OF_LIST = tl.constexpr(4)
+LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
 
 
 @triton.jit
@@ -58,7 +52,14 @@ def residual_bounds(mass, state):
 
 
 @triton.jit
-def in_lanes(bound):
+def less_token(mass, group, token_mass):
+    """Masses [GROUPS] of groups, without a token's in one of them, and more than is left there, whatever the rounding."""
+    own = tl.arange(0, mass.shape[0]) == group
+    return tl.where(own, tl.maximum(mass - token_mass * (1.0 - LOST), mass * LOST), mass)
+
+
+@triton.jit
+def in_lanes(bound, LEAD: tl.constexpr):
     """Bounds [GROUPS] by lanes [GROUPS // LEAD, LEAD]: neighbours lie in different ones."""
     GROUPS: tl.constexpr = bound.shape[0]
     return tl.reshape(bound, [GROUPS // LEAD, LEAD])
@@ -80,15 +81,25 @@ def without(bound, places):
 
 
 @triton.jit
-def group_scores(mass, offset, groups, runs, state, USE_FP64: tl.constexpr):
-    """Scores [LEAD] of groups of these masses, times exp(offset)."""
-    score = tl.log(mass) + offset + gumbel_noise(group_state(state), groups.to(tl.uint32), USE_FP64)
-    return tl.where(runs & (mass > 0), score, -INFINITY)
+def token_masses(x, top, temperature, share, USE_FP64: tl.constexpr):
+    """share exp((x - top) / temperature), at most `share`; in float32 by few instructions, since many are computed."""
+    if USE_FP64:
+        masses = tl.exp(scale(x, top, temperature, USE_FP64)) * share
+    else:
+        masses = tl.exp2((x - top) * inverse_of(temperature)) * share
+    return masses
 
 
 @triton.jit
-def after_turn(best, winner, kept, score, groups, masses):
-    """The best score so far, its group and the masses of its tokens [GROUP], after those of LEAD more groups."""
+def group_noise(groups, state, USE_FP64: tl.constexpr):
+    return gumbel_noise(group_state(state), groups.to(tl.uint32), USE_FP64)
+
+
+@triton.jit
+def after_turn(best, winner, kept, groups, runs, noise, mass, masses):
+    """The best score so far, its group and the masses of its tokens [GROUP], after those of LEAD more groups of the
+    masses [LEAD]."""
+    score = tl.where(runs & (mass > 0), tl.log(mass) + noise, -INFINITY)
     score, group = tl.reduce((score, groups), 0, ahead)
     is_ahead = (score > best) | ((score == best) & (group < winner))
     kept = tl.where(is_ahead, tl.sum(tl.where((groups == group)[:, None], masses, 0.0), 0), kept)
@@ -117,26 +128,28 @@ def draw_without(
     GROUP: tl.constexpr,
 ):
     """Draws from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left, and the
-    token."""
+    token. Looks at one group a turn, since its bound is as good as exact."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
-    bound = in_lanes(bound)
-    bounds, places, highest = leaders(bound)
+    one = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
+    highest, group = highest_of(bound)
     while (highest > -INFINITY) & (highest >= best):
-        groups = places * LEAD + tl.arange(0, LEAD)
-        column = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        runs = bounds >= best
-        x = load_logits(logits + column, (column < num_columns) & (column != excluded) & runs[:, None])
+        column = group * GROUP + tl.arange(0, GROUP)
+        x = load_logits(logits + column, (column < num_columns) & (column != excluded))
+        # What comes next and the noise do not wait for the logits.
+        bound = tl.where(tl.arange(0, bound.shape[0]) == group, -INFINITY, bound)
+        highest, following = highest_of(bound)
+        noise = group_noise(group, state, USE_FP64)
         # Relative to the group's own largest, so that what is left beside a token with almost all mass is not lost.
-        largest = maximum_or_nan(x, 1)
+        largest = maximum_or_nan(x, 0)
         finite = tl.where(largest == -INFINITY, 0.0, largest)
-        masses = tl.exp(scale(x, finite[:, None], temperature, USE_FP64))
-        offset = scale(finite, top, temperature, USE_FP64)
-        score = group_scores(tl.sum(masses, 1), offset, groups, runs, state, USE_FP64)
-        best, winner, kept = after_turn(best, winner, kept, score, groups, masses)
-        bound = without(bound, places)
-        bounds, places, highest = leaders(bound)
+        masses = token_masses(x, finite, temperature, one, USE_FP64)
+        score = tl.log(tl.sum(masses, 0)) + scale(finite, top, temperature, USE_FP64) + noise
+        is_ahead = (largest > -INFINITY) & ((score > best) | ((score == best) & (group < winner)))
+        kept = tl.where(is_ahead, masses, kept)
+        best, winner = tl.where(is_ahead, score, best), tl.where(is_ahead, group, winner)
+        group = following
     _, token = race_of_tokens(kept, winner, state, USE_FP64)
     return best, token
 
@@ -149,21 +162,21 @@ def draw_residual(
     column_of,
     temperature,
     top,
-    mass,
+    p_share,  # weight over the mass of the row
     draft_top,
-    draft_mass,  # infinite: from p, weighted
-    weight,
+    q_share,  # 1 over the mass of q; 0: from p, weighted
     state,
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
+    LEAD: tl.constexpr,
 ):
     """Draws from max(weight p - q, 0) for dense q: the best group's score, -inf if nothing is left, and the token."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
-    num_draft_columns = tl.where(draft_mass < INFINITY, num_columns, 0)
-    bound = in_lanes(bound)
+    num_draft_columns = tl.where(q_share > 0, num_columns, 0)
+    bound = in_lanes(bound, LEAD)
     bounds, places, highest = leaders(bound)
     while (highest > -INFINITY) & (highest >= best):
         groups = places * LEAD + tl.arange(0, LEAD)
@@ -172,13 +185,12 @@ def draw_residual(
         exists = (column < num_columns) & runs[:, None]
         x = load_logits(logits + column, exists)
         y = load_dense_draft(draft_logits, column_of, column, exists & (column < num_draft_columns))
-        masses = probability(x, top, mass, temperature, USE_FP64) * weight
-        masses -= probability(y, draft_top, draft_mass, temperature, USE_FP64)
-        masses = tl.maximum(masses, 0.0)
-        score = group_scores(tl.sum(masses, 1), 0.0, groups, runs, state, USE_FP64)
-        best, winner, kept = after_turn(best, winner, kept, score, groups, masses)
         bound = without(bound, places)
         bounds, places, highest = leaders(bound)
+        noise = group_noise(groups, state, USE_FP64)
+        masses = token_masses(x, top, temperature, p_share, USE_FP64)
+        masses = tl.maximum(masses - token_masses(y, draft_top, temperature, q_share, USE_FP64), 0.0)
+        best, winner, kept = after_turn(best, winner, kept, groups, runs, noise, tl.sum(masses, 1), masses)
     _, token = race_of_tokens(kept, winner, state, USE_FP64)
     return best, token
 
@@ -211,11 +223,11 @@ def load_piece(logits, draft, draft_row, width, num_columns, turn, LIST: tl.cons
 
 
 @triton.jit
-def piece_residual(piece, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64: tl.constexpr):
+def piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64: tl.constexpr):
     """max(weight p - q, 0) [LIST] of the ids of a piece of a list."""
     ids, x, y = piece
-    residual = probability(x, top, mass, temperature, USE_FP64) * weight
-    residual -= probability(y, draft_top, draft_mass, temperature, USE_FP64)
+    residual = token_masses(x, top, temperature, p_share, USE_FP64)
+    residual -= token_masses(y, draft_top, temperature, q_share, USE_FP64)
     return tl.where(ids >= 0, tl.maximum(residual, 0.0), 0.0)
 
 
@@ -236,54 +248,55 @@ def draw_residual_of_list(
     num_columns,
     temperature,
     top,
-    mass,
+    p_share,
     draft_top,
-    draft_mass,
-    weight,
+    q_share,
     state,
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
+    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
     """Draws from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`."""
-    width = tl.where(draft_mass < INFINITY, draft.width, 0)
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
-    bound = in_lanes(bound)
+    width = tl.where(q_share > 0, draft.width, 0)
+    bound = in_lanes(bound, LEAD)
     bounds, places, highest = leaders(bound)
     while (highest > -INFINITY) & (highest >= best):
         groups = places * LEAD + tl.arange(0, LEAD)
         column = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         runs = bounds >= best
         x = load_logits(logits + column, (column < num_columns) & runs[:, None])
+        bound = without(bound, places)
+        bounds, places, highest = leaders(bound)
+        noise = group_noise(groups, state, USE_FP64)
         listed = tl.zeros([LEAD, GROUP // 32], tl.int32)
-        listed_mass = compute_type(tl.zeros([LEAD], tl.float32), USE_FP64)
+        mass = compute_type(tl.zeros([LEAD], tl.float32), USE_FP64)
         for turn in tl.static_range(LISTS):
             if turn == 0 and first is not None:
                 piece = first[0], first[1], tl.where(width > 0, first[2], -INFINITY)
             else:
                 piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
-            left = piece_residual(piece, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64)
+            left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
             listed |= listed_bits(piece[0], groups, GROUP)
-            is_there = (piece[0] >= 0)[:, None] & ((piece[0] // GROUP)[:, None] == groups[None, :])
-            listed_mass += tl.sum(tl.where(is_there, left[:, None], 0.0), 0)
+            is_there = (piece[0] // GROUP)[:, None] == groups[None, :]
+            mass += tl.sum(tl.where(is_there, left[:, None], 0.0), 0)
         is_listed = ((listed[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
-        masses = probability(x, top, mass, temperature, USE_FP64) * weight
+        masses = token_masses(x, top, temperature, p_share, USE_FP64)
         masses = tl.where(tl.reshape(is_listed, [LEAD, GROUP]), 0.0, masses)
-        score = group_scores(tl.sum(masses, 1) + listed_mass, 0.0, groups, runs, state, USE_FP64)
-        best, winner, kept = after_turn(best, winner, kept, score, groups, masses)
-        bound = without(bound, places)
-        bounds, places, highest = leaders(bound)
+        mass += tl.sum(masses, 1)
+        best, winner, kept = after_turn(best, winner, kept, groups, runs, noise, mass, masses)
     score, token = race_of_tokens(kept, winner, state, USE_FP64)
     for turn in tl.static_range(LISTS):
         if turn == 0 and first is not None:
             piece = first[0], first[1], tl.where(width > 0, first[2], -INFINITY)
         else:
             piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
-        left = piece_residual(piece, temperature, top, mass, draft_top, draft_mass, weight, USE_FP64)
+        left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
         left = tl.where(piece[0] // GROUP == winner, left, 0.0)
         own = tl.log(left) + gumbel_noise(state, piece[0].to(tl.uint32), USE_FP64)
         own, own_token = tl.reduce((tl.where(left > 0, own, -INFINITY), piece[0]), 0, ahead)

@@ -7,10 +7,13 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import at, request_rows
 from draftwire_kernels.gpu.draw import (
+    LEAD,
+    LEAD_OF_LIST,
     draw_residual,
     draw_residual_of_list,
     draw_without,
     group_bounds,
+    less_token,
     load_lists,
     load_rows,
     with_target,
@@ -27,6 +30,7 @@ class Rows(NamedTuple):
     exists: Any
     drafted: Any  # the row verifies a draft
     token: Any  # that draft
+    logit: Any  # of the target
     top: Any
     mass: Any
     draft_top: Any
@@ -189,7 +193,7 @@ def combine_rows(
         q = tl.full([ROWS], 1.0, tl.float32)
     uniform = accept_uniform(accept, position + offset, offset, USE_FP64)
     return Rows(
-        offset, drafted.exists, drafted.drafted, drafted.token, top, mass, draft_top, draft_mass, p, q, ended, uniform
+        offset, drafted.exists, drafted.drafted, drafted.token, drafted.logit, top, mass, draft_top, draft_mass, p, q, ended, uniform
     )
 
 
@@ -248,28 +252,34 @@ def draw(
         bound = race_bounds(largest, mass_or_lead, top, temperature)
         token = race_of_target(logits, None, batch.vocab, temperature, top, state, bound, USE_FP64, GROUP)
     else:
+        drafted = tl.where(wants_residual, at(rows.token, rows.offset, place), -1)
+        if HAS_DRAFT_LOGITS == 0 or LISTS > 0:
+            own = tl.where(drafted < 0, -1, drafted // GROUP)
+            group_top = tl.max(tl.where(tl.arange(0, GROUPS) == own, largest, -INFINITY), 0)
+            gone = exponents(at(rows.logit, rows.offset, place), group_top, temperature)
+            p, q = at(rows.p, rows.offset, place), at(rows.q, rows.offset, place)
+            mass_or_lead = less_token(mass_or_lead, own, tl.where(p > q, q / p, 1.0).to(tl.float32) * gone)
         bound = group_bounds(largest, mass_or_lead, top, temperature, state)
         if HAS_DRAFT_LOGITS:
+            one = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
             mass = at(rows.mass, rows.offset, place)
             bound -= tl.log(mass).to(tl.float32)
-            weight = compute_type(tl.full([], 1.0, tl.float32), USE_FP64)
             draft_top = tl.where(wants_residual, at(rows.draft_top, rows.offset, place), 0.0)
-            draft_mass = tl.where(wants_residual, at(rows.draft_mass, rows.offset, place), INFINITY)
+            q_share = tl.where(wants_residual, one / at(rows.draft_mass, rows.offset, place), 0.0)
             draft_row = first_draft + place
             if LISTS > 0:
                 score, token = draw_residual_of_list(
-                    logits, draft, draft_row, piece, batch.vocab, temperature, top, mass, draft_top, draft_mass, weight,
-                    state, bound, USE_FP64, GROUP, LIST, LISTS,
+                    logits, draft, draft_row, piece, batch.vocab, temperature, top, one / mass, draft_top, q_share,
+                    state, bound, USE_FP64, GROUP, LEAD_OF_LIST, LIST, LISTS,
                 )  # fmt: skip
             else:
                 score, token = draw_residual(
                     logits, batch.vocab, draft.logits + draft_row * draft.logits_stride, draft.column_of, temperature,
-                    top, mass, draft_top, draft_mass, weight, state, bound, USE_FP64, GROUP,
+                    top, one / mass, draft_top, q_share, state, bound, USE_FP64, GROUP, LEAD,
                 )  # fmt: skip
         else:
-            excluded = tl.where(wants_residual, at(rows.token, rows.offset, place), -1)
             score, token = draw_without(
-                logits, batch.vocab, temperature, top, excluded, state, bound, USE_FP64, GROUP
+                logits, batch.vocab, temperature, top, drafted, state, bound, USE_FP64, GROUP
             )
     return score, token
 
