@@ -118,9 +118,9 @@ def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int
 
 
 @triton.jit
-def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, places_ptr, GROUPS: tl.constexpr):  # noqa: N803
-    lane = tl.arange(0, draw.LEAD)
-    bounds, places, highest = draw.leaders(draw.in_lanes(tl.load(bound_ptr + tl.arange(0, GROUPS)), draw.LEAD))
+def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, places_ptr, GROUPS: tl.constexpr, LANES: tl.constexpr):  # noqa: N803
+    lane = tl.arange(0, LANES)
+    bounds, places, highest = draw.leaders(draw.in_lanes(tl.load(bound_ptr + tl.arange(0, GROUPS)), LANES))
     tl.store(highest_ptr, highest)
     tl.store(bounds_ptr + lane, bounds)
     tl.store(places_ptr + lane, places)
@@ -128,14 +128,14 @@ def leaders_kernel(bound_ptr, highest_ptr, bounds_ptr, places_ptr, GROUPS: tl.co
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
 def test_a_bound_that_shares_its_bits_with_an_index_is_never_below_itself(scale: float) -> None:
-    groups, lanes = 1024, draw.LEAD.value
+    groups, lanes = 1024, 4
     size = groups // lanes
     bound = torch.randn(size, lanes, generator=torch.Generator().manual_seed(3)) * scale
     bound[:, 0] = -INF
     bound[:, 1] = -bound[:, 1].abs()
     highest, bounds = torch.empty(1, device=DEVICE), torch.empty(lanes, device=DEVICE)
     places = torch.empty(lanes, dtype=torch.int32, device=DEVICE)
-    leaders_kernel[(1,)](bound.flatten().to(DEVICE), highest, bounds, places, groups)
+    leaders_kernel[(1,)](bound.flatten().to(DEVICE), highest, bounds, places, groups, lanes)
     exact = bound.max(0).values
     assert (bounds.cpu() >= exact).all()
     assert torch.allclose(bounds.cpu(), exact, rtol=size * 2**-23, atol=0)

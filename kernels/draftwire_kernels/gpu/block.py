@@ -24,8 +24,6 @@ from draftwire_kernels.gpu.batch import (
     request_rows,
 )
 from draftwire_kernels.gpu.draw import (
-    LEAD,
-    LEAD_OF_LIST,
     draw_residual,
     draw_residual_of_list,
     load_piece,
@@ -115,6 +113,7 @@ def test_prefix(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -154,7 +153,7 @@ def test_prefix(
         if LISTS > 0:
             score, token = draw_residual_of_list(
                 logits, draft, draft_row, None, batch.vocab, temperature, top, p_share, draft_top, q_share, state,
-                bound, USE_FP64, GROUP, LEAD_OF_LIST, LIST, LISTS,
+                bound, USE_FP64, GROUP, LIST, LISTS,
             )  # fmt: skip
         else:
             score, token = draw_residual(
@@ -178,6 +177,7 @@ def block_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
+    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -239,8 +239,8 @@ def block_kernel(
             if is_valid:
                 passes, token = test_prefix(
                     batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
-                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LIST,
-                    LISTS, SPLITS * TILE, WAVES,
+                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LEAD,
+                    LIST, LISTS, SPLITS * TILE, WAVES,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
                 accepted += is_open.to(tl.int32)

@@ -9,13 +9,12 @@ won run, whose masses that turn has kept.
 import triton
 import triton.language as tl
 
+from draftwire_kernels.gpu.batch import at
 from draftwire_kernels.gpu.noise import group_state, gumbel_ceiling, gumbel_noise, token_words
 from draftwire_kernels.gpu.race import MARGIN, RELATIVE_MARGIN, ahead, compute_type, highest_of, packed, scale, unpacked
-from draftwire_kernels.gpu.scan import INFINITY, inverse_of, load_dense_draft, load_logits, maximum_or_nan
+from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, inverse_of, load_dense_draft, load_logits, maximum_or_nan
 
 
-LEAD = tl.constexpr(4)
-LEAD_OF_LIST = tl.constexpr(4)
 LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
 
 
@@ -232,11 +231,17 @@ def piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP6
 
 
 @triton.jit
-def listed_bits(ids, groups, GROUP: tl.constexpr):
-    """Bits [LEAD, GROUP // 32] of the tokens of groups that are among the distinct ids."""
-    word = groups[:, None] * (GROUP // 32) + tl.arange(0, GROUP // 32)[None, :]
-    is_there = (ids >> 5)[:, None, None] == word[None, :, :]
-    return tl.sum(tl.where(is_there, (1 << (ids & 31))[:, None, None], 0), 0)
+def with_listed(masses, column, group, ids, listed):
+    """Masses [GROUP] of a group's tokens, those of the distinct ids [LIST] replaced, one after another: few lie in one
+    group."""
+    GROUP: tl.constexpr = masses.shape[0]
+    ids = tl.where((ids >= 0) & (ids // GROUP == group), ids, NO_INDEX)
+    lowest = tl.min(ids, 0)
+    while lowest < NO_INDEX:
+        masses = tl.where(column == lowest, at(listed, ids, lowest), masses)
+        ids = tl.where(ids == lowest, NO_INDEX, ids)
+        lowest = tl.min(ids, 0)
+    return masses
 
 
 @triton.jit
@@ -255,50 +260,34 @@ def draw_residual_of_list(
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`."""
+    """Draws from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`, but one group a turn."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
     width = tl.where(q_share > 0, draft.width, 0)
-    bound = in_lanes(bound, LEAD)
-    bounds, places, highest = leaders(bound)
+    highest, group = highest_of(bound)
     while (highest > -INFINITY) & (highest >= best):
-        groups = places * LEAD + tl.arange(0, LEAD)
-        column = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        runs = bounds >= best
-        x = load_logits(logits + column, (column < num_columns) & runs[:, None])
-        bound = without(bound, places)
-        bounds, places, highest = leaders(bound)
-        noise = group_noise(groups, state, USE_FP64)
-        listed = tl.zeros([LEAD, GROUP // 32], tl.int32)
-        mass = compute_type(tl.zeros([LEAD], tl.float32), USE_FP64)
+        column = group * GROUP + tl.arange(0, GROUP)
+        x = load_logits(logits + column, column < num_columns)
+        bound = tl.where(tl.arange(0, bound.shape[0]) == group, -INFINITY, bound)
+        highest, following = highest_of(bound)
+        noise = group_noise(group, state, USE_FP64)
+        masses = token_masses(x, top, temperature, p_share, USE_FP64)
         for turn in tl.static_range(LISTS):
             if turn == 0 and first is not None:
-                piece = first[0], first[1], tl.where(width > 0, first[2], -INFINITY)
+                piece = tl.where(width > 0, first[0], -1), first[1], first[2]
             else:
                 piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
             left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
-            listed |= listed_bits(piece[0], groups, GROUP)
-            is_there = (piece[0] // GROUP)[:, None] == groups[None, :]
-            mass += tl.sum(tl.where(is_there, left[:, None], 0.0), 0)
-        is_listed = ((listed[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
-        masses = token_masses(x, top, temperature, p_share, USE_FP64)
-        masses = tl.where(tl.reshape(is_listed, [LEAD, GROUP]), 0.0, masses)
-        mass += tl.sum(masses, 1)
-        best, winner, kept = after_turn(best, winner, kept, groups, runs, noise, mass, masses)
-    score, token = race_of_tokens(kept, winner, state, USE_FP64)
-    for turn in tl.static_range(LISTS):
-        if turn == 0 and first is not None:
-            piece = first[0], first[1], tl.where(width > 0, first[2], -INFINITY)
-        else:
-            piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
-        left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
-        left = tl.where(piece[0] // GROUP == winner, left, 0.0)
-        own = tl.log(left) + gumbel_noise(state, piece[0].to(tl.uint32), USE_FP64)
-        own, own_token = tl.reduce((tl.where(left > 0, own, -INFINITY), piece[0]), 0, ahead)
-        score, token = ahead(score, token, own, own_token)
+            masses = with_listed(masses, column, group, piece[0], left)
+        mass = tl.sum(masses, 0)
+        score = tl.log(mass) + noise
+        is_ahead = (mass > 0) & ((score > best) | ((score == best) & (group < winner)))
+        kept = tl.where(is_ahead, masses, kept)
+        best, winner = tl.where(is_ahead, score, best), tl.where(is_ahead, group, winner)
+        group = following
+    _, token = race_of_tokens(kept, winner, state, USE_FP64)
     return best, token

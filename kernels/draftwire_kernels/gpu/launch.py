@@ -11,7 +11,7 @@ from draftwire_kernels.gpu.batch import Batch, Block, Draft, Output, Scratch, Wa
 from draftwire_kernels.gpu.block import block_kernel
 from draftwire_kernels.gpu.gumbel import gumbel_kernel
 from draftwire_kernels.gpu.table import column_table
-from draftwire_kernels.gpu.tuning import WARPS, Shape, Tuning
+from draftwire_kernels.gpu.tuning import Shape, Tuning
 from draftwire_kernels.gpu.verify import verify_kernel
 from draftwire_kernels.noise import GROUP
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
@@ -80,7 +80,7 @@ def gumbel_sample(
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
             SPLITS=shape.num_splits,
-            num_warps=WARPS,
+            num_warps=chosen.warps,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
         )
@@ -197,7 +197,6 @@ def _verify(
         "LIST": list_size,
         "LISTS": lists,
         "WIDTH": _capacity(most_rows),
-        "num_warps": WARPS,
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
@@ -211,11 +210,15 @@ def _verify(
             METHOD=method,
             HAS_DRAFT_LOGITS=draft.logits is not None,
             TILE=first.tile,
+            LEAD=first.lead,
+            AHEAD=first.ahead,
+            EARLY=first.early,
             GROUPS=_groups(shape),
             DRAFT_GROUP=_draft_group(draft, first) if has_dense else 1,
             ROWS=_capacity(count),
             SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
+            num_warps=first.warps,
             **constants,
             **first.limit(is_wide),
         )
@@ -229,9 +232,11 @@ def _verify(
                 tested.num_groups,
                 tested.num_splits,
                 TILE=second.tile,
+                LEAD=second.lead,
                 GROUPS=_groups(tested),
                 SPLITS=_power(tested.num_splits),
                 WAVES=tests,
+                num_warps=second.warps,
                 **constants,
                 **second.limit(is_wide),
             )

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import at, request_rows
 from draftwire_kernels.gpu.draw import (
-    LEAD,
-    LEAD_OF_LIST,
     draw_residual,
     draw_residual_of_list,
     draw_without,
@@ -233,6 +231,7 @@ def draw(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -270,7 +269,7 @@ def draw(
             if LISTS > 0:
                 score, token = draw_residual_of_list(
                     logits, draft, draft_row, piece, batch.vocab, temperature, top, one / mass, draft_top, q_share,
-                    state, bound, USE_FP64, GROUP, LEAD_OF_LIST, LIST, LISTS,
+                    state, bound, USE_FP64, GROUP, LIST, LISTS,
                 )  # fmt: skip
             else:
                 score, token = draw_residual(
@@ -304,6 +303,7 @@ def resolve(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -327,7 +327,7 @@ def resolve(
         if is_valid:
             score, token = draw(
                 batch, draft, scratch, request, temperature, key, position, rows, groups, piece, accepted,
-                wants_residual, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
+                wants_residual, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LEAD, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

@@ -151,6 +151,7 @@ def scan_groups(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Fills the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
     masses mean nothing."""
@@ -158,16 +159,23 @@ def scan_groups(
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     inverse = inverse_of(temperature)
     for tile in range(split, num_tiles, SPLITS):
+        if AHEAD:
+            following = x
+            if tile + SPLITS < num_tiles:
+                following = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
         largest, mass = group_masses(x, inverse)
         group = tile * TILE + tl.arange(0, TILE)
         store_groups(group_top, group, num_groups, largest)
         store_groups(group_mass, group, num_groups, mass)
-        if tile + SPLITS < num_tiles:
+        if AHEAD:
+            x = following
+        elif tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
 @triton.jit
 def scan_masses(
+    x,  # the program's first tile, on its way, or None
     logits,
     num_columns,
     temperature,
@@ -180,6 +188,7 @@ def scan_masses(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Stores the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
     SPLITS-th tile."""
@@ -187,14 +196,20 @@ def scan_masses(
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
     inverse = inverse_of(temperature)
-    x = load_tile(logits, split, num_columns, TILE, GROUP, LINE)
+    y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
     for tile in range(split, num_tiles, SPLITS):
-        largest, part = group_masses(x, inverse)
+        if AHEAD:
+            following = y
+            if tile + SPLITS < num_tiles:
+                following = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+        largest, part = group_masses(y, inverse)
         both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         mass = mass * exponents(top, both, temperature) + part * exponents(largest, both, temperature)
         top = both
-        if tile + SPLITS < num_tiles:
-            x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
+        if AHEAD:
+            y = following
+        elif tile + SPLITS < num_tiles:
+            y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
     place = tl.arange(0, TILE)
     count = tl.where(is_wanted, TILE, 0)
     store_groups(part_top, place, count, top)

@@ -5,20 +5,22 @@ from dataclasses import dataclass
 import triton
 
 
-WARPS = 4
-"""Of each program."""
-
-
 @dataclass(frozen=True)
 class Tuning:
     programs: int = 2112
     """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
     tile: int = 4
     """Groups that a program takes at a time, one or more for each warp."""
+    warps: int = 4
+    """Of a program."""
     wave: int = 1
     """Rows of a request that are read before its drafts are looked at. Block verification looks at all at once."""
     registers: int | None = 128
     """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
+    lead: int = 4
+    """Groups that a draw from dense q looks at in a turn."""
+    ahead: bool = False
+    early: bool = False
     group: int = 512
     """Tokens that are bounded together where one race decides among all; fixed where groups race first."""
 
@@ -74,5 +76,5 @@ class Shape:
         tiles = triton.cdiv(columns, group * tuning.tile)
         # Powers of two: few kernels are compiled for all sizes of a batch. A third of the programs at most has no tile.
         wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1)))
-        splits = min(wanted, triton.next_power_of_2(tiles * 3 // 4 + 1), 64)
+        splits = min(wanted, triton.next_power_of_2(tiles * 3 // 4 + 1), 128)
         return cls(columns, group, line, triton.cdiv(columns, group), splits)
