@@ -44,7 +44,7 @@ def verify(method: str, form: str, use_fp64: bool) -> None:
     whole = rejection_sample(
         *arguments, draft_logits=logits, method=method, synthetic_rates=rates, use_fp64=use_fp64, backend="triton"
     )
-    waves = launch.rejection_sample(*arguments, logits, method, rates, use_fp64, Tuning(programs=96, wave=1))
+    waves = launch.rejection_sample(*arguments, logits, method, rates, use_fp64, Tuning(programs=96, tile=2, wave=1))
     assert torch.equal(whole.tokens, waves.tokens), (method, form, use_fp64)
 
 

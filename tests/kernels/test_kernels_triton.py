@@ -79,7 +79,7 @@ def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_a_row_is_read_by_several_programs_in_waves(method: str, form: str) -> None:
     batch = Batch(8, requests=4, vocab=1100, spread=0.5, max_k=3)
-    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, wave=2))
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=24, tile=1, wave=2))
 
 
 @pytest.mark.parametrize("tile", [4, 8])
@@ -96,15 +96,16 @@ def test_masses_of_large_scores(shift: float, method: str) -> None:
     batch.target[:, :700] += shift
     batch.draft[:, :700] += shift
     batch.target[::3], batch.draft[::2] = batch.target[::3] + shift, batch.draft[::2] + shift
-    _both(batch, batch.draft_logits("dense"), method, False, Tuning(programs=24))
+    _both(batch, batch.draft_logits("dense"), method, False, Tuning(programs=24, tile=1))
 
 
 @pytest.mark.parametrize("columns", [1, 37, 16384, 128256, 151936, 262144])
 @pytest.mark.parametrize("rows", [1, 6, 192, 6144])
 def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) -> None:
-    shape = Shape.of(columns, 4, rows, Tuning())
+    tuning = Tuning(programs=2112)
+    shape = Shape.of(columns, 4, rows, tuning)
     assert shape.num_splits.bit_count() == 1
-    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * Tuning.tile) * 3
+    assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * tuning.tile) * 3
 
 
 @needs_cuda
@@ -173,7 +174,7 @@ def test_the_order_of_the_programs_does_not_matter(
     batch.temperature = torch.tensor([1.0, 0.0, 0.6, 0.0])  # those of both kinds are under way at once
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
-    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, wave=1))
+    _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, tile=1, wave=1))
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs one after another")
@@ -201,7 +202,7 @@ def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeyp
     monkeypatch.setattr(builder, "set_grid_idx", begin)
     monkeypatch.setattr(verify, "is_decided_before", is_decided_before)
     batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
-    _both(batch, batch.draft_logits("dense"), "standard", use_fp64, Tuning(programs=60, wave=1))
+    _both(batch, batch.draft_logits("dense"), "standard", use_fp64, Tuning(programs=60, tile=1, wave=1))
     assert seen_late > 0
 
 
@@ -245,7 +246,7 @@ def test_gumbel_sample(vocab: int, use_fp64: bool, dtype: torch.dtype) -> None:
             token_ids,
             use_fp64,
         )
-        tokens = launch.gumbel_sample(*arguments, Tuning(programs=27))
+        tokens = launch.gumbel_sample(*arguments, Tuning(programs=27, tile=2))
         expected = gumbel_sample(
             *arguments[:4],
             draft_offset=arguments[4],
@@ -297,7 +298,7 @@ def test_a_draw_of_the_least_uniform(use_fp64: bool) -> None:
         3,
         None,
         use_fp64,
-        Tuning(programs=8),
+        Tuning(programs=8, tile=2),
     )
     assert drawn.tolist() == tokens
 

@@ -42,8 +42,10 @@ class Scratch(NamedTuple):
     group_top: Any  # [R, G] float32, the largest logits
     group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`
     num_groups: Any
-    draft_top: Any  # [D, P] float32, of dense draft logits: P parts of a row
-    draft_mass: Any  # [D, P] float32 or float64
+    part_top: Any  # [R, P] float32, of P parts of a row, for block verification alone
+    part_mass: Any  # [R, P] float32 or float64
+    draft_top: Any  # [D, P], of dense draft logits: as part_top
+    draft_mass: Any  # [D, P], as part_mass
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
 

@@ -113,7 +113,6 @@ def test_prefix(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -158,7 +157,7 @@ def test_prefix(
         else:
             score, token = draw_residual(
                 logits, batch.vocab, draft.logits + draft_row * draft.logits_stride, draft.column_of, temperature, top,
-                p_share, draft_top, q_share, state, bound, USE_FP64, GROUP, LEAD,
+                p_share, draft_top, q_share, state, bound, USE_FP64, GROUP, 1,
             )  # fmt: skip
     return passes, tl.where(score > -INFINITY, token, -1)
 
@@ -177,7 +176,6 @@ def block_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -239,8 +237,8 @@ def block_kernel(
             if is_valid:
                 passes, token = test_prefix(
                     batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
-                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LEAD,
-                    LIST, LISTS, SPLITS * TILE, WAVES,
+                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LIST,
+                    LISTS, SPLITS * TILE, WAVES,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
                 accepted += is_open.to(tl.int32)

@@ -15,6 +15,7 @@ from draftwire_kernels.gpu.race import MARGIN, RELATIVE_MARGIN, ahead, compute_t
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, inverse_of, load_dense_draft, load_logits, maximum_or_nan
 
 
+LEAD = tl.constexpr(2)  # where much of p may be gone: one of two groups has less often nothing than one
 LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
 
 

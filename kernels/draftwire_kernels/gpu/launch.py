@@ -11,7 +11,7 @@ from draftwire_kernels.gpu.batch import Batch, Block, Draft, Output, Scratch, Wa
 from draftwire_kernels.gpu.block import block_kernel
 from draftwire_kernels.gpu.gumbel import gumbel_kernel
 from draftwire_kernels.gpu.table import column_table
-from draftwire_kernels.gpu.tuning import Shape, Tuning
+from draftwire_kernels.gpu.tuning import WARPS, Shape, Tuning
 from draftwire_kernels.gpu.verify import verify_kernel
 from draftwire_kernels.noise import GROUP
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
@@ -80,7 +80,7 @@ def gumbel_sample(
             GROUPS=_power(shape.num_groups),
             LINE=shape.line,
             SPLITS=shape.num_splits,
-            num_warps=chosen.warps,
+            num_warps=WARPS,
             **SAME_IN_ALL_THREADS,
             **chosen.limit(use_fp64),
         )
@@ -173,13 +173,15 @@ def _verify(
             group_mass=buffer(num_rows, tested.num_groups),
             part_mass=buffer(num_rows, tested.num_splits * second.tile, dtype=masses),
         )
-    draft_parts = (num_rows - num_requests, shape.num_splits * first.tile)
+    num_parts = shape.num_splits * first.tile
     scratch = Scratch(
         group_top=buffer(num_rows, shape.num_groups),
         group_mass=buffer(num_rows, shape.num_groups),
         num_groups=shape.num_groups,
-        draft_top=buffer(*draft_parts) if has_dense else None,
-        draft_mass=buffer(*draft_parts, dtype=masses) if has_dense else None,
+        part_top=buffer(num_rows, num_parts) if is_block else None,
+        part_mass=buffer(num_rows, num_parts, dtype=masses) if is_block else None,
+        draft_top=buffer(num_rows - num_requests, num_parts) if has_dense else None,
+        draft_mass=buffer(num_rows - num_requests, num_parts, dtype=masses) if has_dense else None,
         waves=Waves(
             arrived=integers[begin:],
             state=integers[: 2 * num_requests].view(torch.int64),
@@ -194,6 +196,7 @@ def _verify(
         "USE_FP64": use_fp64,
         "GROUP": GROUP,
         "LINE": shape.line,
+        "num_warps": WARPS,
         "LIST": list_size,
         "LISTS": lists,
         "WIDTH": _capacity(most_rows),
@@ -210,15 +213,11 @@ def _verify(
             METHOD=method,
             HAS_DRAFT_LOGITS=draft.logits is not None,
             TILE=first.tile,
-            LEAD=first.lead,
-            AHEAD=first.ahead,
-            EARLY=first.early,
             GROUPS=_groups(shape),
             DRAFT_GROUP=_draft_group(draft, first) if has_dense else 1,
             ROWS=_capacity(count),
             SPLITS=shape.num_splits,
             WAVES=_capacity(waves),
-            num_warps=first.warps,
             **constants,
             **first.limit(is_wide),
         )
@@ -232,11 +231,9 @@ def _verify(
                 tested.num_groups,
                 tested.num_splits,
                 TILE=second.tile,
-                LEAD=second.lead,
                 GROUPS=_groups(tested),
                 SPLITS=_power(tested.num_splits),
                 WAVES=tests,
-                num_warps=second.warps,
                 **constants,
                 **second.limit(is_wide),
             )

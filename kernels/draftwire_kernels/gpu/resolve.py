@@ -7,6 +7,7 @@ import triton.language as tl
 
 from draftwire_kernels.gpu.batch import at, request_rows
 from draftwire_kernels.gpu.draw import (
+    LEAD,
     draw_residual,
     draw_residual_of_list,
     draw_without,
@@ -54,7 +55,7 @@ class Drafted(NamedTuple):
 class Parts(NamedTuple):
     """What the programs of a wave have left of its rows."""
 
-    top: Any  # [ROWS, GROUPS]
+    top: Any  # [ROWS, GROUPS], for block verification [ROWS, PARTS]
     mass: Any
     draft_top: Any  # [ROWS, PARTS], of dense draft logits; else as `top`
     draft_mass: Any
@@ -103,12 +104,16 @@ def load_parts(
     first_row,
     first_draft,
     drafted,
+    METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     row = first_row + drafted.offset
-    top, mass = load_rows(scratch.group_top, scratch.group_mass, row, drafted.exists, scratch.num_groups, GROUPS)
+    if METHOD == "block":
+        top, mass = load_rows(scratch.part_top, scratch.part_mass, row, drafted.exists, PARTS, PARTS)
+    else:
+        top, mass = load_rows(scratch.group_top, scratch.group_mass, row, drafted.exists, scratch.num_groups, GROUPS)
     draft_top, draft_mass = top, mass
     if HAS_DRAFT_LOGITS and draft.token_ids is None:
         row = first_draft + drafted.offset
@@ -121,6 +126,11 @@ def _combined(part_top, part_mass, temperature, USE_FP64: tl.constexpr):
     """Maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
     top = maximum_or_nan(part_top, 1)
     return top, tl.sum(compute_type(part_mass, USE_FP64) * exponents(part_top, top[:, None], temperature), 1)
+
+
+@triton.jit
+def _sums(a, b, other_a, other_b):
+    return a + other_a, b + other_b
 
 
 @triton.jit
@@ -140,15 +150,14 @@ def _of_lists(
     token = drafted.token[:, None]
     top = maximum_or_nan(logits, 1)
     part = exponents(logits, top[:, None], temperature).to(tl.float64 if USE_FP64 else tl.float32)
-    mass = tl.sum(part, 1)
-    token_mass = tl.sum(tl.where(ids == token, part, 0.0), 1)
+    mass, token_mass = tl.reduce((part, tl.where(ids == token, part, 0.0)), 1, _sums)
     for turn in range(1, LISTS):
         ids, logits = load_lists(draft, first_draft + drafted.offset, drafted.drafted, turn, LIST)
         both = tl.maximum(top, maximum_or_nan(logits, 1), propagate_nan=tl.PropagateNan.ALL)
         part = exponents(logits, both[:, None], temperature).to(mass.dtype)
         kept = exponents(top, both, temperature)
-        mass = mass * kept + tl.sum(part, 1)
-        token_mass = token_mass * kept + tl.sum(tl.where(ids == token, part, 0.0), 1)
+        more, token_more = tl.reduce((part, tl.where(ids == token, part, 0.0)), 1, _sums)
+        mass, token_mass = mass * kept + more, token_mass * kept + token_more
         top = both
     return top, mass, token_mass
 
@@ -231,7 +240,6 @@ def draw(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -303,7 +311,6 @@ def resolve(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
@@ -327,7 +334,7 @@ def resolve(
         if is_valid:
             score, token = draw(
                 batch, draft, scratch, request, temperature, key, position, rows, groups, piece, accepted,
-                wants_residual, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LEAD, LIST, LISTS,
+                wants_residual, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
             )  # fmt: skip
         if METHOD == "coupled":
             moves = is_valid & is_draft & (token == at(rows.token, rows.offset, accepted))

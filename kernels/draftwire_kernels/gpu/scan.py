@@ -151,7 +151,6 @@ def scan_groups(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Fills the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
     masses mean nothing."""
@@ -159,17 +158,11 @@ def scan_groups(
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     inverse = inverse_of(temperature)
     for tile in range(split, num_tiles, SPLITS):
-        if AHEAD:
-            following = x
-            if tile + SPLITS < num_tiles:
-                following = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
         largest, mass = group_masses(x, inverse)
         group = tile * TILE + tl.arange(0, TILE)
         store_groups(group_top, group, num_groups, largest)
         store_groups(group_mass, group, num_groups, mass)
-        if AHEAD:
-            x = following
-        elif tile + SPLITS < num_tiles:
+        if tile + SPLITS < num_tiles:
             x = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
 
 
@@ -188,7 +181,6 @@ def scan_masses(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Stores the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
     SPLITS-th tile."""
@@ -198,17 +190,11 @@ def scan_masses(
     inverse = inverse_of(temperature)
     y = load_tile(logits, split, num_columns, TILE, GROUP, LINE) if x is None else x
     for tile in range(split, num_tiles, SPLITS):
-        if AHEAD:
-            following = y
-            if tile + SPLITS < num_tiles:
-                following = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
         largest, part = group_masses(y, inverse)
         both = tl.maximum(top, largest, propagate_nan=tl.PropagateNan.ALL)
         mass = mass * exponents(top, both, temperature) + part * exponents(largest, both, temperature)
         top = both
-        if AHEAD:
-            y = following
-        elif tile + SPLITS < num_tiles:
+        if tile + SPLITS < num_tiles:
             y = load_tile(logits, tile + SPLITS, num_columns, TILE, GROUP, LINE)
     place = tl.arange(0, TILE)
     count = tl.where(is_wanted, TILE, 0)

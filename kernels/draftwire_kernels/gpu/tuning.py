@@ -1,55 +1,50 @@
 """How the work of a launch is cut: constants of each kernel by the size of the batch. No choice changes a result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
+
+WARPS = 4
+"""Of a program."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    programs: int = 2112
+    programs: int
     """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
-    tile: int = 4
+    tile: int = 8
     """Groups that a program takes at a time, one or more for each warp."""
-    warps: int = 4
-    """Of a program."""
     wave: int = 1
     """Rows of a request that are read before its drafts are looked at. Block verification looks at all at once."""
-    registers: int | None = 128
-    """Most registers of a thread: 16 warps fit on a multiprocessor with 128, 20 with 96, 24 with 80."""
-    lead: int = 4
-    """Groups that a draw from dense q looks at in a turn."""
-    ahead: bool = False
-    early: bool = False
+    registers: int = 80
+    """Most registers of a thread: 24 warps fit on a multiprocessor with 80, 20 with 96, 16 with 128."""
     group: int = 512
     """Tokens that are bounded together where one race decides among all; fixed where groups race first."""
 
     def limit(self, is_wide: bool) -> dict[str, int]:
         """Options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
-        return {} if self.registers is None or is_wide else {"maxnreg": self.registers}
+        return {} if is_wide else {"maxnreg": self.registers}
 
 
 _ANY = 1 << 31
 # (largest number of rows for Gumbel sampling, of requests for the others; constants)
 GUMBEL = (
-    (16, Tuning(programs=1056, registers=96)),
-    (63, Tuning(programs=264, registers=96)),
-    (_ANY, Tuning(group=1024, programs=1056, registers=96)),
+    (16, Tuning(tile=4, programs=1056, registers=96)),
+    (63, Tuning(tile=4, programs=264, registers=96)),
+    (_ANY, Tuning(tile=4, group=1024, programs=1056, registers=96)),
 )
 REJECTION = (
     (4, Tuning(programs=264)),
-    (31, Tuning(programs=768, registers=96)),
-    (64, Tuning(tile=8, registers=80)),
-    (_ANY, Tuning(tile=8, programs=4224, registers=80)),
+    (31, Tuning(programs=768)),
+    (64, Tuning(programs=2112)),
+    (_ANY, Tuning(programs=8448)),
 )
-REJECTION_DENSE = (
-    (4, Tuning(programs=264)),
-    (31, Tuning(programs=1056, registers=96)),
-    (64, Tuning(tile=8)),
-    (_ANY, Tuning(tile=8, programs=4224)),
+REJECTION_DENSE = tuple((size, replace(tuning, registers=128)) for size, tuning in REJECTION)
+BLOCK_MASSES = ((64, Tuning(programs=528)), (_ANY, Tuning(programs=2112)))
+BLOCK_TESTS = (
+    (64, Tuning(tile=4, programs=264, registers=128)),
+    (_ANY, Tuning(tile=4, programs=1056, registers=128)),
 )
-BLOCK_MASSES = ((64, Tuning(tile=8, programs=528, registers=80)), (_ANY, Tuning(tile=8)))
-BLOCK_TESTS = ((64, Tuning(programs=264)), (_ANY, Tuning(programs=1056)))
 
 SMALL_GROUP, LARGE_VOCABULARY = 128, 16384
 

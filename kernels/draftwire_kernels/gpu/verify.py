@@ -47,15 +47,12 @@ def verify_kernel(
     GROUPS: tl.constexpr,
     LINE: tl.constexpr,
     DRAFT_GROUP: tl.constexpr,
-    LEAD: tl.constexpr,
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     program = tl.program_id(0)
     split = program % SPLITS
@@ -83,7 +80,7 @@ def verify_kernel(
         read_row(
             x, batch, draft, scratch, request, wave, first_row, first_draft, num_drafts, offset, split, temperature,
             key, position + offset, METHOD, HAS_DRAFT_LOGITS and LISTS == 0, USE_FP64, TILE, GROUP, LINE,
-            DRAFT_GROUP, SPLITS, WAVES, AHEAD, EARLY,
+            DRAFT_GROUP, SPLITS, WAVES,
         )  # fmt: skip
 
     # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
@@ -100,7 +97,9 @@ def verify_kernel(
         decided = accepted < 0
         drafts = load_drafts(batch, request, WIDTH)
         accept = tl.load(batch.accept + request)
-        parts = load_parts(draft, scratch, first_row, first_draft, drafted, HAS_DRAFT_LOGITS, GROUPS, SPLITS * TILE)
+        parts = load_parts(
+            draft, scratch, first_row, first_draft, drafted, METHOD, HAS_DRAFT_LOGITS, GROUPS, SPLITS * TILE
+        )
         groups, piece = None, None
         if ROWS == 1 and METHOD != "block":
             groups = tl.reshape(parts.top, [GROUPS]), tl.reshape(parts.mass, [GROUPS])
@@ -124,7 +123,7 @@ def verify_kernel(
                         announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
                         batch, draft, scratch, request, temperature, key, position, rows, groups, piece, refused,
-                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LEAD, LIST, LISTS,
+                        accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
                     )  # fmt: skip
             else:
                 if METHOD == "block":
@@ -162,8 +161,6 @@ def read_row(
     DRAFT_GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     WAVES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Statistics of a split of a row, and of its draft's."""
     row = first_row + offset
@@ -174,9 +171,6 @@ def read_row(
         draft_logits = draft.logits + draft_row * draft.logits_stride
         has_draft = (offset < num_drafts) & (temperature > 0)
         width = tl.where(has_draft, draft.width, 0)
-        y = None
-        if EARLY:
-            y = load_tile(draft_logits, split, width, TILE, DRAFT_GROUP, 128)
     if METHOD == "coupled":
         if temperature > 0:
             scan_sampled(
@@ -185,8 +179,17 @@ def read_row(
             )  # fmt: skip
         else:
             scan_tops(x, logits, batch.vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
+    elif METHOD == "block":
+        if temperature > 0:
+            part = (row * SPLITS + split) * TILE
+            scan_masses(
+                x, logits, batch.vocab, temperature, split, scratch.part_top + part, scratch.part_mass + part, True,
+                USE_FP64, TILE, GROUP, LINE, SPLITS,
+            )  # fmt: skip
+        else:
+            scan_tops(x, logits, batch.vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
     else:
-        scan_groups(x, logits, batch.vocab, temperature, split, group_top, group_mass, TILE, GROUP, LINE, SPLITS, AHEAD)
+        scan_groups(x, logits, batch.vocab, temperature, split, group_top, group_mass, TILE, GROUP, LINE, SPLITS)
     if WITH_DRAFT:
         if WAVES > 1:
             # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
@@ -195,8 +198,8 @@ def read_row(
             width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
         part = (draft_row * SPLITS + split) * TILE
         scan_masses(
-            y, draft_logits, width, temperature, split, scratch.draft_top + part, scratch.draft_mass + part, has_draft,
-            USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS, AHEAD,
+            None, draft_logits, width, temperature, split, scratch.draft_top + part, scratch.draft_mass + part, has_draft,
+            USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
         )  # fmt: skip
 
 
