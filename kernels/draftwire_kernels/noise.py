@@ -27,11 +27,12 @@ batches, slots or the order of calls. All arithmetic is on integers and wraps, s
 
 5. The acceptance uniform of (key, position, offset) is the high word of s through step 3 (float64: both words).
 
-6. A draw: the token with the largest log weight + g wins, the lowest id where two are equal. It is one race of all tokens
-   for proposals and under "coupled", where two models race with the same noise and shall agree often. Under the other
-   methods, where only the law counts, it is two races: of groups of GROUP neighbouring ids, by the log of their tokens'
-   weights and the noise of their numbers (in place of token ids) under the state mix64(s + GROUP64); then of the tokens
-   of the group that has won. The law is the same, and noise is made for one group in place of the vocabulary.
+6. A draw: the token with the largest log weight + g wins, the lowest id where two are equal. It is one race of all
+   tokens for proposals and under "coupled", where two models race with the same noise and shall agree often. Under the
+   other methods, where only the law counts, it is two races: of groups of GROUP neighbouring ids, by the log of the sum
+   of their tokens' weights and the noise of their numbers (in place of token ids) under the state mix64(s + GROUP64);
+   then of the tokens of the group that has won. The law is the same: a group wins with the share of its weight, and a
+   token in it with its share of the group's. Noise is made for one group in place of the vocabulary.
 """
 
 NOISE_VERSION = 2

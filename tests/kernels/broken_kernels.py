@@ -46,5 +46,10 @@ def uniform_without_offset(key, position, offset, USE_FP64: tl.constexpr):
 
 
 @triton.jit
+def group_state_of_tokens(state):
+    return state
+
+
+@triton.jit
 def state_without_offset(key, position, offset):
     return row_state(key, position, position * 0)

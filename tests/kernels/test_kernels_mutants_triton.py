@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from markov import Case, chi_square_ratio, simulate
+from test_kernels_groups import law_ratio
 from test_kernels_mutants import BLOWN, _previous_row, _share_proposal
 from test_kernels_rejection import Batch
 
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 import broken_kernels
 from triton import JITFunction
 
-from draftwire_kernels.gpu import block, gumbel, launch, resolve, verify
+from draftwire_kernels.gpu import block, draw, gumbel, launch, resolve, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
@@ -38,12 +39,16 @@ def _no_offset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gumbel, "row_state", broken_kernels.state_without_offset)
 
 
+def _noise_of_tokens_for_groups(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(draw, "group_state", broken_kernels.group_state_of_tokens)
+
+
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Break], None]]:
     """Replaces parts of the kernels, which are compiled again then and afterwards."""
 
     def compile_again() -> None:
-        for module in (verify, block, resolve, gumbel):
+        for module in (verify, block, resolve, draw, gumbel):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     function.hash = None
@@ -66,12 +71,16 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Break], None]]
         (_p_for_residual, "standard", "dense"),
         (_p_for_residual, "block", "dense"),
         (_no_offset, "block", "dense"),
+        (_noise_of_tokens_for_groups, "standard", "one-hot"),
+        (_noise_of_tokens_for_groups, "standard", "dense"),
+        (_noise_of_tokens_for_groups, "block", "dense"),
     ],
 )
 def test_a_broken_kernel_gives_other_tokens(
     break_: Break, method: str, form: str, broken: Callable[[Break], None]
 ) -> None:
-    batch = Batch(6, requests=16, vocab=8, spread=2.0, max_k=3)
+    vocab = 1600 if break_ is _noise_of_tokens_for_groups else 8
+    batch = Batch(6, requests=16, vocab=vocab, spread=2.0, max_k=3)
     batch.temperature[:] = 1.0
     logits = batch.draft_logits(form)
     expected = rejection_sample(*batch.args(), draft_logits=logits, method=method, backend="reference")
@@ -99,6 +108,13 @@ def _ratio(case: Case) -> float:
 def test_a_broken_kernel_fails(break_: Break, case: Case, broken: Callable[[Break], None]) -> None:
     broken(break_)
     assert _ratio(case) > BLOWN
+
+
+@needs_cuda
+@pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
+def test_groups_with_the_noise_of_tokens_fail(method: str, form: str, broken: Callable[[Break], None]) -> None:
+    broken(_noise_of_tokens_for_groups)
+    assert law_ratio(method, form, "triton", 200_000) > BLOWN
 
 
 @needs_cuda

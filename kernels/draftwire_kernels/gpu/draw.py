@@ -1,9 +1,9 @@
 """A draw in two races (step 6 of `draftwire_kernels.noise`): of the groups by their mass, then of the winner's tokens.
 
 What the scan left of a group bounds its score: the mass of p in it is no less than that of the residual, whatever is
-removed from p. Every turn looks at the groups that are bounded highest, of one or of LEAD lanes of groups, and finds their mass
-exactly; the race of the groups ends when no bound is left above the best score. Then the tokens of the group that has
-won run, whose masses that turn has kept.
+removed from p. Every turn looks at the groups that are bounded highest, of one or of LEAD lanes of groups, and finds
+their mass exactly; the race of the groups ends when no bound is left above the best score. Then the tokens of the group
+that has won run, whose masses that turn has kept.
 """
 
 import triton
@@ -13,7 +13,6 @@ from draftwire_kernels.gpu.batch import at
 from draftwire_kernels.gpu.noise import group_state, gumbel_ceiling, gumbel_noise, token_words
 from draftwire_kernels.gpu.race import MARGIN, RELATIVE_MARGIN, ahead, compute_type, highest_of, packed, scale, unpacked
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, inverse_of, load_dense_draft, load_logits, maximum_or_nan
-
 
 LEAD = tl.constexpr(2)  # where much of p may be gone: one of two groups has less often nothing than one
 LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
@@ -53,7 +52,7 @@ def residual_bounds(mass, state):
 
 @triton.jit
 def less_token(mass, group, token_mass):
-    """Masses [GROUPS] of groups, without a token's in one of them, and more than is left there, whatever the rounding."""
+    """Masses [GROUPS] of groups, in one of them without a token's: more than is left there, whatever the rounding."""
     own = tl.arange(0, mass.shape[0]) == group
     return tl.where(own, tl.maximum(mass - token_mass * (1.0 - LOST), mass * LOST), mass)
 
@@ -82,9 +81,10 @@ def without(bound, places):
 
 @triton.jit
 def token_masses(x, top, temperature, share, USE_FP64: tl.constexpr):
-    """share exp((x - top) / temperature), at most `share`; in float32 by few instructions, since many are computed."""
+    """share exp((x - top) / temperature), at most `share`; without a division, since many are computed."""
     if USE_FP64:
-        masses = tl.exp(scale(x, top, temperature, USE_FP64)) * share
+        inverse = tl.full([], 1.0, tl.float64) / temperature.to(tl.float64)
+        masses = tl.exp((x.to(tl.float64) - top.to(tl.float64)) * inverse) * share
     else:
         masses = tl.exp2((x - top) * inverse_of(temperature)) * share
     return masses
@@ -127,8 +127,8 @@ def draw_without(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Draws from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left, and the
-    token. Looks at one group a turn, since its bound is as good as exact."""
+    """Draws from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left, and
+    the token. Looks at one group a turn, since its bound is as good as exact."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)

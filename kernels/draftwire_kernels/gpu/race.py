@@ -1,7 +1,8 @@
 """One race of all tokens, which `draftwire_kernels.gpu.scan.scan_sampled` has bounded: its exact end.
 
 Every turn takes the group that is bounded highest, and bounds each of its tokens. Of these, one after another, those
-that may still win are looked at exactly, one or two as a rule; the race ends when no bound is left above the best score.
+that may still win are looked at exactly, one or two as a rule; the race ends when no bound is left above the best
+score.
 """
 
 import triton

@@ -200,8 +200,9 @@ def combine_rows(
         q = tl.full([ROWS], 1.0, tl.float32)
     uniform = accept_uniform(accept, position + offset, offset, USE_FP64)
     return Rows(
-        offset, drafted.exists, drafted.drafted, drafted.token, drafted.logit, top, mass, draft_top, draft_mass, p, q, ended, uniform
-    )
+        offset, drafted.exists, drafted.drafted, drafted.token, drafted.logit, top, mass, draft_top, draft_mass, p, q,
+        ended, uniform,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -285,9 +286,7 @@ def draw(
                     top, one / mass, draft_top, q_share, state, bound, USE_FP64, GROUP, LEAD,
                 )  # fmt: skip
         else:
-            score, token = draw_without(
-                logits, batch.vocab, temperature, top, drafted, state, bound, USE_FP64, GROUP
-            )
+            score, token = draw_without(logits, batch.vocab, temperature, top, drafted, state, bound, USE_FP64, GROUP)
     return score, token
 
 

@@ -1,7 +1,7 @@
 """One pass over a row of logits, and what it keeps of each group of neighbouring tokens for the program that draws.
 
-- `scan_groups`: the largest logit and the mass relative to it. Verification needs no more: it draws a group by its mass,
-  then a token of that group (`draftwire_kernels.gpu.draw`), so that no noise is made for what is not drawn from.
+- `scan_groups`: the largest logit and the mass relative to it. Verification needs no more: it draws a group by its
+  mass, then a token of that group (`draftwire_kernels.gpu.draw`), so that no noise is made for what is not drawn from.
 - `scan_masses`: the same for rows that nothing is drawn from, once for each warp of a program.
 - `scan_sampled`: a bound of every token's race, where one race decides among all tokens: `gumbel_sample` and "coupled".
   Token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is at least its
@@ -126,7 +126,7 @@ def group_tops(x):
 
 @triton.jit
 def group_masses(x, inverse):
-    """Largest logits [TILE] of a tile and masses relative to them; `inverse` is one over the temperature, times log2 e."""
+    """Largest logits [TILE] of a tile and masses relative to them; `inverse` as `inverse_of` has it."""
     x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
     largest = group_maximum(x)
     finite = tl.where(largest == -INFINITY, 0.0, largest)
@@ -135,6 +135,7 @@ def group_masses(x, inverse):
 
 @triton.jit
 def inverse_of(temperature):
+    """1 over the temperature, in units of log 2; finite at temperature 0."""
     return tl.minimum(LOG2_E / temperature, MAX_FLOAT)
 
 

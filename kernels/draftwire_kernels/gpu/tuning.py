@@ -17,7 +17,7 @@ class Tuning:
     wave: int = 1
     """Rows of a request that are read before its drafts are looked at. Block verification looks at all at once."""
     registers: int = 80
-    """Most registers of a thread: 24 warps fit on a multiprocessor with 80, 20 with 96, 16 with 128."""
+    """Most registers of a thread: 24 warps fit on a multiprocessor with 80, 16 with 128."""
     group: int = 512
     """Tokens that are bounded together where one race decides among all; fixed where groups race first."""
 
@@ -40,11 +40,13 @@ REJECTION = (
     (_ANY, Tuning(programs=8448)),
 )
 REJECTION_DENSE = tuple((size, replace(tuning, registers=128)) for size, tuning in REJECTION)
-BLOCK_MASSES = ((64, Tuning(programs=528)), (_ANY, Tuning(programs=2112)))
-BLOCK_TESTS = (
-    (64, Tuning(tile=4, programs=264, registers=128)),
-    (_ANY, Tuning(tile=4, programs=1056, registers=128)),
+BLOCK_MASSES = (
+    (4, Tuning(tile=4, programs=192, registers=64)),
+    (31, Tuning(programs=528)),
+    (64, Tuning(programs=1056)),
+    (_ANY, Tuning(programs=4224)),
 )
+BLOCK_TESTS = ((64, Tuning(tile=4, programs=264, registers=128)), (_ANY, Tuning(programs=2048, registers=128)))
 
 SMALL_GROUP, LARGE_VOCABULARY = 128, 16384
 

@@ -198,8 +198,8 @@ def read_row(
             width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
         part = (draft_row * SPLITS + split) * TILE
         scan_masses(
-            None, draft_logits, width, temperature, split, scratch.draft_top + part, scratch.draft_mass + part, has_draft,
-            USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
+            None, draft_logits, width, temperature, split, scratch.draft_top + part, scratch.draft_mass + part,
+            has_draft, USE_FP64, TILE, DRAFT_GROUP, 128, SPLITS,
         )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def add_noise(
 
 
 def draw(scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
-    """Tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens; the argmax at
-    temperature 0."""
+    """Tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens. The argmax
+    at temperature 0."""
     sampled = temperature > 0
     if not maybe_any(sampled):
         return scores.argmax(-1)

@@ -85,7 +85,7 @@ def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.d
 
 
 def gumbel_noise(state: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gumbel noise [N, V] of `dtype` (float32 or float64) for rows of these states and int32 token ids, [V] or [N, V]."""
+    """Gumbel noise [N, V] of `dtype` (float32 or float64) for rows of these states; token ids int32 [V] or [N, V]."""
     words = token_words(state, token_ids)
     if dtype == torch.float32:
         uniform = uniform32(words)
