@@ -10,7 +10,14 @@ from torch import Tensor
 
 from draftwire_kernels import DraftLogits, derive_stream_keys, gumbel_sample, rejection_sample
 from draftwire_kernels.noise import GROUP
-from draftwire_kernels.reference import distribution
+from draftwire_kernels.reference import distribution, noise
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from draftwire_kernels.gpu import draw
+from draftwire_kernels.gpu.noise import gumbel_ceiling
 
 CUDA = torch.cuda.is_available()
 VOCAB = 2 * GROUP + 300
@@ -99,3 +106,24 @@ def test_a_draw_of_groups_is_a_draw_of_all_tokens(logits_of: Callable[[], Tensor
     counts = np.bincount((drawn // half).numpy(), minlength=-(-VOCAB // half))
     masses = torch.nn.functional.pad(logits.double().softmax(0), (0, -VOCAB % half)).view(-1, half).sum(1)
     assert stats.chisquare(counts, masses.numpy() * count).pvalue > 1e-6
+
+
+@triton.jit
+def ceilings_kernel(words, ceilings, COUNT: tl.constexpr):  # noqa: N803
+    place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(ceilings + place, gumbel_ceiling(tl.load(words + place).to(tl.uint32, bitcast=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("first", [0, 2**24 - 2**16, 2**31 - 2**16, 2**32 - 2**17])
+def test_no_noise_exceeds_its_ceiling(first: int, dtype: torch.dtype) -> None:
+    """Near 1, where the noise falls ever faster, a uniform that is rounded up would."""
+    count = 2**17
+    words = torch.arange(first, first + count).to(torch.int32)
+    ceilings = torch.empty(count, device="cuda" if CUDA else "cpu")
+    ceilings_kernel[(count // 4096,)](words.to(ceilings.device), ceilings, 4096)
+    # In float64 the noise of a word is the larger, the less its second one is.
+    u = noise.uniform32(words) if dtype == torch.float32 else noise.uniform64(words, torch.zeros_like(words))
+    exact = -torch.log(-torch.log1p(-u.double()))
+    assert (exact <= ceilings.cpu() + draw.MARGIN.value / 10).all()
+    assert (ceilings.cpu() - exact).abs()[1000 if first == 0 else 0 :].max() < 0.5  # close, as well

@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     """What programs hand to each other."""
 
     group_top: Any  # [R, G] float32, the largest logits
-    group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`
+    group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`; None under "block"
     num_groups: Any
     part_top: Any  # [R, P] float32, of P parts of a row, for block verification alone
     part_mass: Any  # [R, P] float32 or float64

@@ -12,7 +12,15 @@ import triton.language as tl
 from draftwire_kernels.gpu.batch import at
 from draftwire_kernels.gpu.noise import group_state, gumbel_ceiling, gumbel_noise, token_words
 from draftwire_kernels.gpu.race import MARGIN, RELATIVE_MARGIN, ahead, compute_type, highest_of, packed, scale, unpacked
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, inverse_of, load_dense_draft, load_logits, maximum_or_nan
+from draftwire_kernels.gpu.scan import (
+    INFINITY,
+    MAX_FLOAT,
+    NO_INDEX,
+    inverse_of,
+    load_dense_draft,
+    load_logits,
+    maximum_or_nan,
+)
 
 LEAD = tl.constexpr(2)  # where much of p may be gone: one of two groups has less often nothing than one
 LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
@@ -39,9 +47,9 @@ def with_noise(bound, state):
 def group_bounds(largest, mass, top, temperature, state):
     """What no group's score exceeds [GROUPS], masses being relative to exp(top / temperature); from what `scan_groups`
     left."""
-    score = (largest - top) / temperature
+    score = tl.maximum((largest - top) / temperature, -MAX_FLOAT)
     bound = with_noise(score * (1.0 - RELATIVE_MARGIN) + tl.log(mass), state)
-    return tl.where(score > -INFINITY, bound, -INFINITY)
+    return tl.where(largest > -INFINITY, bound, -INFINITY)
 
 
 @triton.jit
@@ -277,11 +285,14 @@ def draw_residual_of_list(
         highest, following = highest_of(bound)
         noise = group_noise(group, state, USE_FP64)
         masses = token_masses(x, top, temperature, p_share, USE_FP64)
-        for turn in tl.static_range(LISTS):
-            if turn == 0 and first is not None:
-                piece = tl.where(width > 0, first[0], -1), first[1], first[2]
-            else:
-                piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
+        if first is None:
+            piece = load_piece(logits, draft, draft_row, width, num_columns, 0, LIST)
+        else:
+            piece = tl.where(width > 0, first[0], -1), first[1], first[2]
+        left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
+        masses = with_listed(masses, column, group, piece[0], left)
+        for turn in range(1, LISTS):
+            piece = load_piece(logits, draft, draft_row, width, num_columns, turn, LIST)
             left = piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64)
             masses = with_listed(masses, column, group, piece[0], left)
         mass = tl.sum(masses, 0)

@@ -176,7 +176,7 @@ def _verify(
     num_parts = shape.num_splits * first.tile
     scratch = Scratch(
         group_top=buffer(num_rows, shape.num_groups),
-        group_mass=buffer(num_rows, shape.num_groups),
+        group_mass=None if is_block else buffer(num_rows, shape.num_groups),
         num_groups=shape.num_groups,
         part_top=buffer(num_rows, num_parts) if is_block else None,
         part_mass=buffer(num_rows, num_parts, dtype=masses) if is_block else None,

@@ -129,5 +129,6 @@ def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
 @triton.jit
 def gumbel_ceiling(words):
     """What the noise of the words does not exceed by more than rounding, in float32 or float64."""
+    words -= words >> 24  # so that no float is above its word: near 1 the noise falls ever faster
     floor = tl.maximum(uniform_floor(words), _LEAST_FLOOR) * _CELL
     return -tl.log(exponential(tl.minimum(floor, _MAX_UNIFORM32)))

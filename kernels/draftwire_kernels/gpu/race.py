@@ -37,12 +37,12 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 
 @triton.jit
-def load_groups(group_top, group_lead, num_groups, GROUPS: tl.constexpr):
-    """What `scan_sampled` left of a row: [GROUPS] each."""
+def load_groups(group_top, group_other, num_groups, GROUPS: tl.constexpr):
+    """What a scan left of a row's groups, their largest logits and their masses or leads: [GROUPS] each."""
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
     largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
-    return largest, tl.load(group_lead + group, mask=exists, other=0.0, cache_modifier=".cg")
+    return largest, tl.load(group_other + group, mask=exists, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit

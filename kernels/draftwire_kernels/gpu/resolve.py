@@ -18,7 +18,7 @@ from draftwire_kernels.gpu.draw import (
     with_target,
 )
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
-from draftwire_kernels.gpu.race import compute_type, probability, race_bounds, race_of_target
+from draftwire_kernels.gpu.race import compute_type, load_groups, probability, race_bounds, race_of_target
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
 
 
@@ -206,16 +206,6 @@ def combine_rows(
 
 
 @triton.jit
-def load_groups(scratch, row, GROUPS: tl.constexpr):
-    """What the scan left of a row's groups: [GROUPS] each."""
-    group = tl.arange(0, GROUPS)
-    exists = group < scratch.num_groups
-    group += row * scratch.num_groups
-    largest = tl.load(scratch.group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
-    return largest, tl.load(scratch.group_mass + group, mask=exists, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def row_piece(batch, row, lists, LIST: tl.constexpr):
     """The first piece of a row's list, of `load_lists` for that row alone."""
     logits = batch.logits + row * batch.logits_stride
@@ -252,7 +242,10 @@ def draw(
     state = row_state(key, position + place, place * 0)
     logits = batch.logits + row * batch.logits_stride
     if groups is None:
-        largest, mass_or_lead = load_groups(scratch, row, GROUPS)
+        begin = row * scratch.num_groups
+        largest, mass_or_lead = load_groups(
+            scratch.group_top + begin, scratch.group_mass + begin, scratch.num_groups, GROUPS
+        )
     else:
         largest, mass_or_lead = groups
     score = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)

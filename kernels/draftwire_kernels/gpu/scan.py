@@ -2,13 +2,14 @@
 
 - `scan_groups`: the largest logit and the mass relative to it. Verification needs no more: it draws a group by its
   mass, then a token of that group (`draftwire_kernels.gpu.draw`), so that no noise is made for what is not drawn from.
-- `scan_masses`: the same for rows that nothing is drawn from, once for each warp of a program.
+- `scan_masses`: the same for each of a program's TILE parts of a row, where only the mass of the row counts: that of
+  dense q, and all rows in the first launch of block verification.
 - `scan_sampled`: a bound of every token's race, where one race decides among all tokens: `gumbel_sample` and "coupled".
   Token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is at least its
   uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps each group's
   largest root of it: one over the root of u is one instruction, which a division is not. `draftwire_kernels.gpu.race`
   looks exactly at the few groups that can still win. The bound holds for float32 and float64 noise alike.
-- `scan_tops`: the largest logit alone, for temperature 0.
+- `scan_tops`: the largest logit alone, where there are no masses to be had at temperature 0.
 - `scan_residual`: masses of max(weight p - q, 0) for block verification.
 
 A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is

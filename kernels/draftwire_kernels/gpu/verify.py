@@ -165,7 +165,8 @@ def read_row(
     """Statistics of a split of a row, and of its draft's."""
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
-    group_top, group_mass = scratch.group_top + row * scratch.num_groups, scratch.group_mass + row * scratch.num_groups
+    groups = row * scratch.num_groups
+    group_top = scratch.group_top + groups
     if WITH_DRAFT:
         draft_row = first_draft + offset
         draft_logits = draft.logits + draft_row * draft.logits_stride
@@ -174,8 +175,8 @@ def read_row(
     if METHOD == "coupled":
         if temperature > 0:
             scan_sampled(
-                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top, group_mass,
-                TILE, GROUP, LINE, SPLITS,
+                x, logits, None, batch.vocab, temperature, key, position, offset * 0, split, group_top,
+                scratch.group_mass + groups, TILE, GROUP, LINE, SPLITS,
             )  # fmt: skip
         else:
             scan_tops(x, logits, batch.vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
@@ -189,6 +190,7 @@ def read_row(
         else:
             scan_tops(x, logits, batch.vocab, split, group_top, TILE, GROUP, LINE, SPLITS)
     else:
+        group_mass = scratch.group_mass + groups
         scan_groups(x, logits, batch.vocab, temperature, split, group_top, group_mass, TILE, GROUP, LINE, SPLITS)
     if WITH_DRAFT:
         if WAVES > 1:
