@@ -147,6 +147,37 @@ def test_drafts_that_are_rarely_accepted_are_asked_for_less(clock, acceptance, l
     assert least <= num_drafts(world) <= most
 
 
+SLOW = {"step_s": 14.5e-3, "row_s": 1.9e-3, "trip_s": 3e-3, "draft_s": 2.5e-3}
+"""A small model on a CPU, where four drafts of which few are accepted are slower than none."""
+
+
+def test_a_drafter_is_not_given_up_for_its_first_drafts(clock):
+    """The first tokens of one text say little of the drafts after them."""
+    world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.1))
+    world.run(0.45)
+    assert len(world.step_sizes) >= 8
+    world.costs.acceptance = 0.85
+    assert world.run(2.0) > 1.2 * world.rate_without()
+    assert num_drafts(world) == 4
+
+
+def test_drafts_of_no_use_are_given_up_after_a_few(clock):
+    world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.1))
+    world.run(2.5)
+    assert num_drafts(world) == 0
+    assert world.run(5.0) > 0.97 * world.rate_without()
+
+
+def test_few_trials_show_that_drafts_are_accepted_again(clock):
+    """One sequence makes one a second."""
+    world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.05))
+    world.run(5.0)
+    assert num_drafts(world) == 0
+    world.costs.acceptance = 0.9
+    world.run(12.0)
+    assert num_drafts(world) >= 2
+
+
 def test_drafts_come_back_when_they_are_accepted_again(clock):
     """A drafter whose drafts are of no use is tried with a few sequences."""
     world = adaptive(clock, 8, Costs(acceptance=0.03))

@@ -26,10 +26,13 @@ TURN_FADES_S = 5.0
 UNCERTAIN = 0.05
 EXPLORE_EVERY_S = 1.0
 # Acceptance: what is assumed of the first position, how many drafts that counts for, and after how many verify steps a
-# draft counts half, in all and of each sequence. A position of which nothing is known takes after the one before it.
+# draft counts half, in all and of each sequence; and of trials, which are far between. A position of which nothing is
+# known takes after the one before it. Fewer verify steps than so many, of one text maybe, do not tell of others.
 FIRST_RATE = 0.7
 PRIOR_DRAFTS = 4.0
 HALF_LIFE_STEPS = (64, 16)
+HALF_LIFE_TRIALS = 8
+FEW_STEPS = 32
 MOST_WEIGHT = 1e9
 
 _Rows = TypeVar("_Rows", float, np.ndarray)
@@ -249,9 +252,16 @@ class DrafterCost:
 
 
 class Acceptance:
-    """Rates at which a drafter's drafts are accepted, given that those before them were."""
+    """Rates at which a drafter's drafts are accepted, given that those before them were.
+
+    Attributes
+    ----------
+    num_steps
+        Verify steps of sequences that were counted.
+    """
 
     def __init__(self, max_drafts: int) -> None:
+        self.num_steps = 0
         self._tested = [0.0] * max_drafts
         self._accepted = [0.0] * max_drafts
         self._weight = 1.0  # of the next verify step; growing weights age what has been counted
@@ -259,12 +269,14 @@ class Acceptance:
         self.forget_over(1)
 
     def forget_over(self, sequences: int) -> None:
-        """Sets how many sequences tell of their drafts, by which verify steps come sooner."""
+        """Sets how many sequences tell of their drafts, by which verify steps come sooner; 0: in trials alone."""
         in_all, of_each = HALF_LIFE_STEPS
-        self._growth = 2 ** (1 / max(in_all, of_each * sequences))
+        half_life = max(in_all, of_each * sequences) if sequences else HALF_LIFE_TRIALS
+        self._growth = 2 ** (1 / half_life)
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Takes a verify step of one sequence: of its drafts the first `num_accepted` were accepted."""
+        self.num_steps += 1
         self._weight *= self._growth
         for position in range(num_accepted):
             self._tested[position] += self._weight

@@ -60,11 +60,15 @@ class Governor:
         """How many drafts a message asks for while the plan is to ask for none."""
         return self._best.num_drafts
 
-    def decide(self, now: float, forecast: Forecast) -> None:
-        """Takes up the plan that is fastest by far enough, or one that shows what another would take."""
+    def decide(self, now: float, forecast: Forecast, optimistic: Forecast | None = None) -> None:
+        """Takes up the plan that is fastest by far enough, or one that shows what another would take.
+
+        `optimistic` is what would be expected if every draft were accepted, given while too few have been verified to
+        say otherwise: drafts that gain by it are kept.
+        """
         if now < self._trying_until:
             return
-        self._choose(now, forecast)
+        self._choose(now, forecast, optimistic)
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -75,7 +79,7 @@ class Governor:
             self.plan, self._trying_until = together, now + TRY_FOR_S
             self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
 
-    def _choose(self, now: float, forecast: Forecast) -> None:
+    def _choose(self, now: float, forecast: Forecast, optimistic: Forecast | None) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
@@ -87,7 +91,8 @@ class Governor:
             if gain > RESUME_ABOVE and now >= self._rests_until:
                 self.plan, self._resumed = best, now
         elif gain < KEEP_ABOVE:
-            self._give_up(now)
+            if optimistic is None or optimistic.rate(optimistic.best()) < KEEP_ABOVE * optimistic.without:
+                self._give_up(now)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
-from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
+from verifier_service.pacing.costs import FEW_STEPS, Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
 from verifier_service.pacing.plan import Forecast, Load, Plan
@@ -58,6 +59,7 @@ class Pace:
         self._planned = 0.0
         self._step_s = math.inf  # of a step without drafts
         self._skips = False
+        self._steps_before = 0  # verify steps that were counted before drafts were taken up
         self._link_free = 0.0  # when the bytes sent so far are through
         self._last_expected = 0.0
         self._last_answer = 0.0
@@ -157,12 +159,16 @@ class Pace:
         self._step_s = target.seconds(load.small_step)
         if not self.cost.is_known:
             return
-        tokens = self.acceptance.expected_tokens()
-        self.governor.decide(now, Forecast(load, tokens, target, self.cost, self._deadline_s))
-        self.acceptance.forget_over(1 if self.is_off else load.sequences)
         if self.is_off:
-            best = [float(count) for count in range(1, self._max_drafts + 2)]
-            optimistic = Forecast(load, best, target, self.cost, self._deadline_s)
+            self._steps_before = self.acceptance.num_steps
+        forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s)
+        all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
+        is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
+        optimistic = None if is_known else forecast(tokens=all_accepted)
+        self.governor.decide(now, forecast(tokens=self.acceptance.expected_tokens()), optimistic)
+        self.acceptance.forget_over(0 if self.is_off else load.sequences)
+        if self.is_off:
+            optimistic = optimistic or forecast(tokens=all_accepted)
             scouts = min(NUM_SCOUTS, load.sequences)
             drafts = self.governor.trial_drafts
             wait_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
