@@ -41,7 +41,8 @@ from draftwire.demo import PROMPTS
 from draftwire.processes import start_drafter, start_verifier
 from draftwire.security import ClientSecurity
 
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "models" / "demo"
 # Serving with drafts must never be slower than so many times serving without.
 LEAST_RATIO = 0.97
 # Of a random prompt, for a target without a tokenizer.
@@ -89,7 +90,8 @@ def main(json_path: Path | None, **given: Any) -> None:
                 console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
     _print(rows, console)
     if json_path is not None:
-        document = describe() | {"options": given, "rows": rows}
+        models = {name: given[name].removeprefix(f"{ROOT}/") for name in ("target", "head")}
+        document = describe() | {"options": given | models, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.exit(min(row["ratio"] for row in rows) < LEAST_RATIO)
 
