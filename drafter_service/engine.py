@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -22,12 +23,14 @@ from drafter_service.scheduler import Batch, Scheduler
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
+from drafter_service.step_ahead import StepAhead
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
 from draftwire.devices import upload
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.memory import measure_memory
+from draftwire.stream_hold import make_hold
 from draftwire.v1 import draft_pb2 as pb
 
 _WORKS = attrgetter("works")
@@ -57,10 +60,11 @@ class DraftEngine:
         self._cache = KVCache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
         self._loop = make_loop(head, self._cache, self._buffers, limits, dtype, device)
-        self._graphs = None
+        self._graphs = ahead = None
         if device.type == "cuda":
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
-        self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
+            ahead = StepAhead(self._loop, self._graphs, make_hold(device), device)
+        self._proposer = Proposer(self._loop, self._graphs, ahead, self._table, self._buffers)
 
     @property
     def load(self) -> Load:
@@ -100,6 +104,7 @@ class DraftEngine:
         torch.OutOfMemoryError
             When there is no memory for the draft logits that it asks for, or for what is captured for it.
         """
+        self.drop_ahead()
         self._keep_buffers(terms)
         if self._graphs is not None:
             try:
@@ -115,6 +120,7 @@ class DraftEngine:
         """Drops a session with all that it holds; nothing is delivered to it any more."""
         if session not in self._sessions:
             return
+        self.drop_ahead()
         for sequence_id in list(session.slots):
             self._scheduler.drop(session, sequence_id)
         session.works.clear()
@@ -177,6 +183,8 @@ class DraftEngine:
         began = time.monotonic()
         batch = self._scheduler.next_batch(self._sessions)
         needed, drafting, later = _plan(batch)
+        if needed or len(drafting) != 1:
+            self.drop_ahead()
         self._feed(needed)
         for mode, parts in drafting.items():
             self._draft(mode, parts, meanwhile)
@@ -191,6 +199,23 @@ class DraftEngine:
             _add_time(waiting, began)
             self._deliver(unanswered, set())
         self._scheduler.end_batch()
+
+    def launch_ahead(self) -> None:
+        """Has the device wait for a step like the last ones, where they were alike; when no step waits.
+
+        Until then, or until `drop_ahead`, which is due at `ahead_until`, nothing but this engine may wait for the
+        stream of the calling thread.
+        """
+        self._proposer.launch_ahead()
+
+    def drop_ahead(self) -> None:
+        """Has the device wait no longer."""
+        self._proposer.drop_ahead()
+
+    @property
+    def ahead_until(self) -> float:
+        """Monotonic time at which to call `drop_ahead`; infinite when the device does not wait."""
+        return self._proposer.ahead_until
 
     def _deliver(
         self, finished: list[tuple[Session, StepWork]], waiting: set[StepWork]
@@ -237,10 +262,10 @@ class DraftEngine:
 
     def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
-        tokens = self._load(parts, self._loop.state_rows)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
-        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
+        load = partial(self._load, parts, self._loop.state_rows)
+        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts), load)
         _finish_features(parts)
         for part in parts:
             part.announce()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -123,6 +125,7 @@ class EngineThread:
         make_current(self.engine.device)
         with torch.inference_mode():
             self._serve()
+            self.engine.drop_ahead()
 
     def _serve(self) -> None:
         try:
@@ -147,14 +150,13 @@ class EngineThread:
             has_work = self.engine.has_work
             if has_work and has_looked and not self._commands.has_more:
                 return True
-            if self._later and not has_work:
-                self.times.enter(Phase.ANSWER)
-                self._catch_up()
-            self.times.enter(Phase.DECODE if has_work else Phase.IDLE)
+            self.times.enter(Phase.DECODE)
             try:
-                command = self._commands.get(timeout=0 if has_work else None)
+                command = self._commands.get(timeout=0)
             except queue.Empty:
-                return True
+                if has_work:
+                    return True
+                command = self._wait()
             has_looked = True
             if command is None:
                 self._catch_up()
@@ -162,6 +164,19 @@ class EngineThread:
             self.times.enter(Phase.DECODE)
             command()
             del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
+
+    def _wait(self) -> Callable[[], None] | None:
+        """The next command; before that the device gets the next step, and the calls that could wait are made."""
+        self.times.enter(Phase.ANSWER)
+        self.engine.launch_ahead()
+        self._catch_up()
+        self.times.enter(Phase.IDLE)
+        while True:
+            until = self.engine.ahead_until
+            try:
+                return self._commands.get(None if until == math.inf else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self.engine.drop_ahead()
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
