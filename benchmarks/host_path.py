@@ -7,8 +7,8 @@ in microseconds:
 
 - busy: step after step;
 - waited: after the thread has looked for messages for `--wait-ms`, as it does while a pass runs;
-- rehearsed: the same, but shortly before the end it has gone through a step of another engine, as `draftwire.practice`
-  has it.
+- rehearsed: the same, but from shortly before the end on it goes through steps of another engine, as
+  `draftwire.practice` has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from drafter_service.rehearsal import Rehearsal as DraftersRehearsal
 from draftwire.cli.bench_options import Numbers
-from draftwire.practice import BEFORE_S, Rehearsal
+from draftwire.practice import BEFORE_S, Practice, Rehearsal
 from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
 
 
@@ -55,25 +55,22 @@ def main(sequences: Sequence[int], steps: int, wait_ms: float) -> None:
 
 def measure(path: Rehearsal, steps: int, wait_s: float = 0.0, other: Rehearsal | None = None) -> list[float]:
     """Median seconds of each part."""
+    practice = None if other is None else Practice(other, wait_s)
     taken = []
     for _ in range(steps):
         path.prepare()
-        _wait(wait_s - BEFORE_S)
-        began = time.monotonic()
-        if other is not None:
-            other.prepare()
-            other.run()
-        _wait(began + BEFORE_S - time.monotonic() if wait_s else 0.0)
-        taken.append(np.diff(path.run()))
+        _wait(time.monotonic() + wait_s, practice)
+        taken.append(np.diff([mark for mark in path.run() if mark is not None]))
     return [statistics.median(part) for part in zip(*taken[steps // 10 :], strict=True)]
 
 
-def _wait(seconds: float) -> None:
-    """Looks for messages, of which there are none."""
-    end = time.monotonic() + seconds
+def _wait(end: float, practice: Practice | None) -> None:
+    """Looks for messages, of which there are none, up to a monotonic time."""
     with select.epoll() as poll:
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end:
             poll.poll(0)
+            if practice is not None and now >= end - BEFORE_S:
+                practice.go_on()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
-from draftwire.practice import MOST_SEQUENCES, rehearse_with
+from draftwire.practice import rehearse_with
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,6 @@ class EngineThread:
         self.times.enter(Phase.COMPUTE)
         try:
             self.engine.iterate(self._catch_up)
-            self._commands.practises = self.engine.load.sequences <= MOST_SEQUENCES
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says

@@ -81,12 +81,12 @@ class Proposer:
         if self._graphs is not None:
             shape = self._graphs.shape_for(mode, count, num_rows, most)
         if self._ahead is not None and shape is not None:
-            self._ahead.run(shape, partial(self._fill, shape, rows, load))
+            self._ahead.run(shape, load, partial(self._fill, shape, rows))
         else:
             if self._ahead is not None:
                 self._ahead.free_inputs()
             shape = LoopShape(mode, count, num_rows, int(rows.counts.max()), most)
-            self._fill(shape, rows, load)
+            self._fill(shape, rows, load())
             self._loop.run(shape)
         logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
         return Launched(count, most, logits)
@@ -114,8 +114,8 @@ class Proposer:
         """Monotonic time at which it is to be given up; infinite when there is none."""
         return math.inf if self._ahead is None else self._ahead.until
 
-    def _fill(self, shape: LoopShape, rows: DraftRows, load: Callable[[], np.ndarray]) -> None:
-        """Sets the inputs of the step and its states."""
+    def _fill(self, shape: LoopShape, rows: DraftRows, tokens: np.ndarray) -> None:
+        """Sets the inputs of the step."""
         table = self._table
         first_places = rows.first_rows - table.first_row[rows.slots]
         width = table.blocks.shape[1]
@@ -123,7 +123,7 @@ class Proposer:
         fill(
             self._loop.inputs.host(shape.num_sequences, shape.num_rows),
             counts=rows.counts,
-            tokens=load(),
+            tokens=tokens,
             proposal_keys=table.proposal_key[rows.slots],
             first_positions=rows.first_rows,
             first_places=first_places,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -103,19 +104,19 @@ class Rehearsal:
         self._first_row += _ROWS
         self._message = pb.DraftRequest(step=step).SerializeToString()
 
-    def run(self) -> list[float]:
-        """Takes the message. Monotonic times of the begin and of the end of each part."""
-        marks = [time.monotonic()]
+    def run(self) -> Iterator[float | None]:
+        """Takes the message. Yields monotonic times: of the begin, and of the end of each part."""
+        yield time.monotonic()
         request = pb.DraftRequest.FromString(self._message)
-        marks.append(time.monotonic())
+        yield time.monotonic()
         step = self._decoder.decode(request)
-        marks.append(time.monotonic())
+        yield time.monotonic()
         self._engine.submit(self._session, step)
         self._engine.iterate()
-        marks += [*self._launched, time.monotonic()]
+        ended = time.monotonic()
+        yield from (*self._launched, ended)
         self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
-        marks.append(time.monotonic())
-        return marks
+        yield time.monotonic()
 
 
 class _IdleLoop(DraftLoop):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from drafter_service.draft_loop import DraftLoop, LoopShape
@@ -37,7 +38,7 @@ class StepAhead:
         self._graphs = graphs
         self._hold = hold
         self._device = device
-        # Brings the rows of a step that waits. On the CPU, where tests stand in for a device, there are no streams.
+        # Brings the states, also while a step waits. On the CPU, where tests stand in for a device, are no streams.
         self._beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._waiting: LoopShape | None = None
         self._last: LoopShape | None = None
@@ -58,17 +59,21 @@ class StepAhead:
             raise
         self._waiting, self.until = shape, time.monotonic() + PATIENCE_S
 
-    def run(self, shape: LoopShape, fill: Callable[[], object]) -> None:
-        """Has a step computed. `fill` writes its inputs and, by what it launches on the current stream, its states."""
+    def run(self, shape: LoopShape, load: Callable[[], np.ndarray], fill: Callable[[np.ndarray], None]) -> None:
+        """Has a step computed. `load` copies its states to where they are read, on the current stream, and returns its
+        tokens; `fill` writes these and its other inputs."""
         has_begun = False
-        if self._hold is not None and self._waiting == shape:
-            with torch.cuda.stream(self._beside):
-                has_begun = self._hold.release(fill, self._beside)
-            self._waiting, self.until = None, math.inf
-            self._is_dropped = not has_begun
+        with torch.cuda.stream(self._beside):
+            tokens = load()
+            if self._hold is not None and self._waiting == shape:
+                has_begun = self._hold.release(partial(fill, tokens), self._beside)
+                self._waiting, self.until = None, math.inf
+                self._is_dropped = not has_begun
         if not has_begun:
             self.free_inputs()
-            fill()
+            if self._beside is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._beside)
+            fill(tokens)
             self._graphs.replay(shape)
         self._is_even, self._last = shape == self._last, shape
 

@@ -25,9 +25,7 @@ class Mailbox(Generic[T]):
 
     def __init__(self, awake_s: float = 0.0, rehearsal: Rehearsal | None = None) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it; where messages come at an even pace it goes through `rehearsal` before each, as long as
-        it `practises`."""
-        self.practises = True
+        nobody has to wake it; where messages come at an even pace it goes through `rehearsal` before each."""
         self._awake_s = awake_s
         self._practice = Practice(rehearsal, awake_s)
         self._awake_until = 0.0
@@ -73,8 +71,8 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            if self.practises and self._practice.is_due(now) and (left is None or left > BEFORE_S):
-                self._practice.go()
+            if self._practice.is_due(now) and (left is None or left > BEFORE_S):
+                self._practice.go_on()
                 continue
             if now >= self._awake_until:
                 self._note_bell(self._poll.poll(left))

@@ -1,24 +1,23 @@
 """Keeps a thread's code at its processor's hand while it waits.
 
-A thread that has looked for messages for some milliseconds takes about two to four times as long for what it does then
-as one that has just done it: the processor has neither the code nor its data near any more. So shortly before something
-is due the engines' threads go through it on a stand-in. `python -m benchmarks.host_path` shows both.
+A thread that has looked for messages for a millisecond takes two to four times as long for what it does then as one
+that has just done it: the processor has neither the code nor its data near any more. So shortly before something is due
+the engines' threads go through it on a stand-in, again and again, in pieces between which they look whether it has
+come. `python -m benchmarks.host_path` shows the difference.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# It begins so long before something is due; it takes a third of that to a half, seldom more.
-BEFORE_S = 1.2e-3
-# Before a step of more sequences it is not gone through: most of what that takes goes sequence after sequence, and with
-# 32 of them the rehearsal of one gained nothing.
-MOST_SEQUENCES = 4
+# It begins so long before something is due, and ends so long after that, should it not come.
+BEFORE_S, AFTER_S = 1.2e-3, 1.8e-3
+_NO_PIECE = object()
 
 
 class Rehearsal(Protocol):
@@ -27,8 +26,9 @@ class Rehearsal(Protocol):
     def prepare(self) -> None:
         """Makes what `run` takes."""
 
-    def run(self) -> list[float]:
-        """Does what the engine's thread does with it. Monotonic times of the begin and of the end of each part."""
+    def run(self) -> Iterator[float | None]:
+        """Does what the engine's thread does with it, piece by piece. Yields monotonic times: of the begin, and of the
+        end of each part; None after pieces that are of no part."""
 
 
 def rehearse_with(make: Callable[[], Rehearsal]) -> Rehearsal | None:
@@ -37,7 +37,8 @@ def rehearse_with(make: Callable[[], Rehearsal]) -> Rehearsal | None:
     try:
         rehearsal = make()
         rehearsal.prepare()
-        rehearsal.run()
+        for _ in rehearsal.run():
+            pass
     except Exception as error:
         logger.warning("there are no rehearsals: %s", error)
         return None
@@ -50,13 +51,14 @@ class Practice:
     Attributes
     ----------
     due
-        Monotonic time at which to go through it; infinite when none is due before the next event.
+        Monotonic time from which on to go through it; infinite when nothing is expected.
     """
 
     def __init__(self, rehearsal: Rehearsal | None, longest_s: float) -> None:
         """No event is expected after more than `longest_s`; without a rehearsal none is at all."""
         self._rehearsal = rehearsal
         self._longest_s = longest_s if rehearsal is not None else 0.0
+        self._pieces: Iterator[float | None] = iter(())
         self._last = -math.inf
         self._period = math.inf
         self.due = math.inf
@@ -69,16 +71,16 @@ class Practice:
         self.due = now + period - BEFORE_S if is_even and BEFORE_S < period <= self._longest_s else math.inf
 
     def is_due(self, now: float) -> bool:
-        """Whether to go through it now; not any more when the event may come before it has been done."""
-        return self.due <= now < self.due + BEFORE_S / 4
+        """Whether to go on with it."""
+        return self.due <= now < self.due + BEFORE_S + AFTER_S
 
-    def go(self) -> None:
-        """Goes through it. A rehearsal that fails is the last one: nobody waits for it."""
-        self.due = math.inf
+    def go_on(self) -> None:
+        """Goes through the next piece. A rehearsal that fails is the last one: nobody waits for it."""
+        rehearsal = self._rehearsal
         try:
-            if self._rehearsal is not None:
-                self._rehearsal.prepare()
-                self._rehearsal.run()
+            if rehearsal is not None and next(self._pieces, _NO_PIECE) is _NO_PIECE:
+                rehearsal.prepare()
+                self._pieces = rehearsal.run()
         except Exception:
             logger.exception("there are no rehearsals any more")
-            self._rehearsal, self._longest_s = None, 0.0
+            self._rehearsal, self._longest_s, self.due = None, 0.0, math.inf

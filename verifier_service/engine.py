@@ -20,7 +20,7 @@ from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
-from draftwire.practice import MOST_SEQUENCES, Practice, rehearse_with
+from draftwire.practice import Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer, DraftSession
@@ -580,12 +580,17 @@ class Engine:
 
     def _practise(self, flight: Flight) -> None:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
-        if not flight.has_drafts or len(flight.works) > MOST_SEQUENCES:
+        practice = self._practice
+        if not flight.has_drafts:
             return
-        while time.monotonic() < self._practice.due < math.inf and not flight.is_done:
-            time.sleep(LOOK_EVERY_S)
-        if self._practice.is_due(time.monotonic()) and not flight.is_done:
-            self._practice.go()
+        while not flight.is_done:
+            now = time.monotonic()
+            if practice.is_due(now):
+                practice.go_on()
+            elif now < practice.due < math.inf:
+                time.sleep(LOOK_EVERY_S)
+            else:
+                return
 
     def _forward(self, works: Sequence[Work]) -> StepOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""

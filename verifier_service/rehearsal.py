@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,33 +86,35 @@ class Rehearsal:
         emitted = torch.full((len(works),), len(_EMITTED))
         self._drafting.take_ahead(self._drafting.begin_features(works, emitted, self._stores))
 
-    def run(self) -> list[float]:
-        """Draws the tokens. Monotonic times of the begin and of the end of each part, the drafter's left out."""
-        marks = [time.monotonic()]
+    def run(self) -> Iterator[float | None]:
+        """Draws the tokens. Yields monotonic times: of the begin, and of the end of each part; None after what is left
+        out of these times: what happens while the drafter drafts, and its answer."""
+        yield time.monotonic()
         for request in self._requests:
             piece = request.output.take(_EMITTED, request.max_length - len(request.tokens))
             request.tokens += piece.token_ids
             request.num_computed += len(_EMITTED)
-        marks.append(time.monotonic())
+        yield time.monotonic()
         self._drafting.flush(self._requests, self._stores, watches=False)
-        marks.append(time.monotonic())
+        sent = time.monotonic()
+        yield sent
         expected = ExpectedStep([(request, _DRAFTS) for request in self._requests])
         computed: Any = None
         expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
         awaited = self._drafting.gate.awaited_answer()
         assert awaited is not None
         expected.foresee(awaited.requests, awaited.num_drafts)
+        yield None
         self._answer()
-        skipped = time.monotonic() - marks[-1]
-        marks = [mark + skipped for mark in marks]
+        yield None
+        skipped = time.monotonic() - sent
         answers = self._read()
-        marks.append(time.monotonic())
+        yield time.monotonic() - skipped
         tokens = read_ahead(answers[0].drafts, awaited, _VOCAB)
         assert tokens is not None
         expected.begin_with(tokens)
-        marks.append(time.monotonic())
+        yield time.monotonic() - skipped
         self._take(answers)
-        return marks
 
     def _answer(self) -> None:
         """The drafter's."""

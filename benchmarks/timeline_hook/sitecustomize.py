@@ -87,7 +87,7 @@ class Finder(importlib.abc.MetaPathFinder):
             load(module)
             if fullname == PRACTICE:
                 one: Any = module
-                one.Practice.go = self._recorder.leave_out(one.Practice.go)
+                one.Practice.go_on = self._recorder.leave_out(one.Practice.go_on)
                 one.rehearse_with = self._recorder.leave_out(one.rehearse_with)
             for name in CALLS.get(fullname, ()):
                 owner, method = name.split(".")

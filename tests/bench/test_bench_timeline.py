@@ -53,10 +53,11 @@ def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path):
         from drafter_service.rehearsal import Rehearsal
         rehearsal = rehearse_with(Rehearsal)
         practice = Practice(rehearsal, 1.0)
-        for _ in range(3):
-            practice.go()
-        rehearsal.prepare()
-        rehearsal.run()
+        for _ in range(30):
+            practice.go_on()
+        other = Rehearsal()
+        other.prepare()
+        list(other.run())
         """
     path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
     env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(tmp_path)}
