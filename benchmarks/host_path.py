@@ -26,7 +26,7 @@ from rich.table import Table
 
 from drafter_service.rehearsal import Rehearsal as DraftersRehearsal
 from draftwire.cli.bench_options import Numbers
-from draftwire.practice import BEFORE_S, Practice, Rehearsal
+from draftwire.practice import BEFORE_S, QUIET_S, Practice, Rehearsal
 from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
 
 
@@ -69,7 +69,7 @@ def _wait(end: float, practice: Practice | None) -> None:
     with select.epoll() as poll:
         while (now := time.monotonic()) < end:
             poll.poll(0)
-            if practice is not None and now >= end - BEFORE_S:
+            if practice is not None and end - BEFORE_S <= now < end - QUIET_S:
                 practice.go_on()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -23,17 +22,18 @@ from drafter_service.scheduler import Batch, Scheduler
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
-from drafter_service.step_ahead import StepAhead
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
 from draftwire.devices import upload
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.memory import measure_memory
-from draftwire.stream_hold import make_hold
 from draftwire.v1 import draft_pb2 as pb
 
 _WORKS = attrgetter("works")
+
+
+def _nothing() -> None: ...
 
 
 class DraftEngine:
@@ -60,11 +60,10 @@ class DraftEngine:
         self._cache = KVCache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
         self._loop = make_loop(head, self._cache, self._buffers, limits, dtype, device)
-        self._graphs = ahead = None
+        self._graphs = None
         if device.type == "cuda":
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
-            ahead = StepAhead(self._loop, self._graphs, make_hold(device), device)
-        self._proposer = Proposer(self._loop, self._graphs, ahead, self._table, self._buffers)
+        self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
 
     @property
     def load(self) -> Load:
@@ -104,7 +103,6 @@ class DraftEngine:
         torch.OutOfMemoryError
             When there is no memory for the draft logits that it asks for, or for what is captured for it.
         """
-        self.drop_ahead()
         self._keep_buffers(terms)
         if self._graphs is not None:
             try:
@@ -120,7 +118,6 @@ class DraftEngine:
         """Drops a session with all that it holds; nothing is delivered to it any more."""
         if session not in self._sessions:
             return
-        self.drop_ahead()
         for sequence_id in list(session.slots):
             self._scheduler.drop(session, sequence_id)
         session.works.clear()
@@ -172,22 +169,20 @@ class DraftEngine:
         self.iterate()
         self.close_session(session)
 
-    def iterate(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def iterate(self, meanwhile: Callable[[], None] = _nothing, before_drafts: Callable[[], None] = _nothing) -> None:
         """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
         Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
-        is called while the device computes.
+        is called while the device computes, and then `before_drafts` where it is drafts that are waited for.
 
         To be called in torch's inference mode, which costs too much to enter for each batch.
         """
         began = time.monotonic()
         batch = self._scheduler.next_batch(self._sessions)
         needed, drafting, later = _plan(batch)
-        if needed or len(drafting) != 1:
-            self.drop_ahead()
         self._feed(needed)
         for mode, parts in drafting.items():
-            self._draft(mode, parts, meanwhile)
+            self._draft(mode, parts, meanwhile, before_drafts)
         if not drafting:
             meanwhile()
         _add_time({rows.work for _, rows in batch.rows}, began)
@@ -199,23 +194,6 @@ class DraftEngine:
             _add_time(waiting, began)
             self._deliver(unanswered, set())
         self._scheduler.end_batch()
-
-    def launch_ahead(self) -> None:
-        """Has the device wait for a step like the last ones, where they were alike; when no step waits.
-
-        Until then, or until `drop_ahead`, which is due at `ahead_until`, nothing but this engine may wait for the
-        stream of the calling thread.
-        """
-        self._proposer.launch_ahead()
-
-    def drop_ahead(self) -> None:
-        """Has the device wait no longer."""
-        self._proposer.drop_ahead()
-
-    @property
-    def ahead_until(self) -> float:
-        """Monotonic time at which to call `drop_ahead`; infinite when the device does not wait."""
-        return self._proposer.ahead_until
 
     def _deliver(
         self, finished: list[tuple[Session, StepWork]], waiting: set[StepWork]
@@ -260,22 +238,29 @@ class DraftEngine:
         self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
         self._loop.keep_blocks(given_slots, blocks)
 
-    def _draft(self, mode: SamplingMode, parts: list[StepRows], meanwhile: Callable[[], None]) -> None:
+    def _draft(
+        self,
+        mode: SamplingMode,
+        parts: list[StepRows],
+        meanwhile: Callable[[], None],
+        before_drafts: Callable[[], None],
+    ) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
+        tokens = self._load(parts, self._loop.state_rows)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
-        load = partial(self._load, parts, self._loop.state_rows)
-        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts), load)
+        launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
         _finish_features(parts)
         for part in parts:
             part.announce()
         self._table.reserve_ahead(slots, num_drafts)
         meanwhile()
+        before_drafts()
         proposal = self._proposer.take(launched)
         begin = 0
         for part in parts:
             end = begin + len(part.counts)
-            _add_drafts(part, proposal.part(begin, end))
+            add_drafts(part, proposal.part(begin, end))
             begin = end
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:
@@ -342,7 +327,7 @@ def _joined(parts: list[StepRows], name: str) -> np.ndarray:
     return column if len(parts) == 1 else np.concatenate([getattr(part, name) for part in parts])
 
 
-def _add_drafts(part: StepRows, proposal: Proposal) -> None:
+def add_drafts(part: StepRows, proposal: Proposal) -> None:
     """Answers the sequences of a step with their drafts."""
     tokens, is_draft, logits = proposal
     part.work.answer.add_drafts(is_draft.sum(1), tokens[is_draft])

@@ -18,12 +18,12 @@ from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
-from drafter_service.rehearsal import Rehearsal
+from drafter_service.rehearsal import AnswerRehearsal, Rehearsal
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
-from draftwire.practice import rehearse_with
+from draftwire.practice import Practice, rehearse_with
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class EngineThread:
         awake = awake_s(engine.device)
         rehearsal = rehearse_with(Rehearsal) if awake else None
         self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal)
+        self._practice = Practice(rehearse_with(AnswerRehearsal) if awake else None, awake)  # before drafts
+        self._drafting_since = -math.inf  # monotonic time; and for how long the device drafted last
+        self._drafted_s = math.inf
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -116,6 +119,8 @@ class EngineThread:
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
 
     def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
+        if self._drafting_since > -math.inf:
+            self._drafted_s, self._drafting_since = time.monotonic() - self._drafting_since, -math.inf
         phase = self.times.phase
         self.times.enter(Phase.ANSWER)
         deliver(answer)
@@ -125,7 +130,6 @@ class EngineThread:
         make_current(self.engine.device)
         with torch.inference_mode():
             self._serve()
-            self.engine.drop_ahead()
 
     def _serve(self) -> None:
         try:
@@ -150,13 +154,14 @@ class EngineThread:
             has_work = self.engine.has_work
             if has_work and has_looked and not self._commands.has_more:
                 return True
-            self.times.enter(Phase.DECODE)
+            if self._later and not has_work:
+                self.times.enter(Phase.ANSWER)
+                self._catch_up()
+            self.times.enter(Phase.DECODE if has_work else Phase.IDLE)
             try:
-                command = self._commands.get(timeout=0)
+                command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
-                if has_work:
-                    return True
-                command = self._wait()
+                return True
             has_looked = True
             if command is None:
                 self._catch_up()
@@ -165,23 +170,10 @@ class EngineThread:
             command()
             del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
 
-    def _wait(self) -> Callable[[], None] | None:
-        """The next command; before that the device gets the next step, and the calls that could wait are made."""
-        self.times.enter(Phase.ANSWER)
-        self.engine.launch_ahead()
-        self._catch_up()
-        self.times.enter(Phase.IDLE)
-        while True:
-            until = self.engine.ahead_until
-            try:
-                return self._commands.get(None if until == math.inf else max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                self.engine.drop_ahead()
-
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
         try:
-            self.engine.iterate(self._catch_up)
+            self.engine.iterate(self._catch_up, self._practise)
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
@@ -189,6 +181,12 @@ class EngineThread:
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()
+
+    def _practise(self) -> None:
+        """While the device drafts: goes through what follows, until shortly before the drafts are due."""
+        self._drafting_since = now = time.monotonic()
+        self._practice.expect(now + self._drafted_s, now)
+        self._practice.wait(lambda: False)
 
     def _catch_up(self) -> None:
         """Makes the calls that could wait."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +13,20 @@ from drafter_service.loop_graphs import LoopGraphs
 from drafter_service.loop_inputs import fill
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence_table import SequenceTable
-from drafter_service.step_ahead import StepAhead
 from draftwire.kv_cache import BLOCK_SIZE
 
 
 class DraftRows(NamedTuple):
-    """Rows of S sequences that want drafts after them; room for their speculative rows is reserved."""
+    """Rows of S sequences that want drafts after them; room for their speculative rows is reserved.
+
+    Their states are in the loop's.
+    """
 
     slots: np.ndarray  # int64 [S]
     first_rows: np.ndarray  # int64 [S], position of the first row
     counts: np.ndarray  # int64 [S], rows
     num_drafts: np.ndarray  # int64 [S], at least 1
+    tokens: np.ndarray  # int32 [T], sequence after sequence
 
 
 class Proposal(NamedTuple):
@@ -56,37 +56,30 @@ class Proposer:
         self,
         loop: DraftLoop,
         graphs: LoopGraphs | None,
-        ahead: StepAhead | None,
         table: SequenceTable,
         buffers: LogitsBuffers,
     ) -> None:
-        """`graphs`, and `ahead`, which runs them, are None where there are none, and every step is run anew."""
+        """`graphs` are None where there are none, and every step is run anew."""
         self._loop = loop
         self._graphs = graphs
-        self._ahead = ahead
         self._table = table
         self._buffers = buffers
         self._new_blocks = np.arange(loop.inputs.num_new_blocks)
         self._drafts = loop.drafts.numpy()
 
-    def launch(self, mode: SamplingMode, rows: DraftRows, load: Callable[[], np.ndarray]) -> Launched:
+    def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
         """Drafts for rows of sessions of one mode. Does not wait for the device; `take` must be called before the next
-        launch.
-
-        `load` has the states of the rows copied to the loop's, on the current stream, and returns their tokens, int32
-        [T], sequence after sequence.
-        """
-        count, num_rows, most = len(rows.slots), int(rows.counts.sum()), max(rows.num_drafts.tolist())
+        launch."""
+        count, num_rows, most = len(rows.slots), len(rows.tokens), max(rows.num_drafts.tolist())
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_for(mode, count, num_rows, most)
-        if self._ahead is not None and shape is not None:
-            self._ahead.run(shape, load, partial(self._fill, shape, rows))
+        if self._graphs is not None and shape is not None:
+            self._fill(shape, rows)
+            self._graphs.replay(shape)
         else:
-            if self._ahead is not None:
-                self._ahead.free_inputs()
             shape = LoopShape(mode, count, num_rows, int(rows.counts.max()), most)
-            self._fill(shape, rows, load())
+            self._fill(shape, rows)
             self._loop.run(shape)
         logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
         return Launched(count, most, logits)
@@ -99,22 +92,7 @@ class Proposer:
         tokens = self._drafts[: launched.num_sequences, : launched.num_drafts]
         return Proposal(tokens, tokens >= 0, launched.logits)
 
-    def launch_ahead(self) -> None:
-        """Launches a step like the last two, which begins when it is asked for; where that can be."""
-        if self._ahead is not None:
-            self._ahead.launch()
-
-    def drop_ahead(self) -> None:
-        """Gives it up; to be called before anything but a step's launch that uses the device or may wait for it."""
-        if self._ahead is not None:
-            self._ahead.drop()
-
-    @property
-    def ahead_until(self) -> float:
-        """Monotonic time at which it is to be given up; infinite when there is none."""
-        return math.inf if self._ahead is None else self._ahead.until
-
-    def _fill(self, shape: LoopShape, rows: DraftRows, tokens: np.ndarray) -> None:
+    def _fill(self, shape: LoopShape, rows: DraftRows) -> None:
         """Sets the inputs of the step."""
         table = self._table
         first_places = rows.first_rows - table.first_row[rows.slots]
@@ -123,7 +101,7 @@ class Proposer:
         fill(
             self._loop.inputs.host(shape.num_sequences, shape.num_rows),
             counts=rows.counts,
-            tokens=tokens,
+            tokens=rows.tokens,
             proposal_keys=table.proposal_key[rows.slots],
             first_positions=rows.first_rows,
             first_places=first_places,

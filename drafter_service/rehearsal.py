@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from drafter_service.answer import Load
 from drafter_service.draft_loop import DraftLoop, LoopShape
-from drafter_service.engine import DraftEngine
+from drafter_service.engine import DraftEngine, add_drafts
 from drafter_service.heads.spec import Head, HeadSpec
 from drafter_service.limits import EngineLimits
+from drafter_service.proposer import Proposal
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.session import SessionTerms
+from drafter_service.step import Step
 from drafter_service.step_decoder import StepDecoder
-from draftwire.carriers import TensorReceiver, TensorSender
+from drafter_service.step_work import StepRows, StepWork
+from draftwire.carriers import Incoming, Lane, TensorReceiver, TensorSender
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.kv_cache import KVCache, RaggedBatch
 from draftwire.tensors import encode_ids
+from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 _CPU = torch.device("cpu")
@@ -117,6 +124,43 @@ class Rehearsal:
         yield from (*self._launched, ended)
         self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
         yield time.monotonic()
+
+
+class AnswerRehearsal:
+    """What follows a step's drafts, of one sequence, until they have been sent. Nothing leaves it."""
+
+    def __init__(self) -> None:
+        self._sender = TensorSender(_CPU)
+        self._traffic = Traffic()
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lane, self._verifier = Lane(own), Lane(theirs)
+        self._tokens = np.ones((1, _DRAFTS), np.int32)
+        one = np.ones(1, np.int64)
+        no_features = Incoming(torch.empty(_ROWS, _SPEC.hidden_size), _CPU)
+        tokens = np.ones(_ROWS, np.int32)
+        self._step = Step(1, [], [], [1], 0 * one, _ROWS * one, _DRAFTS * one, tokens, no_features, is_fused=True)
+
+    def prepare(self) -> None:
+        """Begins the answer."""
+        one = np.ones(1, np.int64)
+        work = StepWork(self._step)
+        self._rows = StepRows(work, 0 * one, 0 * one, 0 * one, _ROWS * one, _ROWS * one, _DRAFTS * one, _ROWS)
+        self._rows.announce()
+
+    def run(self) -> Iterator[float | None]:
+        """Takes the drafts. Yields None after each piece."""
+        add_drafts(self._rows, Proposal(self._tokens, self._tokens >= 0, []))
+        yield None
+        answer = self._rows.work.answer
+        answer.load = Load(1, 1, 0.0)
+        answer.begin_sending(self._sender, self._traffic)
+        response = answer.encode(1)
+        yield None
+        message = response.SerializeToString()
+        self._lane.send(message)
+        self._traffic.count_message("direct", "sent", response, len(message))
+        yield None
+        self._verifier.receive()
 
 
 class _IdleLoop(DraftLoop):

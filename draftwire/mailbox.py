@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from draftwire.practice import BEFORE_S, Practice, Rehearsal
+from draftwire.practice import QUIET_S, Practice, Rehearsal
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            if self._practice.is_due(now) and (left is None or left > BEFORE_S):
+            if self._practice.is_due(now) and (left is None or left > QUIET_S):
                 self._practice.go_on()
                 continue
             if now >= self._awake_until:

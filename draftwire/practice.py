@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# It begins so long before something is due, and ends so long after that, should it not come.
-BEFORE_S, AFTER_S = 1.2e-3, 1.8e-3
+# It begins so long before something is due, and ends a moment before it, lest that comes in the middle of a piece.
+BEFORE_S, QUIET_S = 1.2e-3, 0.15e-3
+LOOK_EVERY_S = 50e-6  # whether it has come, before that
 _NO_PIECE = object()
 
 
@@ -67,12 +69,26 @@ class Practice:
         """An event came. If the last ones were evenly apart, so is the next expected to be."""
         period, last_period = now - self._last, self._period
         self._last, self._period = now, period
-        is_even = abs(period - last_period) < BEFORE_S / 2
-        self.due = now + period - BEFORE_S if is_even and BEFORE_S < period <= self._longest_s else math.inf
+        self.expect(now + period if abs(period - last_period) < BEFORE_S / 2 and period > BEFORE_S else math.inf, now)
+
+    def expect(self, when: float, now: float) -> None:
+        """The next event is to come at that time."""
+        self.due = when - BEFORE_S if when - now <= self._longest_s else math.inf
 
     def is_due(self, now: float) -> bool:
         """Whether to go on with it."""
-        return self.due <= now < self.due + BEFORE_S + AFTER_S
+        return self.due <= now < self.due + BEFORE_S - QUIET_S
+
+    def wait(self, has_come: Callable[[], bool]) -> None:
+        """Goes through it until a moment before what is expected is due, or that has come; at once where nothing is."""
+        while not has_come():
+            now = time.monotonic()
+            if self.is_due(now):
+                self.go_on()
+            elif now < self.due < math.inf:
+                time.sleep(LOOK_EVERY_S)
+            else:
+                return
 
     def go_on(self) -> None:
         """Goes through the next piece. A rehearsal that fails is the last one: nobody waits for it."""

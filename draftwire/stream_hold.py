@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from draftwire.carriers.cuda_segment import cuda_driver
-from draftwire.carriers.segment import SegmentError
-
-logger = logging.getLogger(__name__)
 
 # A stream that was held for so long goes on by itself: the thread that is to release it may wait for the device.
 MOST_HELD_S = 0.5
 _LOOK_EVERY_S = 0.1
 
-
-class Words(Protocol):
-    """The part of `CudaDriver` that makes streams wait."""
-
-    def wait_for_value(self, stream: int, address: int, value: int) -> None:
-        """Has what is launched next on a stream wait until the uint32 at `address` is `value`."""
-
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        """Writes it once what has been launched on a stream is done."""
+WaitForValue = Callable[[int, int, int], None]  # stream, address, value
 
 
 class StreamHold:
@@ -41,16 +28,16 @@ class StreamHold:
     Source: CUDA Driver API, "Stream Memory Operations".
     """
 
-    def __init__(self, device: torch.device, driver: Words | None = None) -> None:
-        """`driver` stands for that of this process.
+    def __init__(self, device: torch.device, wait_for_value: WaitForValue | None = None) -> None:
+        """`wait_for_value` stands for the driver's function, for tests.
 
         Raises
         ------
         SegmentError
-            When there is none.
+            When the driver has none.
         """
         self._device = device
-        self._driver = driver or cuda_driver()
+        self._wait_for_value = wait_for_value or cuda_driver().wait_for_value
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._view = self._word.numpy().view(np.uint32)
         self._value = 0
@@ -67,21 +54,17 @@ class StreamHold:
         with self._lock:
             assert self._since is None
             self._value = (self._value + 1) % 2**32
-            self._driver.wait_for_value(stream, self._word.data_ptr(), self._value)
+            self._wait_for_value(stream, self._word.data_ptr(), self._value)
             self._since = time.monotonic()
 
-    def release(self, fill: Callable[[], object], behind: torch.cuda.Stream | None = None) -> bool:
-        """Lets the stream go on once `fill` has written what it waits for and another stream, `behind`, has done what
-        was launched there; False when the guard has done so before, and what was computed is of no use."""
+    def release(self, fill: Callable[[], object]) -> bool:
+        """Lets the stream go on once `fill` has written what it waits for; False when the guard has done so before, and
+        what was computed is of no use."""
         with self._lock:
             if self._since is None:
                 return False
             fill()
-            if behind is None:
-                self._go_on()
-            else:
-                self._driver.write_value(behind.cuda_stream, self._word.data_ptr(), self._value)
-                self._since = None
+            self._go_on()
             return True
 
     def _go_on(self) -> None:
@@ -94,15 +77,3 @@ class StreamHold:
             with self._lock:
                 if self._since is not None and time.monotonic() - self._since > MOST_HELD_S:
                     self._go_on()
-
-
-def make_hold(device: torch.device) -> StreamHold | None:
-    """One that has been tried; None where the driver has none."""
-    try:
-        hold = StreamHold(device)
-        hold.stop()
-        hold.release(lambda: None)
-    except SegmentError as error:
-        logger.info("nothing is launched ahead of its inputs: %s", error)
-        return None
-    return hold

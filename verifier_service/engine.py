@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -36,7 +35,7 @@ from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.pacing import Profile
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
-from verifier_service.rehearsal import Rehearsal
+from verifier_service.rehearsal import AnswerRehearsal, Rehearsal
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn, TokenSampler
@@ -169,9 +168,10 @@ class Engine:
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         awake = awake_s(target.device)
-        rehearsal = rehearse_with(Rehearsal) if awake and config.num_speculative_tokens else None
-        self._events: Mailbox[_Event | None] = Mailbox(awake)
-        self._practice = Practice(rehearsal, awake)  # before the tokens of steps that drafters wait for
+        practises = awake > 0 and config.num_speculative_tokens > 0
+        self._events: Mailbox[_Event | None] = Mailbox(awake, rehearse_with(AnswerRehearsal) if practises else None)
+        # Before the tokens of steps that drafters wait for.
+        self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
         self._emitted: list[Emission] = []  # by the step that has landed last, if they are nowhere else yet
         self._uncounted: list[Emission] = []
         self._has_told = False  # the drafters of all that has happened
@@ -580,17 +580,8 @@ class Engine:
 
     def _practise(self, flight: Flight) -> None:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
-        practice = self._practice
-        if not flight.has_drafts:
-            return
-        while not flight.is_done:
-            now = time.monotonic()
-            if practice.is_due(now):
-                practice.go_on()
-            elif now < practice.due < math.inf:
-                time.sleep(LOOK_EVERY_S)
-            else:
-                return
+        if flight.has_drafts:
+            self._practice.wait(lambda: flight.is_done)
 
     def _forward(self, works: Sequence[Work]) -> StepOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""

@@ -20,6 +20,7 @@ from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
 from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Connected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.expected_step import ExpectedStep
@@ -136,6 +137,39 @@ class Rehearsal:
     def _take(self, answers: list[Answered]) -> None:
         for answer in answers:
             self._drafting.handle(answer)
+
+
+class AnswerRehearsal:
+    """From a drafter's answer to the begin of the step that waits for it, of one request. Nothing leaves it."""
+
+    def __init__(self) -> None:
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._drafter, self._stream = Lane(theirs), _stream(Lane(own))
+        self._request = _request(0)
+        self._awaited = AwaitedAnswer(self._stream, 1, [1], [_DRAFTS], [self._request])
+        drafts = draft_pb2.Drafts(step_id=1, sequence_ids=[1], num_drafts=[_DRAFTS])
+        encode_ids([1] * _DRAFTS, drafts.tokens)
+        self._answer = draft_pb2.DraftResponse(drafts=drafts).SerializeToString()
+
+    def prepare(self) -> None:
+        """Launches the step, and has its drafts asked for and answered."""
+        self._expected = ExpectedStep([(self._request, _DRAFTS)])
+        computed: Any = None
+        self._expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
+        self._expected.foresee(self._awaited.requests, self._awaited.num_drafts)
+        self._stream.count_received()
+        self._stream.send(draft_pb2.DraftStep(step_id=1))
+        self._drafter.receive()
+        self._drafter.send(self._answer)
+
+    def run(self) -> Iterator[float | None]:
+        """Takes the answer. Yields None after each piece."""
+        (answer,) = [event for event in self._stream.read_lane() or () if isinstance(event, Answered)]
+        yield None
+        tokens = read_ahead(answer.drafts, self._awaited, _VOCAB)
+        assert tokens is not None
+        self._expected.begin_with(tokens)
+        yield None
 
 
 def _stream(lane: Lane) -> Stream:

@@ -16,9 +16,10 @@ from rich.progress import track
 from torch import Tensor
 
 from draftwire.block_pool import blocks_for
+from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
 from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
-from draftwire.stream_hold import StreamHold, make_hold
+from draftwire.stream_hold import StreamHold
 from verifier_service.target import Target
 from verifier_service.target_buckets import Bucket, Buckets
 
@@ -149,7 +150,7 @@ class TargetRunner:
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
         buckets = list(self._buckets)
         inputs = _Inputs(max(b.num_rows for b in buckets), self._max_num_seqs, self._max_blocks, self._target.device)
-        self._hold = make_hold(self._target.device)
+        self._hold = _make_hold(self._target.device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._target.device)
         console = Console(stderr=True)
         for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
@@ -219,6 +220,17 @@ class TargetRunner:
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
         bucket = self._buckets.find(len(step.sequences), max_rows)
         return None if bucket is None else self._graphs.get(bucket)
+
+
+def _make_hold(device: torch.device) -> StreamHold | None:
+    try:
+        hold = StreamHold(device)
+        hold.stop()
+        hold.release(lambda: None)
+    except SegmentError as error:
+        logger.info("steps are not launched before their drafts are there: %s", error)
+        return None
+    return hold
 
 
 def start_runner(target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int) -> TargetRunner:

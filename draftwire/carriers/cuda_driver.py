@@ -24,7 +24,6 @@ _FILE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the cyclic difference
-_WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT
 
 _HANDLE = _ADDRESS = ctypes.c_ulonglong  # CUmemGenericAllocationHandle, CUdeviceptr
 _FLAGS = ctypes.c_ulonglong
@@ -75,7 +74,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
     "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.POINTER(MemAccessDesc), ctypes.c_size_t),
     "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
-    "cuStreamWriteValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
 }
 
 
@@ -155,11 +153,6 @@ class CudaDriver:
     def wait_for_value(self, stream: int, address: int, value: int) -> None:
         """Has what is launched next on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
         self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
-
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        """Writes the uint32 at `address`, in pinned memory, when what has been launched on a stream is done and can be
-        read by everybody."""
-        self._call("cuStreamWriteValue32_v2", stream, address, value, _WITH_BARRIER)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

@@ -7,7 +7,9 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.host_path import main
+from drafter_service.rehearsal import AnswerRehearsal as DraftersAnswerRehearsal
 from drafter_service.rehearsal import Rehearsal as DraftersRehearsal
+from verifier_service.rehearsal import AnswerRehearsal as VerifiersAnswerRehearsal
 from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
 
 
@@ -22,6 +24,15 @@ def test_sequences_that_come_to_their_end_are_followed_by_others(kind, sequences
         marks = [mark for mark in rehearsal.run() if mark is not None]
         assert marks == sorted(marks)
         assert len(marks) == len(rehearsal.parts) + 1
+
+
+@pytest.mark.parametrize("kind", [DraftersAnswerRehearsal, VerifiersAnswerRehearsal])
+@torch.inference_mode()
+def test_answers_are_gone_through_for_as_long_as_one_likes(kind):
+    rehearsal = kind()
+    for _ in range(600):
+        rehearsal.prepare()
+        assert set(rehearsal.run()) == {None}
 
 
 def test_the_benchmark_prints_a_table_for_each_engine_and_number_of_sequences():

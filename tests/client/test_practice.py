@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from draftwire.mailbox import Mailbox
-from draftwire.practice import AFTER_S, BEFORE_S, Practice, rehearse_with
+from draftwire.practice import BEFORE_S, QUIET_S, Practice, rehearse_with
 
 
 class Counted:
@@ -42,12 +42,12 @@ def noted(rehearsal: Counted | None, *times: float) -> Practice:
     return practice
 
 
-def test_it_is_due_from_before_the_next_of_even_events_until_after_it():
+def test_it_is_due_before_the_next_of_even_events_and_not_when_that_may_come():
     rehearsal = Counted()
     assert noted(rehearsal).due == noted(rehearsal, 1.0, 1.006).due == math.inf
     practice = noted(rehearsal, 1.0, 1.006, 1.012)
     assert practice.due == pytest.approx(1.018 - BEFORE_S)
-    whole = BEFORE_S + AFTER_S
+    whole = BEFORE_S - QUIET_S
     times = [practice.due + share * whole for share in (-0.1, 0.0, 0.5, 0.99, 1.01)]
     assert [practice.is_due(now) for now in times] == [False, True, True, True, False]
     practice.note(1.0182)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from harness import Rows, Text, connect, make_engine, make_step, opened
 from served import TIMEOUT_S
 from tiny_head import TinyHead
 
+from drafter_service import engine_thread
 from drafter_service.engine_thread import EngineThread
 from drafter_service.limits import EngineLimits
 from drafter_service.sampling_mode import SamplingMode
@@ -20,6 +24,7 @@ from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import SessionTerms
 from draftwire.block_pool import BlockPool
 from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.practice import BEFORE_S
 
 
 def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done(
@@ -48,6 +53,54 @@ def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done
     thread._iterate()
     assert order == ["launched", "counted", ("taken", [1], [6], [])]
     assert list(stream.answers[0].drafts.num_drafts) == [4]
+
+
+def test_the_thread_practises_until_shortly_before_drafts_and_never_before_other_answers(
+    head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 0.5)
+    engine = make_engine(head)
+    stream = connect(engine)
+    thread = EngineThread(engine, lambda: None)
+    gone: list[float] = []
+    go_on = thread._practice.go_on
+
+    def noted() -> None:
+        gone.append(time.monotonic())
+        go_on()
+
+    monkeypatch.setattr(thread._practice, "go_on", noted)
+
+    def iterate(rows: Rows, *new: Any) -> float:
+        stream.send([rows], *new)
+        thread._drafted_s, began = 0.2, time.monotonic()  # as if it were a device that takes so long
+        thread._iterate()
+        return began
+
+    iterate(Rows(1, Text(1), 0, 5), [opened(1)])
+    assert gone == []
+    began = iterate(Rows(1, Text(1), 5, 3, drafts=4))
+    assert len(gone) > 10
+    assert gone[0] - began >= 0.2 - BEFORE_S
+    assert list(stream.answers[-1].drafts.num_drafts) == [4]
+    assert thread._practice._rehearsal is not None  # it has not failed
+
+
+def test_the_thread_learns_how_long_the_device_drafts(head: TinyHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 0.5)
+    engine = make_engine(head)
+    thread = EngineThread(engine, lambda: None)
+    session = engine.open_session(SessionTerms("test", SamplingMode(), 4, 4), partial(thread._deliver, lambda _: None))
+    take, taken_s = engine._proposer.take, 0.02
+
+    def take_slowly(step: Any) -> Any:
+        time.sleep(taken_s)
+        return take(step)
+
+    monkeypatch.setattr(engine._proposer, "take", take_slowly)
+    engine.submit(session, make_step(1, [Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)]))
+    thread._iterate()
+    assert taken_s <= thread._drafted_s < math.inf
 
 
 def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> None:

@@ -125,6 +125,7 @@ def test_drafts_are_the_same_where_the_engine_practises_between_steps(
     monkeypatch.setattr(Practice, "note", lambda self, now: setattr(self, "due", now if self._rehearsal else math.inf))
     monkeypatch.setattr(Practice, "is_due", lambda self, _now: self.due < math.inf)
     monkeypatch.setattr(Practice, "go_on", noted)
+    monkeypatch.setattr(Practice, "wait", lambda *_: None)  # before drafts
     assert [answer.tokens for answer in answers()] == expected
     assert gone >= 2 * len(steps)
 

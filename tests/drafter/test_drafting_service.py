@@ -439,7 +439,7 @@ class TestEnds:
     def test_a_failure_of_the_engine_ends_every_stream_with_its_reason(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(_meanwhile: Any) -> None:
+        def fail(*_: Any) -> None:
             raise RuntimeError("the device is gone")
 
         streams = [drafter.connect(), drafter.connect()]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
+from draftwire import practice
 from draftwire.carriers import host_segment
-from draftwire.practice import AFTER_S, BEFORE_S
+from draftwire.practice import BEFORE_S, LOOK_EVERY_S, QUIET_S
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
 from verifier_service.emission import Emission, response
-from verifier_service.engine import LOOK_EVERY_S
 from verifier_service.flight import Flight
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan
@@ -228,7 +228,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("case", "takes_s", "is_gone_through"),
     [
-        ({"is_done": False, "has_drafts": True}, 7e-3 + AFTER_S, True),  # they do not come
+        ({"is_done": False, "has_drafts": True}, 7e-3 - QUIET_S, True),
         ({"is_done": False, "has_drafts": False}, 0.0, False),  # nobody waits for it
         ({"is_done": True, "has_drafts": True}, 0.0, False),
         ({"is_done": None, "has_drafts": True}, 0.0, False),
@@ -240,7 +240,7 @@ def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(
     clock = Clock()
     monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
     own = Served(target).engine
-    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(practice, "time", clock)
     gone: list[float] = []
 
     def go_on() -> None:
@@ -263,7 +263,7 @@ def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(
     clock = Clock()
     monkeypatch.setattr(engine, "awake_s", lambda _device: 0.05)
     own = Served(target).engine
-    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(practice, "time", clock)
     monkeypatch.setattr(own._practice, "go_on", lambda: pytest.fail("too late"))
     for ago in (80e-3, 40e-3, 0.0):  # the steps before it had prompts
         own._practice.note(clock.now - ago)
