@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -45,8 +44,6 @@ class EngineThread:
         rehearsal = rehearse_with(Rehearsal) if awake else None
         self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal)
         self._practice = Practice(rehearse_with(AnswerRehearsal) if awake else None, awake)  # before drafts
-        self._drafting_since = -math.inf  # monotonic time; and for how long the device drafted last
-        self._drafted_s = math.inf
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -119,11 +116,11 @@ class EngineThread:
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
 
     def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
-        if self._drafting_since > -math.inf:
-            self._drafted_s, self._drafting_since = time.monotonic() - self._drafting_since, -math.inf
+        self._practice.end(time.monotonic())
         phase = self.times.phase
         self.times.enter(Phase.ANSWER)
         deliver(answer)
+        self._commands.expect()
         self.times.enter(phase)
 
     def _run(self) -> None:
@@ -184,8 +181,7 @@ class EngineThread:
 
     def _practise(self) -> None:
         """While the device drafts: goes through what follows, until shortly before the drafts are due."""
-        self._drafting_since = now = time.monotonic()
-        self._practice.expect(now + self._drafted_s, now)
+        self._practice.begin(time.monotonic())
         self._practice.wait(lambda: False)
 
     def _catch_up(self) -> None:

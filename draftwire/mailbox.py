@@ -25,7 +25,7 @@ class Mailbox(Generic[T]):
 
     def __init__(self, awake_s: float = 0.0, rehearsal: Rehearsal | None = None) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it; where messages come at an even pace it goes through `rehearsal` before each."""
+        nobody has to wake it; it goes through `rehearsal` before messages that it can `expect`."""
         self._awake_s = awake_s
         self._practice = Practice(rehearsal, awake_s)
         self._awake_until = 0.0
@@ -52,6 +52,10 @@ class Mailbox(Generic[T]):
         """Reads from `fd` no more, if it still did; to be called before it is closed."""
         if self._readers.pop(fd, None) is not None:
             self._poll.unregister(fd)
+
+    def expect(self) -> None:
+        """The next message is to come so long from now as the last ones came from the call before."""
+        self._practice.begin(time.monotonic())
 
     def get(self, timeout: float | None = None) -> T:
         """The next item or message, within so many seconds; None waits for as long as it takes.
@@ -120,7 +124,7 @@ class Mailbox(Generic[T]):
                     self.unwatch(fd)
                 else:
                     self._messages.extend(messages)
-                    self._practice.note(time.monotonic())
+                    self._practice.end(time.monotonic())
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:
         self._is_rung = self._is_rung or any(fd == self._bell for fd, _ in ready)

@@ -48,32 +48,36 @@ def rehearse_with(make: Callable[[], Rehearsal]) -> Rehearsal | None:
 
 
 class Practice:
-    """Goes through a rehearsal when the next of even events is about to come. Used by one thread.
+    """Goes through a rehearsal when something is about to end that takes about the same time again and again. Used by
+    one thread.
 
     Attributes
     ----------
     due
-        Monotonic time from which on to go through it; infinite when nothing is expected.
+        Monotonic time from which on to go through it; infinite when no end is expected.
     """
 
     def __init__(self, rehearsal: Rehearsal | None, longest_s: float) -> None:
-        """No event is expected after more than `longest_s`; without a rehearsal none is at all."""
+        """What takes more than `longest_s` is not waited for; nothing is without a rehearsal."""
         self._rehearsal = rehearsal
         self._longest_s = longest_s if rehearsal is not None else 0.0
         self._pieces: Iterator[float | None] = iter(())
-        self._last = -math.inf
-        self._period = math.inf
+        self._begun = -math.inf
+        self._took = math.inf
+        self._is_even = False
         self.due = math.inf
 
-    def note(self, now: float) -> None:
-        """An event came. If the last ones were evenly apart, so is the next expected to be."""
-        period, last_period = now - self._last, self._period
-        self._last, self._period = now, period
-        self.expect(now + period if abs(period - last_period) < BEFORE_S / 2 and period > BEFORE_S else math.inf, now)
+    def begin(self, now: float) -> None:
+        """It has begun."""
+        self._begun = now
+        self.due = now + self._took - BEFORE_S if self._is_even and self._took <= self._longest_s else math.inf
 
-    def expect(self, when: float, now: float) -> None:
-        """The next event is to come at that time."""
-        self.due = when - BEFORE_S if when - now <= self._longest_s else math.inf
+    def end(self, now: float) -> None:
+        """It has ended."""
+        took, self._begun = now - self._begun, -math.inf
+        self._is_even = abs(took - self._took) < BEFORE_S / 2
+        self._took = took
+        self.due = math.inf
 
     def is_due(self, now: float) -> bool:
         """Whether to go on with it."""

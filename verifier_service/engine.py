@@ -467,6 +467,7 @@ class Engine:
         self.times.enter(Phase.VERIFY)
         try:
             expected.begin_with(tokens)
+            self._practice.begin(time.monotonic())
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
         self.times.enter(Phase.HOST)
@@ -479,6 +480,7 @@ class Engine:
         self.times.enter(Phase.VERIFY)
         try:
             self._expected.begin()
+            self._practice.begin(time.monotonic())
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
         self.times.enter(Phase.HOST)
@@ -558,8 +560,7 @@ class Engine:
                 flight.marks.drawn.synchronize()
             self._landed = flight
             now = time.monotonic()
-            if flight.has_drafts:
-                self._practice.note(now)
+            self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             results = iter(drawn)
@@ -574,6 +575,7 @@ class Engine:
                 elif (piece := self._commit(work, result, now)) is not None:
                     emitted.append(Emission(work, result, piece, now))
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
+            self._events.expect()
             self._has_told, self._emitted = True, emitted
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
@@ -587,9 +589,12 @@ class Engine:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
         self._count(works)
         self.times.enter(Phase.VERIFY)
+        has_begun = self._expected is not None and self._expected.has_begun
         output = None if self._expected is None else self._expected.take(works)
         if output is None:
-            output = self._run_rows(self._step_of(works))
+            output, has_begun = self._run_rows(self._step_of(works)), False
+        if not has_begun:
+            self._practice.begin(time.monotonic())
         for store in self._stores.values():
             store.capture(output)
         return output

@@ -54,6 +54,11 @@ class ExpectedStep:
         """Whether it has been launched, and neither taken nor dropped."""
         return self._held is not None or self._output is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has begun, and was neither taken nor dropped."""
+        return self._output is not None
+
     def is_same(self, other: ExpectedStep | None) -> bool:
         """Whether another one is of the very same rows."""
         return other is not None and self._spans == other._spans

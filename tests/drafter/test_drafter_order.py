@@ -73,7 +73,10 @@ def test_the_thread_practises_until_shortly_before_drafts_and_never_before_other
 
     def iterate(rows: Rows, *new: Any) -> float:
         stream.send([rows], *new)
-        thread._drafted_s, began = 0.2, time.monotonic()  # as if it were a device that takes so long
+        began = time.monotonic()
+        for _ in range(2):  # as if it were a device that takes so long
+            thread._practice.begin(began)
+            thread._practice.end(began + 0.2)
         thread._iterate()
         return began
 
@@ -98,9 +101,12 @@ def test_the_thread_learns_how_long_the_device_drafts(head: TinyHead, monkeypatc
         return take(step)
 
     monkeypatch.setattr(engine._proposer, "take", take_slowly)
-    engine.submit(session, make_step(1, [Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)]))
-    thread._iterate()
-    assert taken_s <= thread._drafted_s < math.inf
+    for step_id in (1, 2):
+        rows = Rows(1, Text(1), 5 * step_id - 5, 5, drafts=4)
+        engine.submit(session, make_step(step_id, [rows], [opened(1)] if step_id == 1 else []))
+        thread._iterate()
+    assert thread._practice._took >= taken_s
+    assert thread._practice.due == math.inf  # when it has ended
 
 
 def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> None:

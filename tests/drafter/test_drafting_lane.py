@@ -122,7 +122,7 @@ def test_drafts_are_the_same_where_the_engine_practises_between_steps(
 
     monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 30.0)
     # The verifier's mailbox, here, has no rehearsal.
-    monkeypatch.setattr(Practice, "note", lambda self, now: setattr(self, "due", now if self._rehearsal else math.inf))
+    monkeypatch.setattr(Practice, "begin", lambda self, now: setattr(self, "due", now if self._rehearsal else math.inf))
     monkeypatch.setattr(Practice, "is_due", lambda self, _now: self.due < math.inf)
     monkeypatch.setattr(Practice, "go_on", noted)
     monkeypatch.setattr(Practice, "wait", lambda *_: None)  # before drafts

@@ -15,7 +15,7 @@ from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
 from draftwire import practice
 from draftwire.carriers import host_segment
-from draftwire.practice import BEFORE_S, LOOK_EVERY_S, QUIET_S
+from draftwire.practice import BEFORE_S, LOOK_EVERY_S, QUIET_S, Practice
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
 from verifier_service.emission import Emission, response
@@ -225,6 +225,14 @@ class Clock:
         self.slept += 1
 
 
+def take_steps_of(one: Practice, seconds: float) -> None:
+    """Two steps that took so long, and another that has begun."""
+    for ago in (10.0, 5.0):
+        one.begin(1000.0 - ago)
+        one.end(1000.0 - ago + seconds)
+    one.begin(1000.0)
+
+
 @pytest.mark.parametrize(
     ("case", "takes_s", "is_gone_through"),
     [
@@ -250,8 +258,7 @@ def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(
     monkeypatch.setattr(own._practice, "go_on", go_on)
     own._practise(flight(**case))  # nothing is known of when they are due
     assert (clock.now, gone) == (1000.0, [])
-    for ago in (14e-3, 7e-3, 0.0):
-        own._practice.note(clock.now - ago)
+    take_steps_of(own._practice, 7e-3)
     own._practise(flight(**case))
     assert clock.now - 1000.0 == pytest.approx(takes_s, abs=2 * LOOK_EVERY_S)
     assert bool(gone) == is_gone_through
@@ -265,8 +272,7 @@ def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(
     own = Served(target).engine
     monkeypatch.setattr(practice, "time", clock)
     monkeypatch.setattr(own._practice, "go_on", lambda: pytest.fail("too late"))
-    for ago in (80e-3, 40e-3, 0.0):  # the steps before it had prompts
-        own._practice.note(clock.now - ago)
+    take_steps_of(own._practice, 40e-3)  # they had prompts
     mark: Any = Mark(is_passed=False)
     mark.query = lambda: clock.now >= 1000.006
     own._practise(Flight((), (), None, StepMarks(mark, mark, mark), has_drafts=True))
