@@ -7,11 +7,11 @@ verifier outside of it; the number of drafts adapts. For each link, rounds witho
 after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
 code 1 when one is under 0.97.
 
-By default it takes the demo pair on the CPU. On a GPU, with the shapes of a large model:
+By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a large model:
 
     python benchmarks/far_drafter.py --target benchmarks/shapes/llama-3.1-8b \\
-        --head benchmarks/shapes/llama-3.1-8b-eagle3 --device cuda:0 \\
-        --dtype bfloat16 --load-format dummy --concurrency 1,32 \\
+        --head benchmarks/shapes/llama-3.1-8b-eagle3 --device cuda:0 --drafter-device cuda:1 \\
+        --dtype bfloat16 --load-format dummy --concurrency 1,32 --rounds 2 --output-tokens 100 \\
         --speculative-config '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 """
 
@@ -55,6 +55,7 @@ MTU = 9000
 @click.option("--target", default=str(DEMO / "target"), help="Default: the demo pair's.")
 @click.option("--head", default=str(DEMO / "head"), help="Default: the demo pair's.")
 @click.option("--device", default="cpu", show_default=True)
+@click.option("--drafter-device", help="Default: the same device.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--load-format", default="auto", show_default=True)
 @click.option("--speculative-config", default="{}", show_default=True)
@@ -68,17 +69,19 @@ MTU = 9000
 def main(json_path: Path | None, **given: Any) -> None:
     """Measures and prints."""
     console = Console()
-    shared = ["--device", given["device"], "--dtype", given["dtype"], "--load-format", given["load_format"]]
-    room = ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
+    shared = ["--dtype", given["dtype"], "--load-format", given["load_format"]]
+    shared += ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
+    drafter_device = given["drafter_device"] or given["device"]
     rows = []
     with (
         Link(MTU) as link,
         start_drafter(
-            given["head"], given["target"], *shared, *room, "--listen", f"{link.address}:50052", "--insecure",
+            given["head"], given["target"], "--device", drafter_device, *shared,
+            "--listen", f"{link.address}:50052", "--insecure",
             security=ClientSecurity(insecure=True), program=link.program, timeout_s=START_TIMEOUT_S,
         ) as drafter,
         start_verifier(
-            given["target"], [drafter.address], *shared, *room, "--insecure", "--adaptive-k",
+            given["target"], [drafter.address], "--device", given["device"], *shared, "--insecure", "--adaptive-k",
             "--speculative-config", given["speculative_config"], timeout_s=START_TIMEOUT_S,
         ) as verifier,
     ):  # fmt: skip
