@@ -75,6 +75,11 @@ class DraftSession:
             most = 1
         return len(self.bindings) < most
 
+    def is_due(self, now: float) -> bool:
+        """Whether sequences are to be sent there when their step has landed: where nothing is asked for, now and then.
+        """
+        return not self.pace.is_off or (not self.unanswered and self.pace.governor.is_ping_due(now))
+
     @property
     def silent_since(self) -> float | None:
         """Monotonic time since which the drafter owes an answer and has given none; None when it owes none."""

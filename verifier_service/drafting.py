@@ -305,9 +305,12 @@ class Drafting:
         return request in self._bindings
 
     def may_draft(self, request: Request) -> bool:
-        """Whether a request has a place at a drafter, or may get one."""
-        may_get_one = request.num_speculative_tokens > 0 and any(one.takes_more for one in self._sessions.values())
-        return may_get_one or self.is_bound(request)
+        """Whether a request may get drafts, or be sent to a drafter, when its step has landed."""
+        now, binding = time.monotonic(), self._bindings.get(request)
+        if binding is not None:
+            return binding.is_waiting or binding.session.is_due(now)
+        sessions = self._sessions.values()
+        return request.num_speculative_tokens > 0 and any(one.takes_more and one.is_due(now) for one in sessions)
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""

@@ -21,7 +21,9 @@ from verifier_service import engine
 from verifier_service.emission import Emission, response
 from verifier_service.flight import Flight
 from verifier_service.output import Piece
-from verifier_service.pacing import Pace, Plan
+from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
+from verifier_service.pacing.governor import Governor
+from verifier_service.pacing.plan import OFF
 from verifier_service.sampler import Drawn
 from verifier_service.step_times import StepMarks
 from verifier_service.target import Target
@@ -156,6 +158,52 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     assert own.num_ahead == 0
     causes = Counter({one.cause: one.tokens for one in own.engine.counters().fallbacks})
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
+
+
+def test_requests_of_a_drafter_that_is_asked_for_nothing_go_on_but_for_its_messages(target, monkeypatch):
+    """Two of three have a place there, and are now and then sent to it."""
+    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
+    prompts = [[3, 1, 4], [2, 7], [5]]
+    expected, _ = said(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
+    asked = 0  # since the last message
+
+    def is_ping_due(*_: object) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 20
+
+    def take_ping(*_: object) -> bool:
+        nonlocal asked
+        is_due, asked = asked > 20, asked if asked <= 20 else 0
+        return is_due
+
+    monkeypatch.setattr(Governor, "is_ping_due", is_ping_due)
+    monkeypatch.setattr(Governor, "take_ping", take_ping)
+    own = Watched(target)
+    stream = own.connect()
+    requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]
+    own.engine.start()
+    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
+    own.engine.stop()
+    launches = sum(what == "launch" for what, _, _ in own.log)
+    assert launches / 2 < own.num_ahead < launches - 3
+    sent = [count for step in stream.steps for count in step.num_rows]
+    assert len(sent) >= 3
+    assert max(len(step.sequence_ids) for step in stream.steps) <= NUM_SCOUTS
+
+
+def test_a_drafter_that_is_asked_for_nothing_and_owes_an_answer_holds_nobody_up(target, monkeypatch):
+    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
+    monkeypatch.setattr(Governor, "is_ping_due", lambda *_: True)
+    own = Watched(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    one = own.submit([3, 1, 4], max_tokens=60)
+    own.engine.start()
+    assert len(own.tokens(one)) == 60
+    own.engine.stop()
+    assert len(stream.steps) >= 1
+    assert own.num_ahead > 40
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -18,8 +18,9 @@ RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
 # A drafter whose drafts are slower than none goes on with so many sequences, which show when that changes.
 NUM_SCOUTS = 2
-# A drafter that is asked for nothing is sent a message so often, which shows how far it is.
-PING_EVERY_S = 0.1
+# A drafter that is asked for nothing is sent a message so often, which shows how far it is. On a GPU the step before
+# the message ends before the next one is launched, which takes about a millisecond.
+PING_EVERY_S = 0.2
 # The share of all sequences' time that may be spent on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long.
@@ -115,12 +116,16 @@ class Governor:
         can_gain = optimistic.rate(optimistic.best()) > RESUME_ABOVE * optimistic.without
         self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf
 
+    def is_ping_due(self, now: float) -> bool:
+        """Whether a message is due to a drafter that is asked for nothing."""
+        return now >= self._pinged + PING_EVERY_S
+
     def take_ping(self, now: float) -> bool:
-        """Whether a message is due to a drafter that is asked for nothing; the next one is due later."""
-        if now < self._pinged + PING_EVERY_S:
-            return False
-        self._pinged = now
-        return True
+        """The same; the next one is due later."""
+        is_due = self.is_ping_due(now)
+        if is_due:
+            self._pinged = now
+        return is_due
 
     def take_trial(self, now: float) -> bool:
         """Whether the answer to a message that is due may be waited for."""
