@@ -33,7 +33,10 @@ from draftwire.v1 import draft_pb2 as pb
 _WORKS = attrgetter("works")
 
 
-def _nothing() -> None: ...
+AwaitDrafts = Callable[[Callable[[], bool]], None]
+
+
+def _nothing(*_: object) -> None: ...
 
 
 class DraftEngine:
@@ -169,11 +172,12 @@ class DraftEngine:
         self.iterate()
         self.close_session(session)
 
-    def iterate(self, meanwhile: Callable[[], None] = _nothing, before_drafts: Callable[[], None] = _nothing) -> None:
+    def iterate(self, meanwhile: Callable[[], None] = _nothing, await_drafts: AwaitDrafts = _nothing) -> None:
         """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
         Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
-        is called while the device computes, and then `before_drafts` where it is drafts that are waited for.
+        is called while the device computes, and then, before drafts are waited for, `await_drafts` with what tells
+        whether they are there.
 
         To be called in torch's inference mode, which costs too much to enter for each batch.
         """
@@ -182,7 +186,7 @@ class DraftEngine:
         needed, drafting, later = _plan(batch)
         self._feed(needed)
         for mode, parts in drafting.items():
-            self._draft(mode, parts, meanwhile, before_drafts)
+            self._draft(mode, parts, meanwhile, await_drafts)
         if not drafting:
             meanwhile()
         _add_time({rows.work for _, rows in batch.rows}, began)
@@ -243,7 +247,7 @@ class DraftEngine:
         mode: SamplingMode,
         parts: list[StepRows],
         meanwhile: Callable[[], None],
-        before_drafts: Callable[[], None],
+        await_drafts: AwaitDrafts,
     ) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
         tokens = self._load(parts, self._loop.state_rows)
@@ -255,7 +259,7 @@ class DraftEngine:
             part.announce()
         self._table.reserve_ahead(slots, num_drafts)
         meanwhile()
-        before_drafts()
+        await_drafts(lambda: self._proposer.is_done)
         proposal = self._proposer.take(launched)
         begin = 0
         for part in parts:

@@ -179,10 +179,10 @@ class EngineThread:
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()
 
-    def _practise(self) -> None:
+    def _practise(self, are_there: Callable[[], bool]) -> None:
         """While the device drafts: goes through what follows, until shortly before the drafts are due."""
         self._practice.begin(time.monotonic())
-        self._practice.wait(lambda: False)
+        self._practice.wait(are_there)
 
     def _catch_up(self) -> None:
         """Makes the calls that could wait."""

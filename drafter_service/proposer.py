@@ -84,6 +84,11 @@ class Proposer:
         logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
         return Launched(count, most, logits)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether what was launched has been computed."""
+        return not self._loop.states.is_cuda or torch.cuda.current_stream().query()
+
     def take(self, launched: Launched) -> Proposal:
         """What was drafted, once the device is done."""
         if self._loop.states.is_cuda:

@@ -71,6 +71,9 @@ def test_the_thread_practises_until_shortly_before_drafts_and_never_before_other
 
     monkeypatch.setattr(thread._practice, "go_on", noted)
 
+    are_there = False
+    monkeypatch.setattr(type(engine._proposer), "is_done", property(lambda _: are_there))
+
     def iterate(rows: Rows, *new: Any) -> float:
         stream.send([rows], *new)
         began = time.monotonic()
@@ -87,6 +90,9 @@ def test_the_thread_practises_until_shortly_before_drafts_and_never_before_other
     assert gone[0] - began >= 0.2 - BEFORE_S
     assert list(stream.answers[-1].drafts.num_drafts) == [4]
     assert thread._practice._rehearsal is not None  # it has not failed
+    are_there, num_gone = True, len(gone)
+    iterate(Rows(1, Text(1), 8, 3, drafts=4))
+    assert len(gone) == num_gone  # they came sooner than expected
 
 
 def test_the_thread_learns_how_long_the_device_drafts(head: TinyHead, monkeypatch: pytest.MonkeyPatch) -> None:
