@@ -309,8 +309,7 @@ class Drafting:
         now, binding = time.monotonic(), self._bindings.get(request)
         if binding is not None:
             return binding.is_waiting or binding.session.is_due(now)
-        sessions = self._sessions.values()
-        return request.num_speculative_tokens > 0 and any(one.takes_more and one.is_due(now) for one in sessions)
+        return request.num_speculative_tokens > 0 and any(one.is_due(now) for one in self._takers(request, now))
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
@@ -327,22 +326,26 @@ class Drafting:
         return unbound_cause(request, self._sessions.values())
 
     def _bind(self, request: Request, stores: dict[FeatureKind, FeatureStore], now: float) -> None:
-        if request.num_feature_rows == 0 or now < self._reopen.get(request, (0.0, 0.0))[0]:
+        if request.num_feature_rows == 0 or request.is_in_flight:
+            return  # in flight: a store that was made since the step's launch has no features of its rows
+        takers = self._takers(request, now)
+        if not takers:
             return
-        if request.is_in_flight:
-            return  # a store that was made since the step's launch has no features of its rows
-        open_sessions = [
-            session
-            for session in self._sessions.values()
-            if session.takes_more and request.num_feature_rows <= session.stream.head.max_model_len
-        ]
-        if not open_sessions:
-            return
-        session = min(open_sessions, key=lambda s: s.load)
+        session = min(takers, key=lambda s: s.load)
         binding = Binding(request, session, stores[session.stream.head.kind].first_row(request))
         session.bindings.append(binding)
         self._bindings[request] = binding
         self._expelled.discard(request)
+
+    def _takers(self, request: Request, now: float) -> list[DraftSession]:
+        """Drafters that a request without one may get a place at."""
+        if now < self._reopen.get(request, (0.0, 0.0))[0]:
+            return []
+        return [
+            session
+            for session in self._sessions.values()
+            if session.takes_more and request.num_feature_rows <= session.stream.head.max_model_len
+        ]
 
     def _hold(self, session: DraftSession, now: float) -> None:
         """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
@@ -357,7 +360,10 @@ class Drafting:
         """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is."""
         governor = session.pace.governor
         scouts = [one for one in session.bindings[:NUM_SCOUTS] if not one.request.is_in_flight]
-        if session.unanswered or (session.bindings and not scouts) or not governor.take_ping(now):
+        # A message that is due and has nothing to say stays due, so that a sequence may get a place for it.
+        if session.unanswered or not (scouts or (session.closed_ids and not session.bindings)):
+            return
+        if not governor.take_ping(now):
             return
         for binding in session.bindings[NUM_SCOUTS:]:
             if binding.rows_behind > MAX_PAUSED_ROWS:
