@@ -262,7 +262,7 @@ class Drafting:
         for session in self._sessions.values():
             if session.pace.is_due(now):
                 load = self._load(session, requests)
-                session.pace.make_plan(now, load, self.gate.target_cost)
+                session.pace.make_plan(now, load, self.gate.target_cost, self.gate.output)
                 if not session.pace.is_off and self.gate.target_cost.wants_step_of(load.small_step, now):
                     # Its cost shows by one step without drafts, or by one of a part of the sequences.
                     if self._is_adaptive:

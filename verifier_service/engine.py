@@ -163,6 +163,7 @@ class Engine:
         )
         self._flight: Flight | None = None
         self._landed: Flight | None = None  # and not counted yet
+        self._landed_at = 0.0  # monotonic time
         self._has_ended_some = False  # a failure has made room for others since the last look
         # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
@@ -559,7 +560,7 @@ class Engine:
             elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
             self._landed = flight
-            now = time.monotonic()
+            self._landed_at = now = time.monotonic()
             self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
@@ -672,8 +673,9 @@ class Engine:
                 has_prompts=not all(work.is_decoding for work in flight.works),
                 step_s=step_s,
                 host_s=host_s,
+                verified=[work.num_drafts for work in flight.works if work.is_decoding],
+                landed=self._landed_at,
                 is_beside=flight.is_beside if self._limits.async_scheduling and flight.marks is not None else None,
-                has_drafts=flight.has_drafts,
             )
 
     def _count_landed(self) -> None:

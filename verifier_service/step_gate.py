@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from verifier_service.draft_session import AwaitedAnswer, Binding, DraftSession
 from verifier_service.draft_stream import Stream
-from verifier_service.pacing import Expected, Group, Profile, TargetCost, hold_until
+from verifier_service.pacing import Expected, Group, Output, Profile, TargetCost, hold_until
 from verifier_service.request import Request
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ class StepGate:
         self._bindings = bindings
         self._feature_rows = 0  # sent since the last step was counted
         self._had_prompts = False  # whether that had any
+        self._landed: float | None = None  # when its tokens were there
+        self._verified: Counter[int] = Counter()  # see `Output`
+        self._seconds = 0.0
         self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
         self._parts = False  # whether the next step is to take a part of those that are ready
         self._held_since: float | None = None
@@ -42,10 +46,11 @@ class StepGate:
         has_prompts: bool,
         step_s: float,
         host_s: float,
+        verified: Sequence[int] = (),
+        landed: float = 0.0,
         is_beside: bool | None = None,
-        has_drafts: bool = False,
     ) -> None:
-        """Learns what a step has cost.
+        """Learns what a step has cost and brought.
 
         Parameters
         ----------
@@ -54,15 +59,25 @@ class StepGate:
         step_s, host_s
             Time of the step itself and of the host before it, waits left out; see `StepTimes`. Behind a step with
             prompts the host also sends their features and opens their sequences, which no plan changes.
+        verified
+            How many drafts of each decoding request it verified.
+        landed
+            Monotonic time at which its tokens were there.
         is_beside
             Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
             and so is that for rows sent before it.
-        has_drafts
-            Whether it verified any.
         """
-        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=has_drafts)
+        if self._landed is not None and not (has_prompts or self._had_prompts):
+            self._seconds += landed - self._landed
+            self._verified.update(verified)
+        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=any(verified))
         self._feature_rows = 0
-        self._had_prompts = has_prompts
+        self._had_prompts, self._landed = has_prompts, landed
+
+    @property
+    def output(self) -> Output:
+        """What steps have brought that had no prompts and followed another without."""
+        return Output(self._verified.copy(), self._seconds)
 
     def _learn(
         self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_prompts: bool, has_drafts: bool

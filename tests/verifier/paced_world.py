@@ -27,6 +27,7 @@ class Costs:
     feature_row_s: float = 8e-6  # on the link: 8 KiB at 1 GB/s
     draft_s: float = 0.35e-3  # of each draft position
     acceptance: float = 0.75
+    unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
 
 
@@ -132,7 +133,10 @@ class World:
         self.clock.now += seconds
         self.step_sizes.append(len(requests))
         self.drafted += counts
-        self.drafting.gate.count_step(rows, has_prompts=False, step_s=seconds, host_s=0.0)
+        self.drafting.gate.count_step(
+            rows, has_prompts=False, step_s=seconds, host_s=0.0, verified=counts, landed=self.clock.now
+        )
+        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts)
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
             while accepted < count and self._random.random() < self.costs.acceptance:

@@ -199,6 +199,29 @@ def test_throughput_is_never_under_that_without_drafts(clock, sequences, trip_s,
     assert world.run(1.5) > 0.97 * world.rate_without()
 
 
+@pytest.mark.parametrize(
+    ("sequences", "unseen_s", "gain"),
+    [(32, 0.35e-3, 0.97), (64, 0.2e-3, 0.97), (8, 1.5e-3, 0.97), (32, 0.12e-3, 1.1), (8, 0.5e-3, 1.2)],
+)
+def test_drafts_that_gain_less_than_is_known_of_their_costs_are_given_up_where_none_are_faster(
+    clock, sequences, unseen_s, gain
+):
+    """The first three would go on at 0.66 to 0.78 of the throughput without drafts."""
+    world = adaptive(clock, sequences, Costs(unseen_s=unseen_s))
+    world.run(1.0)
+    assert world.run(5.0) > gain * world.rate_without()
+    assert world.run(30.0) > gain * world.rate_without()
+
+
+def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
+    world = adaptive(clock, 32, Costs(unseen_s=0.35e-3))
+    world.run(3.0)
+    assert num_drafts(world) == 0
+    world.costs.unseen_s = 0.0
+    world.run(12.0)
+    assert num_drafts(world) == 4
+
+
 def test_noise_does_not_mislead(clock):
     for trip_s, gain in ((0.4e-3, 1.6), (30e-3, 0.95)):
         world = adaptive(clock, 8, Costs(trip_s=trip_s, noise=0.2))

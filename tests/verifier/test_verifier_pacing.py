@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ from verifier_service.pacing import (
     Forecast,
     Governor,
     Group,
+    Hindsight,
     Load,
+    Output,
     Plan,
     Profile,
     TargetCost,
@@ -25,6 +28,7 @@ from verifier_service.pacing import (
 )
 from verifier_service.pacing.costs import TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
+from verifier_service.pacing.hindsight import FORGET_S
 from verifier_service.step_gate import StepGate
 
 # The 8B shape on an H200: seconds of a step, of a row.
@@ -241,7 +245,7 @@ class Turns:
     def __init__(self, trip_s: float, lead_s: float, *, is_adaptive: bool = False) -> None:
         self._load, self._drafter = Load(64, ROW_BYTES), learnt_drafter(trip_s, byte_s=1e-12, draft_s=0.325e-3)
         self._latency_s, self._lead_s = trip_s + 4 * 0.325e-3, lead_s
-        self._governor = Governor(4, is_adaptive=is_adaptive)
+        self._governor, self._hindsight = Governor(4, is_adaptive=is_adaptive), Hindsight()
         session: Any = SimpleNamespace(pace=self)
         stream: Any = None
         self.gate = StepGate({stream: session}, {}, Profile(MEASURED))
@@ -267,12 +271,23 @@ class Turns:
                 is_idle = groups == 1 or (idle_every > 0 and steps % idle_every == 0)
                 host_s = self._lead_s / groups if is_idle else 0.0
                 self.gate.count_step(
-                    rows, has_prompts=False, step_s=step_s, host_s=host_s, is_beside=not is_idle, has_drafts=True
+                    rows,
+                    has_prompts=False,
+                    step_s=step_s,
+                    host_s=host_s,
+                    verified=[4] * (64 // groups),
+                    landed=self.now,
+                    is_beside=not is_idle,
                 )
             tokens += 64 * tokens_at(0.75)[4]
             if self.now > planned + 0.05:
                 planned = self.now
-                forecast = Forecast(self._load, tokens_at(0.75), self.gate.target_cost, self._drafter)
+                shares = self._hindsight.shares(self.now)
+                forecast = Forecast(
+                    self._load, tokens_at(0.75), self.gate.target_cost, self._drafter, shares=shares
+                )
+                rate = forecast.rate(self.plan) / shares[self.plan.turns]
+                self._hindsight.take(self.now, self.plan, 64, rate, tokens_at(0.75), self.gate.output)
                 self._governor.decide(self.now, forecast)
                 self.changes += self.plan.num_groups != groups
         return tokens / (self.now - begin)
@@ -333,7 +348,7 @@ def test_steps_of_several_drafters_that_alternate_show_what_a_step_costs():
     gate = StepGate(dict.fromkeys(streams, one), {}, Profile(MEASURED))
     for i in range(300):
         step_s = MEASURED[160] if i < 8 else 2 * MEASURED[160]
-        gate.count_step(160, has_prompts=False, step_s=step_s, host_s=1e-4, is_beside=i > 0, has_drafts=True)
+        gate.count_step(160, has_prompts=False, step_s=step_s, host_s=1e-4, is_beside=i > 0, verified=[4] * 32)
     assert gate.target_cost.seconds(160) == pytest.approx(2 * MEASURED[160], rel=0.05)
     assert gate.target_cost.turn_s == TURN_SHARE * gate.target_cost.fixed  # as before anything was seen
 
@@ -375,10 +390,10 @@ def test_sequences_that_take_turns_are_tried_together_and_stay_so_where_that_is_
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "is_beside", "has_drafts", "cost"),
-    [(1, False, True, "lead_s"), (1, True, False, "beside_s"), (2, True, True, "turn_s")],
+    ("num_groups", "is_beside", "verified", "cost"),
+    [(1, False, [4] * 32, "lead_s"), (1, True, [0] * 160, "beside_s"), (2, True, [4] * 32, "turn_s")],
 )
-def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(num_groups, is_beside, has_drafts, cost):
+def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(num_groups, is_beside, verified, cost):
     """However many of them there are, as where requests end and others come."""
     session: Any = SimpleNamespace(pace=SimpleNamespace(plan=Plan(4, num_groups)))
     stream: Any = None
@@ -387,7 +402,7 @@ def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(num_gro
     def count(host_s: float) -> None:
         step_s = MEASURED[160]
         gate.count_step(
-            160, has_prompts=False, step_s=step_s, host_s=host_s, is_beside=is_beside, has_drafts=has_drafts
+            160, has_prompts=False, step_s=step_s, host_s=host_s, verified=verified, is_beside=is_beside
         )
 
     for _ in range(20):
@@ -407,6 +422,99 @@ def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read
             one.observe(2e-3 + 1e-4 * (i % 3), ROW_BYTES * (1 + i % 5), 1 + i % 5, 4, 1, 1e-3, 0.01 * i)
         settled.settle()
     assert (settled.link, settled.compute, settled.jitter) == (late.link, late.compute, late.jitter)
+
+
+# What became of forecasts: 1000 verify steps of sequences a second, each of 4 drafts and 3 tokens, make 3000 tokens.
+
+TOKENS = [1.0, 1.8, 2.3, 2.7, 3.0]
+
+
+class Windows:
+    """Of 50 ms each, in which steps come that a forecast of 3000 tokens a second is compared with."""
+
+    def __init__(self) -> None:
+        self.hindsight = Hindsight()
+        self.now, self._seconds, self._verified = 100.0, 0.0, Counter[int]()
+
+    def pass_by(self, share: float, count: int = 1, *, drafts: int = 4, groups: int = 1, sequences: int = 32) -> None:
+        for _ in range(count):
+            self.now += 0.05
+            self._seconds += 0.05
+            self._verified[drafts] += round(share * 50)
+            plan, output = Plan(drafts, groups), Output(self._verified.copy(), self._seconds)
+            rate = 1000 * TOKENS[min(drafts, 4)]
+            self.hindsight.take(self.now, plan, sequences, rate, TOKENS, output)
+
+    def shares(self) -> list[float]:
+        return self.hindsight.shares(self.now)
+
+
+def test_each_number_of_groups_has_its_own_share_of_the_forecast_and_no_drafts_too():
+    windows = Windows()
+    for share, drafts, groups in ((0.9, 4, 1), (0.7, 4, 3), (0.8, 0, 1)):
+        windows.pass_by(share, 10, drafts=drafts, groups=groups)
+    assert windows.shares() == pytest.approx([0.8, 0.9, 1.0, 0.7, 1.0])
+
+
+def test_the_window_in_which_a_plan_is_taken_up_tells_nothing_of_it():
+    windows = Windows()
+    for _ in range(10):
+        windows.pass_by(0.5, drafts=4)
+        windows.pass_by(0.5, drafts=3)
+    assert windows.shares() == [1.0] * 5
+
+
+def test_a_window_in_which_many_sequences_have_come_tells_nothing():
+    windows = Windows()
+    for i in range(20):
+        windows.pass_by(0.5, sequences=(32, 40)[i % 2])
+    assert windows.shares() == [1.0] * 5
+    for i in range(20):
+        windows.pass_by(0.5, sequences=(32, 33)[i % 2])
+    assert windows.shares()[1] == pytest.approx(0.5)
+
+
+def test_one_step_that_stalls_is_no_share_of_a_forecast():
+    windows = Windows()
+    windows.pass_by(1.0, 3)
+    windows.pass_by(0.0)
+    windows.pass_by(1.0, 2)
+    assert windows.shares()[1] == pytest.approx(1.0)
+
+
+def test_drafts_that_were_to_come_and_did_not_lower_the_share():
+    """Two thirds of the sequences decode without, so that steps come more often than forecast."""
+    windows = Windows()
+    for _ in range(5):
+        windows.pass_by(0.4)
+        windows._verified[0] += 40
+    assert windows.shares()[1] == pytest.approx((0.4 * 3000 + 0.8 * 1000) / 3000, rel=0.01)
+
+
+def test_a_share_is_forgotten_so_that_its_plan_is_tried_again():
+    windows = Windows()
+    windows.pass_by(0.5, 10)
+    assert windows.shares()[1] == pytest.approx(0.5)
+    windows.now += FORGET_S
+    assert windows.shares()[1] == pytest.approx(1.0)
+
+
+def test_a_drafter_with_more_drafts_than_this_one_counts_as_its_most():
+    windows = Windows()
+    windows.pass_by(1.0, 5)
+    windows._verified[9] += 50
+    windows.pass_by(0.0, 1)
+    assert windows.hindsight._windows[1][-1][1] == pytest.approx(1.0)
+
+
+def test_steps_with_prompts_and_those_behind_them_are_no_output():
+    gate = StepGate({}, {}, Profile())
+    costs = {"step_s": 1e-3, "host_s": 0.0}
+    landed = 0.0
+    for has_prompts in (True, False, False, False, True, False, False):
+        landed += 3.0 if has_prompts else 1.0
+        gate.count_step(5, has_prompts=has_prompts, verified=[4, 0], landed=landed, **costs)
+    assert gate.output == Output(Counter({4: 3, 0: 3}), 3.0)
 
 
 def test_nothing_is_known_before_enough_has_been_seen():

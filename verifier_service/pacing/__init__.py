@@ -3,6 +3,7 @@
 from verifier_service.pacing.costs import Acceptance, DrafterCost, Profile, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group, hold_until
+from verifier_service.pacing.hindsight import Hindsight, Output
 from verifier_service.pacing.pace import Message, Pace
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
@@ -14,8 +15,10 @@ __all__ = [
     "Forecast",
     "Governor",
     "Group",
+    "Hindsight",
     "Load",
     "Message",
+    "Output",
     "Pace",
     "Plan",
     "Profile",

@@ -9,6 +9,7 @@ from functools import partial
 from verifier_service.pacing.costs import FEW_STEPS, Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
+from verifier_service.pacing.hindsight import Hindsight, Output
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
 # How often the plan is made anew.
@@ -54,6 +55,7 @@ class Pace:
         self.cost = DrafterCost()
         self.acceptance = Acceptance(max_drafts)
         self.governor = Governor(max_drafts, is_adaptive=is_adaptive)
+        self._hindsight = Hindsight()
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._max_drafts = max_drafts
         self._planned = 0.0
@@ -151,8 +153,9 @@ class Pace:
         """Whether it is time for a new plan."""
         return now >= self._planned + PLAN_EVERY_S
 
-    def make_plan(self, now: float, load: Load, target: TargetCost) -> None:
-        """Decides how many drafts are asked for, and into how many groups the sequences part."""
+    def make_plan(self, now: float, load: Load, target: TargetCost, output: Output) -> None:
+        """Decides how many drafts are asked for, and into how many groups the sequences part; `output` is what all
+        steps so far have brought."""
         self._planned = now
         if load.sequences == 0 or not target.is_known:
             return
@@ -161,11 +164,15 @@ class Pace:
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
-        forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s)
+        tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares(now)
+        forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
+        likely = forecast(tokens=tokens)
+        rate = likely.rate(self.plan) / shares[self.plan.turns]
+        self._hindsight.take(now, self.plan, load.sequences, rate, tokens, output)
         all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)
-        self.governor.decide(now, forecast(tokens=self.acceptance.expected_tokens()), optimistic)
+        self.governor.decide(now, likely, optimistic)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             optimistic = optimistic or forecast(tokens=all_accepted)

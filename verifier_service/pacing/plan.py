@@ -36,6 +36,11 @@ class Plan:
     num_drafts: int
     num_groups: int = 1
 
+    @property
+    def turns(self) -> int:
+        """Groups that take turns in drafting: 0 where none drafts."""
+        return self.num_groups if self.num_drafts else 0
+
 
 OFF = Plan(0)
 
@@ -62,6 +67,7 @@ class Forecast:
         target: TargetCost,
         drafter: DrafterCost,
         deadline_s: float = math.inf,
+        shares: Sequence[float] = (1.0,) * (1 + MAX_GROUPS),
     ) -> None:
         """
         Parameters
@@ -70,11 +76,13 @@ class Forecast:
             [k + 1], expected of a verify step of 0, 1, .. k drafts.
         deadline_s
             How long drafts are waited for; a plan that needs longer gets none.
+        shares
+            [1 + MAX_GROUPS], of what the costs say, that came without drafts and with those of 1, 2, .. groups.
         """
         self.lead_seen = target.lead_seen
         count = load.sequences
         undrafted = count + load.other_rows
-        self.without = (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s)
+        self.without = shares[0] * (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s)
         drafts = np.arange(1, len(tokens))  # [k]
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
@@ -89,7 +97,7 @@ class Forecast:
         latency = trip + wire + compute
         round_s = groups * step + np.maximum(0.0, latency + target.lead_s - (groups - 1) * step)
         round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
-        rates = (emitted + groups * load.other_tokens) / round_s
+        rates = (emitted + groups * load.other_tokens) / round_s * np.asarray(shares)[groups]
         self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
 
     def rate(self, plan: Plan) -> float:
