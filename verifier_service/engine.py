@@ -297,13 +297,13 @@ class Engine:
         requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
         if gate.is_held(requests):
             return []
-        if flight is not None and not following and self._would_part(flight):
+
+        def can_go(request: Request) -> bool:
+            return gate.is_ready(request) and gate.takes_turns(request, drafted)
+
+        if flight is not None and not following and self._would_part(flight, can_go):
             return []
-        return self.scheduler.schedule(
-            lambda request: gate.is_ready(request) and gate.takes_turns(request, drafted),
-            following,
-            takes_prompts=not self._is_pending,
-        )
+        return self.scheduler.schedule(can_go, following, takes_prompts=not self._is_pending)
 
     def _launch_expected(self) -> None:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
@@ -335,14 +335,16 @@ class Engine:
         if self._expected is not None:
             self._expected.drop()
 
-    def _would_part(self, flight: Flight) -> bool:
-        """Whether requests without a drafter are ready while others are in a step that they cannot follow: the two
-        would never be in one step again."""
+    def _would_part(self, flight: Flight, can_go: Callable[[Request], bool]) -> bool:
+        """Whether a step beside one that is in flight would part requests that a step after it has together: some
+        without a drafter would never be in one again, and prompts alone would go before others that can go soon."""
         is_bound = self.drafting.is_bound
-        are_ready = any(
-            one.is_decoding and not one.is_in_flight and not is_bound(one) for one in self.scheduler.running
-        )
-        return are_ready and any(work.is_current and not is_bound(work.request) for work in flight.works)
+        others = [one for one in self.scheduler.running if one.is_decoding and not one.is_in_flight]
+        flying = [work.request for work in flight.works if work.is_current]
+        if not any(map(can_go, others)):
+            have_drafts = any(one.drafts is not None for one in others)
+            return have_drafts or self.drafting.gate.come_soon(one for one in flying if one.is_decoding)
+        return any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying)
 
     def _following(self, flight: Flight) -> dict[Request, int]:
         """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
@@ -350,15 +352,14 @@ class Engine:
         if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_awaited:
             return {}
         following: dict[Request, int] = {}
-        if len(flight.sampling) == len(flight.works):
-            for place, work in enumerate(flight.sampling):
-                request = work.request
-                if not work.is_current or len(request.tokens) + 1 >= request.max_length:
-                    continue
-                is_known = work.num_drafts == 0 and self._sampler.needs_no_tokens(request)
-                if not is_known or self.drafting.may_draft(request):
-                    return {}
-                following[request] = place
+        for place, work in enumerate(flight.sampling):
+            request = work.request
+            if not work.is_current or len(request.tokens) + 1 >= request.max_length:
+                continue
+            is_known = work.num_drafts == 0 and self._sampler.needs_no_tokens(request)
+            if not is_known or self.drafting.may_draft(request):
+                return {}
+            following[request] = place
         return following
 
     def _awaits(self, flight: Flight) -> bool:

@@ -128,6 +128,15 @@ class StepGate:
         others = (self._bindings.get(other) for other in drafted)
         return all(other is None or other.session is not binding.session for other in others)
 
+    def come_soon(self, flying: Iterable[Request]) -> bool:
+        """Whether some of those in flight should have drafts so soon after they have landed that the next step gains by
+        being theirs too: within a step's fixed time, which is what `pacing.grouping` has steps wait."""
+        sequences = Counter(binding.session for one in flying if (binding := self._bindings.get(one)) is not None)
+        return self.target_cost.is_known and any(
+            not session.is_late and session.pace.answer_s(count, session.stream.head.row_bytes) < self.target_cost.fixed
+            for session, count in sequences.items()
+        )
+
     def is_waiting(self, request: Request) -> bool:
         """Whether a request waits for drafts."""
         binding = self._bindings.get(request)

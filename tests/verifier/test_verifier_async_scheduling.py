@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
-import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drafting_scene import RecordedStream
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
 from draftwire import practice
 from draftwire.carriers import host_segment
 from draftwire.practice import BEFORE_S, LOOK_EVERY_S, QUIET_S, Practice
+from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
 from verifier_service.emission import Emission, response
@@ -25,6 +28,7 @@ from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
 from verifier_service.pacing.governor import Governor
 from verifier_service.pacing.plan import OFF
 from verifier_service.sampler import Drawn
+from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepMarks
 from verifier_service.target import Target
 from verifier_service.target_runner import DrawnTokens
@@ -53,6 +57,7 @@ class Watched(Served):
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
         self.log: list[tuple[str, list[int | None], list[int]]] = []
+        self.decode: list[list[bool]] = []  # of each entry: whether a work does, or computes rows of a prompt
         launch, land = self.engine._launch, self.engine._land
 
         def noted_launch(works: Any) -> Any:
@@ -67,6 +72,20 @@ class Watched(Served):
 
     def _note(self, what: str, works: Any) -> None:
         self.log.append((what, [work.follows for work in works], [work.num_drafts for work in works]))
+        self.decode.append([work.is_decoding for work in works])
+
+    @property
+    def num_prompts_before(self) -> int:
+        """Launches of prompts alone while a step with decoding requests was in flight."""
+        flying: list[list[bool]] = []
+        count = 0
+        for (what, _, _), decode in zip(self.log, self.decode, strict=True):
+            if what == "land":
+                flying.pop(0)
+            else:
+                count += any(map(any, flying)) and not any(decode)
+                flying.append(decode)
+        return count
 
     @property
     def num_ahead(self) -> int:
@@ -96,6 +115,17 @@ def said(target: Target, requests: list[dict[str, Any]], *, is_async: bool, **li
         ends.append((tokens, reason))
     own.engine.stop()
     return ends, own
+
+
+def answer_late(stream: RecordedStream) -> None:
+    """Has a drafter take a millisecond for each message, one after another."""
+    answer, computing = stream.on_send, ThreadPoolExecutor(1)
+
+    def compute(step: pb.DraftStep) -> None:
+        time.sleep(0.001)
+        answer(step)
+
+    stream.on_send = lambda step: computing.submit(compute, step)
 
 
 def test_without_drafts_each_step_is_launched_before_the_one_before_it_has_landed(target):
@@ -218,8 +248,7 @@ def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_tak
     expected, _ = said(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
     own = Watched(target)
     stream = own.connect()
-    answer = stream.on_send
-    stream.on_send = lambda step: threading.Timer(0.001, answer, [step]).start()
+    answer_late(stream)
     requests = [own.submit(prompt, max_tokens=40) for prompt in prompts]
     own.engine.start()
     assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
@@ -233,6 +262,33 @@ def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_tak
             overtaken += any(map(any, flying)) and any(drafts)
             flying.append(drafts)
     assert (overtaken > 0) == (num_groups > 1)
+
+
+@pytest.mark.parametrize("are_soon", [False, True])
+def test_prompts_alone_go_before_requests_whose_drafts_come_late_and_no_others(target, are_soon, monkeypatch):
+    monkeypatch.setattr(StepGate, "come_soon", lambda *_: are_soon)
+    prompts = [[3, 1, 4], *([one] * 40 for one in (5, 6, 7))]
+    requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4, "k": 0} for one in prompts]
+    expected, _ = said(target, requests, is_async=False)
+    own = Watched(target, max_prefill_rows=8)
+    stream = own.connect()
+    answer_late(stream)
+    made = [own.submit(**{**one, "k": K}) for one in requests]
+    own.engine.start()
+    assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
+    own.engine.stop()
+    assert (own.num_prompts_before == 0) == are_soon
+
+
+def test_requests_without_drafts_are_in_every_step_while_a_long_prompt_is_computed(target):
+    requests = [{"k": 0, "max_tokens": 30}, {"k": 0, "prompt": [5] * 50, "max_tokens": 3}]
+    expected, _ = said(target, requests, is_async=False, max_prefill_rows=8)
+    found, own = said(target, requests, is_async=True, max_prefill_rows=8)
+    assert found == expected
+    assert own.num_prompts_before == 0
+    launched = [decode for (what, _, _), decode in zip(own.log, own.decode, strict=True) if what == "launch"]
+    assert all(any(decode) for decode in launched[1:])
+    assert own.num_ahead > 25
 
 
 class Mark:

@@ -7,7 +7,7 @@ from drafting_scene import Clock, K, Scene
 from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 
 from verifier_service.drafting import Drafting
-from verifier_service.pacing import NUM_SCOUTS, Governor, Pace
+from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
 from verifier_service.pacing.governor import PING_EVERY_S
 
 
@@ -100,6 +100,19 @@ def test_no_sequence_is_left_out_for_long(clock, trip_s):
     before = {request: len(request.tokens) for request in world.scene.requests}
     world.run(0.1)
     assert all(len(request.tokens) > length for request, length in before.items())
+
+
+@pytest.mark.parametrize(("trip_s", "drafts", "are_soon"), [(0.2e-3, K, True), (8e-3, K, False), (0.2e-3, 0, False)])
+def test_drafts_come_soon_where_they_are_nearer_than_the_fixed_time_of_a_step(clock, trip_s, drafts, are_soon):
+    world = World(clock, 4, Costs(trip_s=trip_s))
+    come_soon = world.drafting.gate.come_soon
+    assert not come_soon(world.scene.requests)  # nothing is known yet
+    world.run(1.0)
+    pace_of(world.drafting).governor.plan = Plan(drafts)
+    assert come_soon(world.scene.requests) == are_soon
+    (session,) = world.drafting._sessions.values()
+    session.is_late = True
+    assert not come_soon(world.scene.requests)
 
 
 # How many drafts are asked for. K = 4, c = 0.75.

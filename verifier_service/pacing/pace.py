@@ -132,6 +132,15 @@ class Pace:
         gain_s = num_drafts * self._step_s
         return min(self._deadline_s, max(gain_s, expected_s + PATIENCE_DEVIATIONS * self.cost.jitter))
 
+    def answer_s(self, sequences: int, row_bytes: int) -> float:
+        """Expected time from the tokens of so many sequences to their drafts; infinite where none are asked for or
+        nothing is known of it."""
+        drafts = self.plan.num_drafts
+        if drafts == 0 or not self.cost.is_known:
+            return math.inf
+        rows = round(sequences * self.acceptance.expected_tokens()[drafts])
+        return self.cost.transfer_s(rows * row_bytes) + self.cost.compute_s(rows, drafts, sequences)
+
     def backlog_rows(self, now: float, row_bytes: int) -> int:
         """How many rows of prompts and histories may be sent now, so that they delay no drafts.
 
