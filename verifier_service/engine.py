@@ -173,8 +173,9 @@ class Engine:
         self._events: Mailbox[_Event | None] = Mailbox(awake, rehearse_with(AnswerRehearsal) if practises else None)
         # Before the tokens of steps that drafters wait for.
         self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
-        self._emitted: list[Emission] = []  # by the step that has landed last, if they are nowhere else yet
-        self._uncounted: list[Emission] = []
+        # By the step that has landed last, of requests that go on, until `_emit`. It makes the pieces that are plain.
+        self._emitted: list[tuple[Work, Drawn, Piece | None]] = []
+        self._uncounted: list[tuple[Work, Drawn, Piece | None]] = []
         self._has_told = False  # the drafters of all that has happened
         self._steps_held = 0
         self._output = OutputQueue(deliver, self.metrics)
@@ -566,7 +567,7 @@ class Engine:
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             results = iter(drawn)
-            emitted: list[Emission] = []
+            emitted: list[tuple[Work, Drawn, Piece | None]] = []
             for work in flight.works:
                 result = next(results) if work.samples else None
                 if not work.is_current:
@@ -574,8 +575,8 @@ class Engine:
                 work.request.num_in_flight -= 1
                 if result is None:
                     work.request.num_computed = work.start + len(work.tokens)
-                elif (piece := self._commit(work, result, now)) is not None:
-                    emitted.append(Emission(work, result, piece, now))
+                else:
+                    self._commit(work, result, now, emitted)
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
             self._events.expect()
             self._has_told, self._emitted = True, emitted
@@ -633,10 +634,12 @@ class Engine:
         prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
         self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
-    def _commit(self, work: Work, drawn: Drawn, now: float) -> Piece | None:
+    def _commit(
+        self, work: Work, drawn: Drawn, now: float, emitted: list[tuple[Work, Drawn, Piece | None]]
+    ) -> None:
         """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length.
 
-        The piece of output that they are, which is still to be handed out; None of a request that ends with it.
+        What a request that goes on has `emitted` is added to that: the drafters wait, and its output can.
         """
         request, tokens = work.request, drawn.tokens
         if work.is_decoding:
@@ -647,22 +650,24 @@ class Engine:
             request.num_computed = work.start + len(work.tokens)
         if not tokens:
             self._end(request, ServerError("the target's logits are not finite for this request"))
-            return None
-        try:
-            piece = request.output.take(tokens, request.max_length - len(request.tokens))
-        except Exception as error:  # a tokenizer that fails on one request's tokens
-            self._end(request, undecodable(request, error))
-            return None
-        request.tokens += piece.token_ids
+            return
         if request.first_token is None:
             request.first_token = now
-        if piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
-            return piece
-        emission = Emission(work, drawn, piece, now)
-        self._count_verified(emission)
-        self._output.add(emission._replace(statistics=request.statistics(self._is_synthetic)))
+        room, piece = request.max_length - len(request.tokens), None
+        if not request.output.takes_all(tokens, room):
+            try:
+                piece = request.output.take(tokens, room)
+            except Exception as error:  # a tokenizer that fails on one request's tokens
+                self._end(request, undecodable(request, error))
+                return
+            tokens = piece.token_ids
+        request.tokens += tokens
+        if piece is None or piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
+            emitted.append((work, drawn, piece))
+            return
+        self._count_verified(work, drawn)
+        self._output.add(Emission(work, drawn, piece, now, request.statistics(self._is_synthetic)))
         self._forget(request)
-        return None
 
     def _end_step(self) -> None:
         """Counts the last step."""
@@ -683,12 +688,12 @@ class Engine:
         """Counts the last step and what it verified; late, so that the drafters have what they wait for."""
         self._end_step()
         self._emit()
-        for emission in self._uncounted:
-            self._count_verified(emission)
+        for work, drawn, _ in self._uncounted:
+            self._count_verified(work, drawn)
         self._uncounted.clear()
 
-    def _count_verified(self, emission: Emission) -> None:
-        work, num_emitted = emission.work, len(emission.drawn.tokens)
+    def _count_verified(self, work: Work, drawn: Drawn) -> None:
+        num_emitted = len(drawn.tokens)
         if work.is_decoding:
             work.request.count_step(work.num_drafts, num_emitted)
             self.metrics.count_step(work.num_drafts, num_emitted - 1)
@@ -735,8 +740,8 @@ class Engine:
     def _emit(self) -> None:
         """Adds what the last step has emitted to what is to be counted and to be handed out."""
         self._uncounted += self._emitted
-        for emission in self._emitted:
-            self._output.add(emission)
+        for work, drawn, piece in self._emitted:
+            self._output.add(Emission(work, drawn, Piece(drawn.tokens) if piece is None else piece, self._landed_at))
         self._emitted = []
 
     def _hand_out(self) -> None:

@@ -45,12 +45,25 @@ class OutputBuilder:
         self._min_tokens = params.min_tokens
         self._count = 0
 
-    def take(self, token_ids: list[int], room: int) -> Piece:
-        """Takes a step's tokens; `room` is how many more tokens the context holds."""
-        count, last = len(token_ids), min(self._max_tokens - self._count, room)
-        if count < last and not self._has_stops and self._end_token_ids.isdisjoint(token_ids):
+    def takes_all(self, token_ids: list[int], room: int) -> bool:
+        """Takes a step's tokens if the output goes on after all of them, whatever their text is; `room` is how many
+        more tokens the context holds. Their piece has just these tokens."""
+        count = len(token_ids)
+        goes_on = (
+            count < self._max_tokens - self._count
+            and count < room
+            and not self._has_stops
+            and self._end_token_ids.isdisjoint(token_ids)
+        )
+        if goes_on:
             self._count += count
+        return goes_on
+
+    def take(self, token_ids: list[int], room: int) -> Piece:
+        """Takes a step's tokens, with what is known of them at once; `room` as above."""
+        if self.takes_all(token_ids, room):
             return Piece(token_ids)
+        last = min(self._max_tokens - self._count, room)
         piece = Piece()
         for number, token_id in enumerate(token_ids, 1):
             self._count += 1

@@ -92,8 +92,8 @@ class Rehearsal:
         out of these times: what happens while the drafter drafts, and its answer."""
         yield time.monotonic()
         for request in self._requests:
-            piece = request.output.take(_EMITTED, request.max_length - len(request.tokens))
-            request.tokens += piece.token_ids
+            request.output.takes_all(_EMITTED, request.max_length - len(request.tokens))
+            request.tokens += _EMITTED
             request.num_computed += len(_EMITTED)
         yield time.monotonic()
         self._drafting.flush(self._requests, self._stores, watches=False)

@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     """What a step drew for one request: no tokens when its logits were not a distribution."""
 
     tokens: list[int]
-    logprobs: list[generate_pb2.TokenLogprobs]
+    logprobs: Sequence[generate_pb2.TokenLogprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,19 @@ class TokenSampler:
         if pending.copied is not None:
             pending.copied.synchronize()
         works = pending.works
-        drawn: list[list[int]] = [[] for _ in works]
-        for members, packed in pending.groups:
-            for i, row in zip(members, packed.tolist(), strict=True):
-                drawn[i] = row[1 : 1 + row[0]]
+        if len(pending.groups) == 1:
+            drawn = [row[1 : 1 + row[0]] for row in pending.groups[0][1].tolist()]
+        else:
+            drawn = [[] for _ in works]
+            for members, packed in pending.groups:
+                for i, row in zip(members, packed.tolist(), strict=True):
+                    drawn[i] = row[1 : 1 + row[0]]
         self._history.count((work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current)
         if not pending.keeps_logits:
-            return [Drawn(tokens, []) for tokens in drawn]
+            return list(map(Drawn, drawn))
         first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
         return [
-            Drawn(tokens, [] if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))
+            Drawn(tokens, () if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))
             for own, tokens, first in zip(pending.wishes, drawn, first_rows, strict=False)
         ]
 
