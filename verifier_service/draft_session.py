@@ -75,6 +75,11 @@ class DraftSession:
             most = 1
         return len(self.bindings) < most
 
+    @property
+    def unanswered_bytes(self) -> int:
+        """Bytes of features that are on their way unanswered."""
+        return sum(message.num_bytes for message in self.unanswered.values())
+
     def is_due(self, now: float) -> bool:
         """Whether sequences are to be sent there when their step has landed: where nothing is asked for, now and then.
         """

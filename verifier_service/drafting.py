@@ -4,49 +4,38 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from draftwire import config as cfg
-from draftwire.carriers import Outgoing
-from draftwire.errors import Described, InvalidArgumentError
-from draftwire.logs import fields
-from draftwire.tensors import encode_ids
-from draftwire.tracing import is_exporting
+from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
-from verifier_service.draft_answer import decode_answer, find_belied
+from verifier_service.draft_answer import decode_answer
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.features_ahead import FeaturesAhead, begin_features
 from verifier_service.pacing import NUM_SCOUTS, Load, Message, Pace, Profile
-from verifier_service.redraws import Redraws
+from verifier_service.redraws import Audit
 from verifier_service.request import ReadyDrafts, Request
 from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
+from verifier_service.step_sender import StepSender
 from verifier_service.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
-# A history that a drafter has not got is sent in pieces of this many rows, and all histories together take at most
-# this many bytes of a message, so that they delay no other sequence.
-MAX_HISTORY_ROWS = 512
-MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # Past so many bytes that are on their way unanswered the drafter counts as lost.
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 # What a sequence has at a drafter that is asked for nothing is kept until it is so many rows further.
 MAX_PAUSED_ROWS = 256
 # A sequence that a drafter could not take is offered again after this long, twice as long each time.
 REOPEN_DELAY_S = (0.5, 30.0)
-# Share of answers with logits whose drafts are drawn again, of a drafter at which there was no mismatch of late.
-REDRAW_SHARE = 1 / 8
-
 
 _STATES = {
     Circuit.CLOSED: generate_pb2.DRAFTER_STATE_READY,
@@ -101,14 +90,13 @@ class Drafting:
         self._reopen: dict[Request, tuple[float, float]] = {}  # (not before, delay before that) s
         self._drafted: Counter[str] = Counter()  # drafts verified, by the drafter's address
         self._accepted: Counter[str] = Counter()
-        self._redraws: defaultdict[str, Redraws] = defaultdict(Redraws)  # likewise: a new stream forgets nothing
+        self._audit = Audit(use_fp64=config.use_fp64_gumbel)  # by address too: a new stream forgets nothing
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
         self._unlearnt: list[tuple[DraftSession, Message, Answered]] = []
-        self._old_rows: dict[Request, int] = {}  # rows that were there at the last flush
-        self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self.gate = StepGate(self._sessions, self._bindings, profile or Profile())
+        self._sender = StepSender(config, times, self.gate)
 
     @property
     def feature_kinds(self) -> set[FeatureKind]:
@@ -161,7 +149,7 @@ class Drafting:
     def release(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self._reopen.pop(request, None)
-        self._old_rows.pop(request, None)
+        self._sender.forget(request)
         self._expelled.discard(request)
         binding = self._bindings.pop(request, None)
         if binding is not None:
@@ -197,12 +185,14 @@ class Drafting:
             if session.pace.is_off:
                 self._scout(session, store, now)
             elif session.has_room:
-                self._send(session, store, self._pieces(session, session.bindings, now))
+                self._sender.send(session, store, now)
             else:
                 self._hold(session, now)
+            if session.unanswered_bytes > MAX_UNANSWERED_BYTES:
+                self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
         for session in self._sessions.values():
             session.give_up_ahead()
-        self._old_rows = {request: request.num_feature_rows for request in requests}
+        self._sender.note_rows(requests)
         self._plan(requests, now)
 
     def begin_features(
@@ -369,151 +359,7 @@ class Drafting:
             if binding.rows_behind > MAX_PAUSED_ROWS:
                 del self._bindings[binding.request]
                 self._close(binding)
-        pieces = self._pieces(session, scouts, now)
-        if pieces or session.closed_ids:
-            self._send_step(session, store, pieces, governor.trial_drafts, waits=governor.take_trial(now))
-
-    def _send(self, session: DraftSession, store: FeatureStore, pieces: list[tuple[Binding, int]]) -> None:
-        """Rows of prompts and histories go in a message of their own, after the one for which drafts are waited."""
-        num_drafts = session.pace.take_num_drafts(bool(pieces))
-        others = [piece for piece in pieces if piece[1] > self._most_verified]
-        verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
-        if verified or session.closed_ids:
-            self._send_step(session, store, verified, num_drafts)
-        if others and session.stream in self._sessions:
-            self._send_step(session, store, others, num_drafts)
-
-    def _send_step(
-        self,
-        session: DraftSession,
-        store: FeatureStore,
-        pieces: list[tuple[Binding, int]],
-        num_drafts: int,
-        *,
-        waits: bool = True,
-    ) -> None:
-        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not."""
-        session.step_id += 1
-        step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
-        session.closed_ids = []
-        tokens: list[int] = []
-        first_rows: list[int] = []
-        wanted: list[int] = []
-        for binding, rows in pieces:
-            request = binding.request
-            if not binding.sequence_id:
-                self._open(step, binding)
-            first, known = binding.next_row, request.tokens
-            binding.next_row = last = first + rows
-            first_rows.append(first)
-            tokens += known[first + 1 : last + 1]
-            drafts = 0
-            # All rows are there, and the request decodes.
-            if len(request.prompt) <= last == len(known) - 1 and request.num_in_flight == 0:
-                drafts = request.num_drafts_wanted
-                if drafts > num_drafts:
-                    drafts = num_drafts
-                binding.wait_until = None
-            wanted.append(drafts)
-        num_bytes = num_rows = 0
-        features, carrier = None, draft_pb2.CARRIER_BYTES
-        if pieces:
-            step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
-            step.first_rows.extend(first_rows)
-            step.num_rows.extend([rows for _, rows in pieces])
-            step.num_drafts.extend(wanted)
-            encode_ids(tokens, step.tokens)
-            num_rows = len(tokens)
-            features = self._features(session, store, pieces, first_rows, num_rows)
-            num_bytes, carrier = features.tensor.nbytes, features.carrier
-        sent = time.monotonic()
-        session.stream.send(step, features)
-        # The rest is done while the drafter computes.
-        asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
-        message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
-        session.unanswered[step.step_id] = message
-        for binding, drafts in asked:
-            binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)
-            binding.asked_drafts = drafts
-            binding.wait_until = message.wait_until if waits else None
-        self._times.count_sent(carrier, num_rows, num_bytes)
-        self.gate.count_sent(num_rows)
-        if sum(message.num_bytes for message in session.unanswered.values()) > MAX_UNANSWERED_BYTES:
-            self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
-
-    def _features(
-        self,
-        session: DraftSession,
-        store: FeatureStore,
-        pieces: list[tuple[Binding, int]],
-        first_rows: list[int],
-        num_rows: int,
-    ) -> Outgoing:
-        """The features of the rows of `pieces`, which begin at `first_rows` and are `num_rows` in all."""
-        if session.ahead is not None:
-            features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
-            if features is not None:
-                session.ahead = None
-                return features
-        head = session.stream.head
-        features = session.stream.sender.begin(head.dtype, (num_rows, head.width))
-        spans = [
-            (binding.request.blocks, first, first + rows)
-            for (binding, rows), first in zip(pieces, first_rows, strict=True)
-        ]
-        store.read(spans, features.tensor)
-        features.seal()
-        return features
-
-    def _pieces(self, session: DraftSession, bindings: Iterable[Binding], now: float) -> list[tuple[Binding, int]]:
-        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories.
-
-        A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
-        prefix that was found in the cache.
-        """
-        row_bytes = session.stream.head.row_bytes
-        room = max(MAX_HISTORY_BYTES // row_bytes, 1)
-        backlog = None
-        pieces = []
-        for binding in bindings:
-            request, first = binding.request, binding.next_row
-            rows = request.num_feature_rows - first
-            if rows <= 0:
-                continue
-            if first < self._old_rows.get(request, request.num_reused):
-                rows = min(rows, MAX_HISTORY_ROWS, room)
-                room -= rows
-            if rows > self._most_verified:
-                if backlog is None:
-                    backlog = session.pace.backlog_rows(now, row_bytes)
-                rows = min(rows, backlog)
-                backlog -= rows
-            if rows > 0:
-                pieces.append((binding, rows))
-        return pieces
-
-    def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
-        request = binding.request
-        key = 0  # greedy drafters need none, and a key tells something of the seed
-        if self._config.rejection_sample_method == cfg.COUPLED:
-            key = request.keys.resample
-        elif self._config.draft_sample_method == cfg.GUMBEL:
-            key = request.keys.proposal
-        session = binding.session
-        session.last_sequence_id += 1
-        binding.sequence_id = session.last_sequence_id
-        session.sequences[binding.sequence_id] = binding
-        step.opened.ids.append(binding.sequence_id)
-        step.opened.temperatures.append(request.params.temperature)
-        step.opened.proposal_keys.append(key)
-        step.opened.first_rows.append(binding.next_row)
-        step.opened.request_ids.append(request.request_id)
-        if is_exporting():
-            step.opened.traceparents.append(request.traceparent)
-        told = fields(
-            request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
-        )
-        logger.debug("sequence opened", extra=told)
+        self._sender.send_scouts(session, store, scouts, now)
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
         drafts = answer.drafts
@@ -584,38 +430,11 @@ class Drafting:
                     answered.append((request, drafts))
         if logits is not None:
             self._times.count_logits(logits.carrier, len(tokens) * logits.row_bytes)
-            belied = {id(drafts) for drafts in self._redraw(session, answered)}
+            address, is_on_trial = session.stream.address, session.breaker.is_on_trial
+            belied = {id(drafts) for drafts in self._audit.find_unusable(address, answered, is_on_trial=is_on_trial)}
             answered = [(request, drafts) for request, drafts in answered if id(drafts) not in belied]
         for request, drafts in answered:
             request.drafts = drafts
-
-    def _redraw(self, session: DraftSession, answered: Sequence[tuple[Request, ReadyDrafts]]) -> list[ReadyDrafts]:
-        """Draws some of the drafts again; those that are not what their logits sample are not used.
-
-        Raises
-        ------
-        InvalidArgumentError
-            When there have been too many of those.
-        """
-        address = session.stream.address
-        redraws = self._redraws[address]
-        is_on_trial = session.breaker.is_on_trial
-        is_suspect = is_on_trial or redraws.is_suspect
-        drawn = [
-            (request, drafts)
-            for request, drafts in answered
-            if drafts.tokens and drafts.logits is not None and request.params.temperature > 0
-        ]
-        chosen = [one for one in drawn if is_suspect or random.random() < REDRAW_SHARE]
-        belied = find_belied(chosen, self._config.use_fp64_gumbel)
-        if belied and len(chosen) < len(drawn):
-            chosen, belied = drawn, find_belied(drawn, self._config.use_fp64_gumbel)
-        redraws.take(len(chosen), len(belied))
-        if belied and (is_on_trial or redraws.are_too_many):
-            del self._redraws[address]  # its trial begins with a clean slate
-            count = Described(f"{len(belied[-1].tokens)} drafts")
-            raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
-        return belied
 
     def _unbind(self, binding: Binding, now: float) -> None:
         """The drafter has no state of the sequence: it is opened anew after a while."""

@@ -1,8 +1,17 @@
-"""What drawing a drafter's drafts again has found of late, and whether that is too much."""
+"""Drafts that come with logits are drawn again now and then: whether they are what their logits sample."""
 
 from __future__ import annotations
 
-from collections import deque
+import random
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from draftwire.errors import Described, InvalidArgumentError
+from verifier_service.draft_answer import find_belied
+from verifier_service.request import ReadyDrafts, Request
+
+# Share of answers with logits whose drafts are drawn again, of a drafter at which there was no mismatch of late.
+REDRAW_SHARE = 1 / 8
 
 # A drafter is judged by its last answers that were drawn again: one mismatch among so many, and all of its answers are
 # drawn again; so many mismatches among them, and it is expelled.
@@ -43,3 +52,40 @@ class Redraws:
 
     def _is_recent(self, count: int) -> bool:
         return self._count - count < RECENT_REDRAWS
+
+
+class Audit:
+    """Draws drafts of all drafters again."""
+
+    def __init__(self, *, use_fp64: bool) -> None:
+        self._use_fp64 = use_fp64
+        self._redraws: defaultdict[str, Redraws] = defaultdict(Redraws)  # by the drafter's address
+
+    def find_unusable(
+        self, address: str, answered: Sequence[tuple[Request, ReadyDrafts]], *, is_on_trial: bool
+    ) -> list[ReadyDrafts]:
+        """The drafts of the drafter at `address` that turn out not to be what their logits sample, and must not be
+        used: some are drawn again, and all where one was found of late, or of a drafter that `is_on_trial`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When there have been too many of those.
+        """
+        redraws = self._redraws[address]
+        is_suspect = is_on_trial or redraws.is_suspect
+        drawn = [
+            (request, drafts)
+            for request, drafts in answered
+            if drafts.tokens and drafts.logits is not None and request.params.temperature > 0
+        ]
+        chosen = [one for one in drawn if is_suspect or random.random() < REDRAW_SHARE]
+        belied = find_belied(chosen, self._use_fp64)
+        if belied and len(chosen) < len(drawn):
+            chosen, belied = drawn, find_belied(drawn, self._use_fp64)
+        redraws.take(len(chosen), len(belied))
+        if belied and (is_on_trial or redraws.are_too_many):
+            del self._redraws[address]  # its trial begins with a clean slate
+            count = Described(f"{len(belied[-1].tokens)} drafts")
+            raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
+        return belied

@@ -13,7 +13,8 @@ CALLS = {
         "Engine._hand_out",
         "Engine._count_landed",
     ),
-    "verifier_service.drafting": ("Drafting.flush", "Drafting._send_step", "Drafting.handle"),
+    "verifier_service.drafting": ("Drafting.flush", "Drafting.handle"),
+    "verifier_service.step_sender": ("StepSender._send_step",),
     "draftwire.carriers.sender": ("Outgoing.finish",),
     "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
@@ -38,7 +39,7 @@ class Mark(NamedTuple):
 WAY = (
     Mark("TokenSampler.finish", "end"),
     Mark("Drafting.flush", "begin"),
-    Mark("Drafting._send_step", "begin"),
+    Mark("StepSender._send_step", "begin"),
     Mark("Stream.send", "begin"),
     Mark("Stream.send", "end"),
     Mark("DraftStream._take_message", "end"),

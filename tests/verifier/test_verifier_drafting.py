@@ -27,7 +27,7 @@ from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service import breaker, draft_session, drafting, redraws
+from verifier_service import breaker, draft_session, drafting, redraws, step_sender
 from verifier_service.draft_answer import find_belied
 from verifier_service.draft_stream import Loaded
 from verifier_service.features import FeatureKind
@@ -161,7 +161,7 @@ def move(scene: Scene, *lengths: int) -> tuple[RecordedStream, list[Request]]:
 
 
 def test_a_history_is_sent_in_pieces_and_drafts_are_asked_with_the_last(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", 8)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
     scene = Scene()
     stream, _ = move(scene, 20)
     for _ in range(4):
@@ -173,15 +173,15 @@ def test_a_history_is_sent_in_pieces_and_drafts_are_asked_with_the_last(monkeypa
 
 def test_a_piece_of_a_history_has_at_most_max_history_rows():
     scene = Scene()
-    stream, _ = move(scene, drafting.MAX_HISTORY_ROWS + 1)
+    stream, _ = move(scene, step_sender.MAX_HISTORY_ROWS + 1)
     scene.flush()
     scene.flush()
-    assert [list(step.num_rows) for step in stream.steps] == [[drafting.MAX_HISTORY_ROWS], [1]]
+    assert [list(step.num_rows) for step in stream.steps] == [[step_sender.MAX_HISTORY_ROWS], [1]]
 
 
 def test_new_rows_of_other_sequences_go_whole_in_the_message_with_a_piece(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", 8)
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 8 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 8 * 4 * WIDTH)
     scene = Scene()
     stream, _ = move(scene, 20)
     scene.flush()
@@ -192,7 +192,7 @@ def test_new_rows_of_other_sequences_go_whole_in_the_message_with_a_piece(monkey
 
 
 def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 15 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 15 * 4 * WIDTH)
     scene = Scene()
     stream, _ = move(scene, 10, 10, 10)
     scene.flush()
@@ -201,7 +201,7 @@ def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
 
 
 def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 1)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 1)
     scene = Scene()
     stream, _ = move(scene, 3)
     for _ in range(4):
@@ -210,7 +210,7 @@ def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
 
 
 def test_ids_of_opened_sequences_rise_when_later_sequences_open_before_a_paced_one(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
     stream, (_, paced) = move(scene, 8, 6)
     scene.decode(5)
@@ -252,7 +252,7 @@ def test_a_prefix_that_was_found_in_the_cache_is_sent_with_its_features_and_the_
 
 
 def test_a_prefix_that_was_found_is_sent_in_pieces_like_every_history(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_ROWS", BLOCK_SIZE)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", BLOCK_SIZE)
     scene = Scene()
     stream = scene.connect()
     former = scene.decode(2 * BLOCK_SIZE)
@@ -477,7 +477,7 @@ def test_an_ended_request_is_closed_with_the_next_step():
 
 
 def test_an_ended_request_that_was_never_opened_is_not_closed(monkeypatch):
-    monkeypatch.setattr(drafting, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
     stream, (_, paced) = move(scene, 8, 6)
     scene.flush()
@@ -760,7 +760,7 @@ REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 
 def start_sampled(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], ids: torch.Tensor | None = None) -> Any:
     """(scene, stream, request) at temperature 0.8, where every draft is drawn again."""
-    monkeypatch.setattr(drafting, "REDRAW_SHARE", 1)
+    monkeypatch.setattr(redraws, "REDRAW_SHARE", 1)
     scene = Scene(config)
     stream = scene.connect(draft_token_ids=ids, draft_vocab_size=VOCAB if ids is None else len(ids))
     one = scene.decode(temperature=0.8, max_tokens=1000)
@@ -869,7 +869,7 @@ def replace_last(answer: pb.Drafts) -> pb.Drafts:
 
 
 def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
-    monkeypatch.setattr(drafting, "REDRAW_SHARE", 1)
+    monkeypatch.setattr(redraws, "REDRAW_SHARE", 1)
     scene, stream, one = start(DENSE)
     for _ in range(5):
         scene.answer(stream, answer_to(stream.last, logits=torch.zeros(K, VOCAB)))

@@ -15,7 +15,7 @@ from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting, engine
+from verifier_service import drafting, engine, redraws
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan, governor
@@ -306,7 +306,7 @@ def connect_briefly(served: Served) -> RecordedStream:
 
 
 def test_a_drafter_that_goes_between_its_answer_and_the_step_fails_no_request(target, monkeypatch):
-    monkeypatch.setattr(drafting, "REDRAW_SHARE", 0)
+    monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)
     requests = [own.submit(temperature=temperature) for temperature in (0.0, 1.0, 1.0)]
@@ -318,7 +318,7 @@ def test_a_drafter_that_goes_between_its_answer_and_the_step_fails_no_request(ta
 
 
 def test_drafts_of_heads_with_different_vocabularies_are_verified_in_one_step(target, monkeypatch):
-    monkeypatch.setattr(drafting, "REDRAW_SHARE", 0)
+    monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)
     other = own.connect(draft_token_ids=torch.arange(VOCAB - 1), draft_vocab_size=VOCAB - 1)

@@ -17,8 +17,8 @@ from draftwire.carriers.sender import Outgoing
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.draft_session import Binding, DraftSession
 from verifier_service.draft_stream import Answered
-from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureStore
+from verifier_service.step_sender import StepSender
 from verifier_service.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
@@ -36,10 +36,10 @@ def target() -> Target:
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each message with rows whether its features were there before. All are what the store has of the rows."""
     noted: list[bool] = []
-    features_of = Drafting._features
+    features_of = StepSender._features
 
     def compared(
-        self: Drafting,
+        self: StepSender,
         session: DraftSession,
         store: FeatureStore,
         pieces: list[tuple[Binding, int]],
@@ -57,7 +57,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         noted.append(ahead is not None and ahead.features is features)
         return features
 
-    monkeypatch.setattr(Drafting, "_features", compared)
+    monkeypatch.setattr(StepSender, "_features", compared)
     return noted
 
 

@@ -43,17 +43,17 @@ class Drafter:
 
     @property
     def num_redrawn(self) -> int:
-        return self.scene.drafting._redraws[self.stream.address]._count
+        return self.scene.drafting._audit._redraws[self.stream.address]._count
 
     def answer(self, *are_lies: bool) -> None:
         """One message."""
         assert not self.is_expelled
-        (session,) = self.scene.drafting._sessions.values()
         answered = [(self.request, self._lie._replace() if is_lie else self._honest) for is_lie in are_lies]
         self.answers += len(are_lies)
         self.lies += sum(are_lies)
         try:
-            belied = self.scene.drafting._redraw(session, answered)
+            audit = self.scene.drafting._audit
+            belied = audit.find_unusable(self.stream.address, answered, is_on_trial=False)
         except InvalidArgumentError:
             self.is_expelled = True
         else:
@@ -150,7 +150,7 @@ def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
     drafter = Drafter()
     for _ in range(3):
         for _ in range(redraws.TOO_MANY_MISMATCHES - 1):
-            drafter.scene.drafting._redraws[drafter.stream.address].take(1, 1)
+            drafter.scene.drafting._audit._redraws[drafter.stream.address].take(1, 1)
         drafter.be_honest(redraws.RECENT_REDRAWS)
     assert not drafter.is_expelled
 

@@ -1,0 +1,201 @@
+"""What a drafter is sent: rows of features with their tokens, and how many drafts are wanted of each sequence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from draftwire import config as cfg
+from draftwire.carriers import Outgoing
+from draftwire.logs import fields
+from draftwire.tensors import encode_ids
+from draftwire.tracing import is_exporting
+from draftwire.v1 import config_pb2, draft_pb2
+from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.features import FeatureStore
+from verifier_service.request import Request
+from verifier_service.step_gate import StepGate
+from verifier_service.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+# A history that a drafter has not got is sent in pieces of this many rows, and all histories together take at most
+# this many bytes of a message, so that they delay no other sequence.
+MAX_HISTORY_ROWS = 512
+MAX_HISTORY_BYTES = 16 * 1024 * 1024
+
+# Rows to send of a sequence.
+_Piece = tuple[Binding, int]
+
+
+class StepSender:
+    """Sends drafters the rows that they have not got. Used by the engine's thread alone."""
+
+    def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, gate: StepGate) -> None:
+        """Bytes and rows are counted in `times`; `gate` is told of rows, which take some of the engine's time."""
+        self._config = config
+        self._times = times
+        self._gate = gate
+        self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
+        self._old_rows: dict[Request, int] = {}  # rows that were there when all had been sent last
+
+    def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
+        """Sends new rows of all sequences, and asks for drafts of those whose rows are all there then.
+
+        Rows of prompts and histories go in a message of their own, after the one for which drafts are waited.
+        """
+        pieces = self._pieces(session, session.bindings, now)
+        num_drafts = session.pace.take_num_drafts(bool(pieces))
+        others = [piece for piece in pieces if piece[1] > self._most_verified]
+        verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
+        if verified or session.closed_ids:
+            self._send_step(session, store, verified, num_drafts)
+        if others:
+            self._send_step(session, store, others, num_drafts)
+
+    def send_scouts(self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float) -> None:
+        """Sends new rows of a few sequences of a drafter that is asked for nothing; its answer is waited for now and
+        then."""
+        pieces = self._pieces(session, scouts, now)
+        if pieces or session.closed_ids:
+            governor = session.pace.governor
+            self._send_step(session, store, pieces, governor.trial_drafts, waits=governor.take_trial(now))
+
+    def note_rows(self, requests: Sequence[Request]) -> None:
+        """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
+        self._old_rows = {request: request.num_feature_rows for request in requests}
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._old_rows.pop(request, None)
+
+    def _send_step(
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[_Piece],
+        num_drafts: int,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not."""
+        session.step_id += 1
+        step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
+        session.closed_ids = []
+        tokens: list[int] = []
+        first_rows: list[int] = []
+        wanted: list[int] = []
+        for binding, rows in pieces:
+            request = binding.request
+            if not binding.sequence_id:
+                self._open(step, binding)
+            first, known = binding.next_row, request.tokens
+            binding.next_row = last = first + rows
+            first_rows.append(first)
+            tokens += known[first + 1 : last + 1]
+            drafts = 0
+            # All rows are there, and the request decodes.
+            if len(request.prompt) <= last == len(known) - 1 and request.num_in_flight == 0:
+                drafts = request.num_drafts_wanted
+                if drafts > num_drafts:
+                    drafts = num_drafts
+                binding.wait_until = None
+            wanted.append(drafts)
+        num_bytes = num_rows = 0
+        features, carrier = None, draft_pb2.CARRIER_BYTES
+        if pieces:
+            step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
+            step.first_rows.extend(first_rows)
+            step.num_rows.extend([rows for _, rows in pieces])
+            step.num_drafts.extend(wanted)
+            encode_ids(tokens, step.tokens)
+            num_rows = len(tokens)
+            features = self._features(session, store, pieces, first_rows, num_rows)
+            num_bytes, carrier = features.tensor.nbytes, features.carrier
+        sent = time.monotonic()
+        session.stream.send(step, features)
+        # The rest is done while the drafter computes.
+        asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
+        message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
+        session.unanswered[step.step_id] = message
+        for binding, drafts in asked:
+            binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)
+            binding.asked_drafts = drafts
+            binding.wait_until = message.wait_until if waits else None
+        self._times.count_sent(carrier, num_rows, num_bytes)
+        self._gate.count_sent(num_rows)
+
+    def _features(
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[_Piece],
+        first_rows: list[int],
+        num_rows: int,
+    ) -> Outgoing:
+        """The features of the rows of `pieces`, which begin at `first_rows` and are `num_rows` in all."""
+        if session.ahead is not None:
+            features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
+            if features is not None:
+                session.ahead = None
+                return features
+        head = session.stream.head
+        features = session.stream.sender.begin(head.dtype, (num_rows, head.width))
+        spans = [
+            (binding.request.blocks, first, first + rows)
+            for (binding, rows), first in zip(pieces, first_rows, strict=True)
+        ]
+        store.read(spans, features.tensor)
+        features.seal()
+        return features
+
+    def _pieces(self, session: DraftSession, bindings: Sequence[Binding], now: float) -> list[_Piece]:
+        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories.
+
+        A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
+        prefix that was found in the cache.
+        """
+        row_bytes = session.stream.head.row_bytes
+        room = max(MAX_HISTORY_BYTES // row_bytes, 1)
+        backlog = None
+        pieces = []
+        for binding in bindings:
+            request, first = binding.request, binding.next_row
+            rows = request.num_feature_rows - first
+            if rows <= 0:
+                continue
+            if first < self._old_rows.get(request, request.num_reused):
+                rows = min(rows, MAX_HISTORY_ROWS, room)
+                room -= rows
+            if rows > self._most_verified:
+                if backlog is None:
+                    backlog = session.pace.backlog_rows(now, row_bytes)
+                rows = min(rows, backlog)
+                backlog -= rows
+            if rows > 0:
+                pieces.append((binding, rows))
+        return pieces
+
+    def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
+        request = binding.request
+        key = 0  # greedy drafters need none, and a key tells something of the seed
+        if self._config.rejection_sample_method == cfg.COUPLED:
+            key = request.keys.resample
+        elif self._config.draft_sample_method == cfg.GUMBEL:
+            key = request.keys.proposal
+        session = binding.session
+        session.last_sequence_id += 1
+        binding.sequence_id = session.last_sequence_id
+        session.sequences[binding.sequence_id] = binding
+        step.opened.ids.append(binding.sequence_id)
+        step.opened.temperatures.append(request.params.temperature)
+        step.opened.proposal_keys.append(key)
+        step.opened.first_rows.append(binding.next_row)
+        step.opened.request_ids.append(request.request_id)
+        if is_exporting():
+            step.opened.traceparents.append(request.traceparent)
+        told = fields(
+            request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
+        )
+        logger.debug("sequence opened", extra=told)
