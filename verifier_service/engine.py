@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,23 +22,21 @@ from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
 from draftwire.practice import Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
-from verifier_service.draft_answer import read_ahead
-from verifier_service.draft_session import AwaitedAnswer, DraftSession
+from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.emission import Emission
-from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.flight import Flight
-from verifier_service.output import Piece
-from verifier_service.output_queue import Item, OutputQueue, undecodable
+from verifier_service.output_queue import Item
 from verifier_service.pacing import Profile
+from verifier_service.pass_ahead import PassAhead
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
 from verifier_service.rehearsal import AnswerRehearsal, Rehearsal
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
+from verifier_service.request_outputs import RequestOutputs
 from verifier_service.sampler import Drawn, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
 from verifier_service.step_times import Phase, StepMarks, StepTimes
@@ -126,12 +125,9 @@ class Engine:
         self._limits = limits
         self._deliver = deliver
         self._on_failure = on_failure
-        self._is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
+        is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
         runner = start_runner(target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens)
         self._run_rows = runner.run if followers is None else followers.lead(runner.run)
-        self._hold = runner.hold
-        self._expected: ExpectedStep | None = None
-        self._awaited: AwaitedAnswer | None = None  # by the expected step, if that is one answer
         self._cache = runner.cache
         self._stores: dict[FeatureKind, FeatureStore] = {}
         self._sampler = TokenSampler(
@@ -173,12 +169,12 @@ class Engine:
         self._events: Mailbox[_Event | None] = Mailbox(awake, rehearse_with(AnswerRehearsal) if practises else None)
         # Before the tokens of steps that drafters wait for.
         self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
-        # By the step that has landed last, of requests that go on, until `_emit`. It makes the pieces that are plain.
-        self._emitted: list[tuple[Work, Drawn, Piece | None]] = []
-        self._uncounted: list[tuple[Work, Drawn, Piece | None]] = []
+        self._pass_ahead = PassAhead(runner.hold, self.drafting.gate, target.vocab_size, self.times, self._practice)
         self._has_told = False  # the drafters of all that has happened
         self._steps_held = 0
-        self._output = OutputQueue(deliver, self.metrics)
+        self._outputs = RequestOutputs(
+            self.scheduler, self.drafting, self.metrics, deliver, self._suspend, is_synthetic=is_synthetic
+        )
         self._stop_reason = ""
         self._ended: DraftwireError | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -222,10 +218,10 @@ class Engine:
             logger.exception("the engine failed")
             self._ended = ServerError(f"the engine failed: {error}")
             self._on_failure()
-        self._drop_expected()
+        self._pass_ahead.drop()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._output.add_error(request, self._ended)
-        self._hand_out()
+            self._outputs.refuse(request, self._ended)
+        self._outputs.hand_out()
         self._refuse_arrived()
 
     def _refuse_arrived(self) -> None:
@@ -251,7 +247,7 @@ class Engine:
                 self._count_landed()
                 self.drafting.settle_costs()
                 if not self._holds_output(launched, landing):
-                    self._hand_out()
+                    self._outputs.hand_out()
                 if launched is None and not self._awaits(landing):
                     continue
             self._flight = launched
@@ -278,8 +274,9 @@ class Engine:
         """Launches the next step, if there is one."""
         works: list[Work] = []
         try:
-            if self._expected is not None and (time.monotonic() >= self._expected.until or not self.scheduler.running):
-                self._drop_expected()
+            until = self._pass_ahead.until
+            if until is not None and (time.monotonic() >= until or not self.scheduler.running):
+                self._pass_ahead.drop()
             works = self._schedule()
             if not works:
                 return None
@@ -304,37 +301,23 @@ class Engine:
 
         if flight is not None and not following and self._would_part(flight, can_go):
             return []
-        return self.scheduler.schedule(can_go, following, takes_prompts=not self._is_pending)
+        return self.scheduler.schedule(can_go, following, takes_prompts=not self._pass_ahead.is_pending)
 
     def _launch_expected(self) -> None:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
         # A prompt that waits goes with the drafts: it may have no other step, as where logits are still read.
-        if num_drafts is None or self._is_pending or self.scheduler.may_admit:
+        if num_drafts is None or self._pass_ahead.is_pending or self.scheduler.may_admit:
             return
         self.times.enter(Phase.WAIT)
         try:
             rooms = list(map(self.scheduler.place_drafts, running, num_drafts))
-            expected = ExpectedStep(list(zip(running, rooms, strict=True)))
-            if min(rooms) >= 0 and not expected.is_same(self._expected):
-                self._expected = expected
+            if min(rooms) >= 0:
                 with self._on_steps():
-                    expected.launch(self._hold)
-                self._awaited = self.drafting.gate.awaited_answer()
-                if self._awaited is not None:
-                    expected.foresee(self._awaited.requests, self._awaited.num_drafts)
+                    self._pass_ahead.launch(list(zip(running, rooms, strict=True)))
         except Exception as error:
             self._end_failed(list(running), error)
-
-    @property
-    def _is_pending(self) -> bool:
-        return self._expected is not None and self._expected.is_pending
-
-    def _drop_expected(self) -> None:
-        self._awaited = None  # it keeps a stream, and with it memory that is shared with a drafter
-        if self._expected is not None:
-            self._expected.drop()
 
     def _would_part(self, flight: Flight, can_go: Callable[[Request], bool]) -> bool:
         """Whether a step beside one that is in flight would part requests that a step after it has together: some
@@ -385,14 +368,14 @@ class Engine:
         for request in requests:
             if request.blocks:
                 self._has_ended_some = True
-                self._end(request, ServerError(f"the step failed: {error}"))
+                self._outputs.fail(request, ServerError(f"the step failed: {error}"))
 
     def _take_events(self, wait: bool) -> bool:
         """Takes all events; with `wait`, until there is one or a deadline passes. False when it is time to stop."""
         if wait:
             if not self._events.wait(0):  # else what is there may be drafts, which go first
                 self._end_step()
-                if not self._is_pending:  # else the step that waits for drafts hides it
+                if not self._pass_ahead.is_pending:  # else the step that waits for drafts hides it
                     self._count_landed()
             self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
         try:
@@ -415,15 +398,15 @@ class Engine:
             When a deadline passes first.
         """
         deadline = self.drafting.next_deadline()
-        if self._expected is not None and self._expected.is_pending:
-            deadline = self._expected.until if deadline is None else min(deadline, self._expected.until)
-        if self._output.is_waiting or self._emitted:
-            moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._output.has_errors else 0.0
+        if self._pass_ahead.is_pending and self._pass_ahead.until is not None:
+            deadline = self._pass_ahead.until if deadline is None else min(deadline, self._pass_ahead.until)
+        if self._outputs.is_waiting:
+            moment = OUTPUT_DELAY_S if self.drafting.gate.is_awaited and not self._outputs.has_errors else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
                 return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             with suppress(queue.Empty):
                 return self._events.get(timeout=moment)
-            self._hand_out()
+            self._outputs.hand_out()
         return self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _take(self, event: _Event) -> None:
@@ -432,12 +415,12 @@ class Engine:
             try:
                 self.scheduler.add(event.request)
             except QueueFullError as error:
-                self._output.add_error(event.request, error)
+                self._outputs.refuse(event.request, error)
                 self.metrics.count_refused()
         elif isinstance(event, _Cancelled):
             if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
                 self.metrics.count_end("abort", time.monotonic() - event.request.arrived)
-            self._forget(event.request)
+            self._outputs.forget(event.request)
         elif isinstance(event, _Refused):
             self.metrics.count_refused()
         else:
@@ -445,48 +428,26 @@ class Engine:
 
     def _take_of_link(self, event: LinkEvent) -> None:
         if isinstance(event, (Connected, Disconnected)):
-            self._drop_expected()  # memory of the device comes or goes, for which the driver may wait for all streams
+            self._pass_ahead.drop()  # memory of the device comes or goes, for which the driver may wait for all streams
             if isinstance(event, Connected) and not self._has_store(event.stream):
                 return
             self._use_lane(event)
         has_begun = False
         if isinstance(event, Answered):
             self.times.count_answer(event.drafts.compute_time_s)
-            has_begun = self._begin_with(event)
+            has_begun = self._has_begun(partial(self._pass_ahead.begin_with, event))
         self.drafting.handle(event)
         if not has_begun:
-            self._begin_expected()
+            self._has_begun(self._pass_ahead.begin)
         self._drop_unused_stores()
 
-    def _begin_with(self, event: Answered) -> bool:
-        """Begins the step that was launched with the drafts of an answer that has not been checked, if it is as
-        expected; they come to nothing should the answer prove wrong."""
-        expected, awaited = self._expected, self._awaited
-        if expected is None or awaited is None or awaited.stream is not event.stream or not expected.can_begin_with:
-            return False
-        tokens = read_ahead(event.drafts, awaited, self._target.vocab_size)
-        if tokens is None:
-            return False
-        self.times.enter(Phase.VERIFY)
+    def _has_begun(self, begin: Callable[[], bool]) -> bool:
+        """What `begin` says; or true when it failed, and nothing is left to begin."""
         try:
-            expected.begin_with(tokens)
-            self._practice.begin(time.monotonic())
+            return begin()
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
-        self.times.enter(Phase.HOST)
-        return True
-
-    def _begin_expected(self) -> None:
-        """Begins the step that was launched, if nothing is awaited any more."""
-        if self._expected is None or not self._expected.has_all(self.drafting.gate.is_waiting):
-            return
-        self.times.enter(Phase.VERIFY)
-        try:
-            self._expected.begin()
-            self._practice.begin(time.monotonic())
-        except Exception as error:
-            self._end_failed(list(self.scheduler.running), error)
-        self.times.enter(Phase.HOST)
+            return True
 
     def _use_lane(self, event: Connected | Disconnected) -> None:
         """Answers that come over a stream's lane reach this thread without another one."""
@@ -537,8 +498,8 @@ class Engine:
         drawn = record_event(self._target.device) if pending is None else pending.copied
         self.times.enter(Phase.HOST)
         for work in works:
-            if work.is_decoding and work.num_drafts == 0 and work.follows is None:
-                work.cause = self._fallback_cause(work)  # answers may come while it is in flight
+            if work.is_decoding and work.num_drafts == 0 and work.follows is None and work.cause is None:
+                work.cause = self.drafting.fallback_cause(work.request)  # answers may come while it is in flight
             work.request.num_in_flight += 1
         marks = None
         if output.began is not None and computed is not None and drawn is not None:
@@ -566,20 +527,10 @@ class Engine:
             self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
-            results = iter(drawn)
-            emitted: list[tuple[Work, Drawn, Piece | None]] = []
-            for work in flight.works:
-                result = next(results) if work.samples else None
-                if not work.is_current:
-                    continue
-                work.request.num_in_flight -= 1
-                if result is None:
-                    work.request.num_computed = work.start + len(work.tokens)
-                else:
-                    self._commit(work, result, now, emitted)
+            self._outputs.commit(flight.works, drawn, now)
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
             self._events.expect()
-            self._has_told, self._emitted = True, emitted
+            self._has_told = True
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
 
@@ -592,8 +543,8 @@ class Engine:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
         self._count(works)
         self.times.enter(Phase.VERIFY)
-        has_begun = self._expected is not None and self._expected.has_begun
-        output = None if self._expected is None else self._expected.take(works)
+        has_begun = self._pass_ahead.has_begun
+        output = self._pass_ahead.take(works)
         if output is None:
             output, has_begun = self._run_rows(self._step_of(works)), False
         if not has_begun:
@@ -634,41 +585,6 @@ class Engine:
         prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
         self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
-    def _commit(
-        self, work: Work, drawn: Drawn, now: float, emitted: list[tuple[Work, Drawn, Piece | None]]
-    ) -> None:
-        """Appends tokens drawn at the monotonic time `now`; drafts past the accepted ones are rolled back by length.
-
-        What a request that goes on has `emitted` is added to that: the drafters wait, and its output can.
-        """
-        request, tokens = work.request, drawn.tokens
-        if work.is_decoding:
-            if work.num_drafts == 0 and tokens:
-                self.metrics.count_fallback(self._fallback_cause(work) if work.cause is None else work.cause)
-            request.num_computed = work.start + len(tokens)
-        else:
-            request.num_computed = work.start + len(work.tokens)
-        if not tokens:
-            self._end(request, ServerError("the target's logits are not finite for this request"))
-            return
-        if request.first_token is None:
-            request.first_token = now
-        room, piece = request.max_length - len(request.tokens), None
-        if not request.output.takes_all(tokens, room):
-            try:
-                piece = request.output.take(tokens, room)
-            except Exception as error:  # a tokenizer that fails on one request's tokens
-                self._end(request, undecodable(request, error))
-                return
-            tokens = piece.token_ids
-        request.tokens += tokens
-        if piece is None or piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
-            emitted.append((work, drawn, piece))
-            return
-        self._count_verified(work, drawn)
-        self._output.add(Emission(work, drawn, piece, now, request.statistics(self._is_synthetic)))
-        self._forget(request)
-
     def _end_step(self) -> None:
         """Counts the last step."""
         flight, self._landed = self._landed, None
@@ -687,30 +603,7 @@ class Engine:
     def _count_landed(self) -> None:
         """Counts the last step and what it verified; late, so that the drafters have what they wait for."""
         self._end_step()
-        self._emit()
-        for work, drawn, _ in self._uncounted:
-            self._count_verified(work, drawn)
-        self._uncounted.clear()
-
-    def _count_verified(self, work: Work, drawn: Drawn) -> None:
-        num_emitted = len(drawn.tokens)
-        if work.is_decoding:
-            work.request.count_step(work.num_drafts, num_emitted)
-            self.metrics.count_step(work.num_drafts, num_emitted - 1)
-            if work.num_drafts > 0:
-                self.drafting.count_verified(work.request, work.num_drafts, num_emitted - 1)
-
-    def _fallback_cause(self, work: Work) -> generate_pb2.FallbackCause:
-        return generate_pb2.FALLBACK_CAUSE_KV_CACHE if work.lacks_blocks else self.drafting.fallback_cause(work.request)
-
-    def _end(self, request: Request, error: DraftwireError) -> None:
-        self._output.add_error(request, error)
-        self.metrics.count_end("error", time.monotonic() - request.arrived)
-        self._forget(request, has_failed=True)
-
-    def _forget(self, request: Request, *, has_failed: bool = False) -> None:
-        self.scheduler.remove(request, has_failed=has_failed)
-        self._suspend(request)
+        self._outputs.count()
 
     def _suspend(self, request: Request) -> None:
         """Drops what is kept of a request beside its tokens: a preempted one is opened anew when it runs again."""
@@ -736,16 +629,3 @@ class Engine:
     def kv_cache_usage(self) -> float:
         """Share of the cache blocks in use, [0, 1]."""
         return self._blocks.usage
-
-    def _emit(self) -> None:
-        """Adds what the last step has emitted to what is to be counted and to be handed out."""
-        self._uncounted += self._emitted
-        for work, drawn, piece in self._emitted:
-            self._output.add(Emission(work, drawn, Piece(drawn.tokens) if piece is None else piece, self._landed_at))
-        self._emitted = []
-
-    def _hand_out(self) -> None:
-        """Turns the output of steps into text and messages."""
-        self._emit()
-        for request in self._output.hand_out():
-            self._forget(request)

@@ -29,9 +29,8 @@ class Work:
     tokens: list[int]  # of the rows: committed tokens, then drafts
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, draws a token
-    lacks_blocks: bool = False  # its drafts were dropped: there were no blocks for their rows
     follows: int | None = None  # place of its only token in the draw of the step before, which has it on the device
-    cause: generate_pb2.FallbackCause | None = None  # why it has no drafts, as of its launch
+    cause: generate_pb2.FallbackCause | None = None  # why it has no drafts, where that is known
     is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
@@ -238,16 +237,16 @@ class Scheduler:
             return Work(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
         last = len(request.tokens) - 1
         drafts, request.drafts = request.drafts, None
-        lacks_blocks = False
+        cause = None
         if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
             count = self.place_drafts(request, len(drafts.tokens))
             if count < len(drafts.tokens):
-                lacks_blocks = count == 0
                 drafts = drafts.first(count) if count > 0 else None
+                cause = None if drafts else generate_pb2.FALLBACK_CAUSE_KV_CACHE
         else:
             drafts = None
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
-        return Work(request, last, tokens, drafts, samples=True, lacks_blocks=lacks_blocks)
+        return Work(request, last, tokens, drafts, samples=True, cause=cause)
 
     def place_drafts(self, request: Request, count: int) -> int:
         """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias.

@@ -64,7 +64,7 @@ def test_the_drafter_is_told_of_a_step_before_its_output_is_queued(target):
     own = Served(target)
     order: list[str] = []
     stream = own.connect()
-    answer, add = stream.on_send, own.engine._output.add
+    answer, add = stream.on_send, own.engine._outputs._queue.add
 
     def on_send(step: pb.DraftStep) -> None:
         order.extend(["sent"] * len(step.sequence_ids))
@@ -74,7 +74,7 @@ def test_the_drafter_is_told_of_a_step_before_its_output_is_queued(target):
         order.append("queued")
         add(emission)
 
-    stream.on_send, own.engine._output.add = on_send, queued  # type: ignore[method-assign]
+    stream.on_send, own.engine._outputs._queue.add = on_send, queued  # type: ignore[method-assign]
     one = own.submit()
     own.engine.start()
     own.tokens(one)

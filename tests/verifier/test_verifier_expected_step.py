@@ -53,7 +53,7 @@ class Noted(Served):
         self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
         self.held: list[StepRows] = []
         self._has_held = threading.Event()
-        hold = self.engine._hold
+        hold = self.engine._pass_ahead._hold
 
         def noted_hold(step: StepRows) -> HeldStep | None:
             held = hold(step)
@@ -70,15 +70,15 @@ class Noted(Served):
 
             return HeldStep(begin, drop)
 
-        self.engine._hold = noted_hold
-        begin_with = self.engine._begin_with
+        self.engine._pass_ahead._hold = noted_hold
+        begin_with = self.engine._pass_ahead.begin_with
 
         def noted_begin_with(event: Answered) -> bool:
             has_begun = begin_with(event)
             self.num_foreseen += has_begun
             return has_begun
 
-        self.engine._begin_with = noted_begin_with  # type: ignore[method-assign]
+        self.engine._pass_ahead.begin_with = noted_begin_with  # type: ignore[method-assign]
 
     def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> None:
         """A drafter that answers when the step that verifies its drafts is held, if one is."""
@@ -162,10 +162,10 @@ def test_nearly_every_step_with_drafts_is_one_that_was_held(target):
 )
 def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_that_is_wrong(target, change, begins):
     own = Noted(target)
-    begin_with, begun = own.engine._begin_with, []
+    begin_with, begun = own.engine._pass_ahead.begin_with, []
 
     def spoilt(event: Answered) -> bool:
-        expected = own.engine._expected
+        expected = own.engine._pass_ahead._step
         if expected is not None and expected.can_begin_with and len(event.drafts.sequence_ids) == len(REQUESTS):
             if len(begun) == 2:
                 change(event.drafts)
@@ -173,7 +173,7 @@ def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_t
             return begun[-1]
         return begin_with(event)
 
-    own.engine._begin_with = spoilt  # type: ignore[method-assign]
+    own.engine._pass_ahead.begin_with = spoilt  # type: ignore[method-assign]
     own.connect_late()
     made = [own.submit(**one) for one in REQUESTS]
     own.engine.start()
@@ -190,10 +190,10 @@ def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(targ
     stream.on_send = lambda _: None
     one = own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.engine._awaited is not None)
+    wait_until(lambda: own.engine._pass_ahead._awaited is not None)
     own.engine.post(Disconnected(stream))
     own.tokens(one)
-    assert own.engine._awaited is None
+    assert own.engine._pass_ahead._awaited is None
     own.engine.stop()
 
 
@@ -385,7 +385,7 @@ def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
 
 def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, monkeypatch):
     own = Noted(target)
-    hold = own.engine._hold
+    hold = own.engine._pass_ahead._hold
 
     def fail(_: Any) -> None:
         raise RuntimeError("no memory")
@@ -394,7 +394,7 @@ def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, mon
         held = hold(step)
         return held if len(own.held) != 3 or held is None else HeldStep(fail, held.drop)
 
-    monkeypatch.setattr(own.engine, "_hold", failing_hold)
+    monkeypatch.setattr(own.engine._pass_ahead, "_hold", failing_hold)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()

@@ -12,6 +12,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.config import build_sampling_params, resolve_sampling_params
 from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.v1 import generate_pb2
 from verifier_service.output import OutputBuilder
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.request import NoiseKeys, ReadyDrafts, Request
@@ -242,7 +243,7 @@ def test_drafts_without_room_are_not_verified(fitting):
     (work,) = batch.schedule()
     assert work.tokens == [99, 5, 6, 7][: 1 + fitting]
     assert (work.num_drafts, work.num_logit_rows) == (fitting, 1 + fitting)
-    assert (work.drafts is None) == work.lacks_blocks == (fitting == 0)
+    assert (work.drafts is None) == (work.cause == generate_pb2.FALLBACK_CAUSE_KV_CACHE) == (fitting == 0)
     assert not batch.preempted
 
 
