@@ -249,10 +249,13 @@ class Drafting:
                     self._close(binding)
 
     def _plan(self, requests: Sequence[Request], now: float) -> None:
-        for session in self._sessions.values():
-            if session.pace.is_due(now):
+        due = [session for session in self._sessions.values() if session.pace.is_due(now)]
+        if due:
+            output = self.gate.output
+            expected = {one.stream.address: one.pace.acceptance.expected_tokens() for one in self._sessions.values()}
+            for session in due:
                 load = self._load(session, requests)
-                session.pace.make_plan(now, load, self.gate.target_cost, self.gate.output)
+                session.pace.make_plan(now, load, self.gate.target_cost, output, expected)
                 if not session.pace.is_off and self.gate.target_cost.wants_step_of(load.small_step, now):
                     # Its cost shows by one step without drafts, or by one of a part of the sequences.
                     if self._is_adaptive:
@@ -273,7 +276,10 @@ class Drafting:
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-        return Load(own, session.stream.head.row_bytes, rows, tokens)
+        behind = 0
+        if not session.pace.is_off:
+            behind = sum(one.request.is_decoding and one.rows_behind > 0 for one in session.bindings)
+        return Load(own, session.stream.head.row_bytes, rows, tokens, behind)
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""
@@ -289,6 +295,15 @@ class Drafting:
             session.pace.acceptance.count(num_drafts, num_accepted)
             self._drafted[session.stream.address] += num_drafts
             self._accepted[session.stream.address] += num_accepted
+
+    def count_by_drafter(self, works: Sequence[Work]) -> Counter[tuple[str, int]]:
+        """How many decoding requests of a step have so many drafts, by (address of the drafter or "", drafts)."""
+        bindings = self._bindings
+        return Counter(
+            (bindings[work.request].session.stream.address if work.request in bindings else "", work.num_drafts)
+            for work in works
+            if work.is_decoding
+        )
 
     def is_bound(self, request: Request) -> bool:
         """Whether a request has a place at a drafter."""
@@ -463,6 +478,7 @@ class Drafting:
 
     def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
+        self.gate.forget(session.stream.address)
         session.stream.count_received()
         session.give_up_ahead()  # they keep the session, which keeps them and the memory that is shared
         for binding in session.bindings:

@@ -508,8 +508,8 @@ class Engine:
         if pending is not None and pending.num_emitted is not None:
             ahead = self.drafting.begin_features(sampling, pending.num_emitted, self._stores)
         num_rows, is_beside = len(output.slots_on_host), self._flight is not None
-        has_drafts = any(work.num_drafts > 0 for work in works)
-        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, has_drafts=has_drafts)
+        verified = self.drafting.count_by_drafter(works)
+        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, verified=verified)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
@@ -595,7 +595,7 @@ class Engine:
                 has_prompts=not all(work.is_decoding for work in flight.works),
                 step_s=step_s,
                 host_s=host_s,
-                verified=[work.num_drafts for work in flight.works if work.is_decoding],
+                verified=flight.verified,
                 landed=self._landed_at,
                 is_beside=flight.is_beside if self._limits.async_scheduling and flight.marks is not None else None,
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from verifier_service.draft_session import DraftSession
 from verifier_service.features_ahead import FeaturesAhead
@@ -23,7 +24,13 @@ class Flight:
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them
     ahead: dict[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way, until it lands
     is_beside: bool = False  # another step ran when it was launched
-    has_drafts: bool = False  # which it verifies
+    # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
+    verified: Mapping[tuple[str, int], int] = MappingProxyType({})
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it verifies any."""
+        return any(drafts for _, drafts in self.verified)
 
     @property
     def is_done(self) -> bool:

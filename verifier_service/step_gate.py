@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from verifier_service.draft_session import AwaitedAnswer, Binding, DraftSession
 from verifier_service.draft_stream import Stream
@@ -28,7 +29,8 @@ class StepGate:
         self._feature_rows = 0  # sent since the last step was counted
         self._had_prompts = False  # whether that had any
         self._landed: float | None = None  # when its tokens were there
-        self._verified: Counter[int] = Counter()  # see `Output`
+        self._verified: Counter[tuple[str, int]] = Counter()  # see `Output`
+        self._steps = 0
         self._seconds = 0.0
         self._deferred: set[Request] = set()  # whose drafts are there and who leave the next step to others
         self._parts = False  # whether the next step is to take a part of those that are ready
@@ -46,7 +48,7 @@ class StepGate:
         has_prompts: bool,
         step_s: float,
         host_s: float,
-        verified: Sequence[int] = (),
+        verified: Mapping[tuple[str, int], int] = MappingProxyType({}),
         landed: float = 0.0,
         is_beside: bool | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class StepGate:
             Time of the step itself and of the host before it, waits left out; see `StepTimes`. Behind a step with
             prompts the host also sends their features and opens their sequences, which no plan changes.
         verified
-            How many drafts of each decoding request it verified.
+            How many decoding requests it had, by the address of their drafter ("" for none) and their drafts.
         landed
             Monotonic time at which its tokens were there.
         is_beside
@@ -70,14 +72,21 @@ class StepGate:
         if self._landed is not None and not (has_prompts or self._had_prompts):
             self._seconds += landed - self._landed
             self._verified.update(verified)
-        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=any(verified))
+            self._steps += 1
+        has_drafts = any(drafts for _, drafts in verified)
+        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=has_drafts)
         self._feature_rows = 0
         self._had_prompts, self._landed = has_prompts, landed
 
     @property
     def output(self) -> Output:
         """What steps have brought that had no prompts and followed another without."""
-        return Output(self._verified.copy(), self._seconds)
+        return Output(self._verified.copy(), self._steps, self._seconds)
+
+    def forget(self, drafter: str) -> None:
+        """Forgets what drafts of the drafter at an address have brought."""
+        for key in [key for key in self._verified if key[0] == drafter]:
+            del self._verified[key]
 
     def _learn(
         self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_prompts: bool, has_drafts: bool
@@ -131,9 +140,10 @@ class StepGate:
     def come_soon(self, flying: Iterable[Request]) -> bool:
         """Whether some of those in flight should have drafts so soon after they have landed that the next step gains by
         being theirs too: within a step's fixed time, which is what `pacing.grouping` has steps wait."""
-        sequences = Counter(binding.session for one in flying if (binding := self._bindings.get(one)) is not None)
+        drafting = (self._bindings.get(one) for one in flying if one.num_drafts_wanted > 0)
+        sequences = Counter(one.session for one in drafting if one is not None and one.rows_behind == 0)
         return self.target_cost.is_known and any(
-            not session.is_late and session.pace.answer_s(count, session.stream.head.row_bytes) < self.target_cost.fixed
+            session.has_room and session.pace.answer_s(count, session.stream.head.row_bytes) < self.target_cost.fixed
             for session, count in sequences.items()
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Costs:
     draft_s: float = 0.35e-3  # of each draft position
     acceptance: float = 0.75
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
+    unseen_step_s: float = 0.0  # the same, after any step
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
 
 
@@ -65,6 +67,8 @@ class World:
         *,
         config: dict[str, Any] | None = None,
         deadline_s: float | None = 0.5,
+        prompt_length: int = PROMPT_LENGTH,
+        output_length: int = OUTPUT_LENGTH,
         **request: Any,
     ) -> None:
         self.clock = clock
@@ -77,6 +81,7 @@ class World:
             store._is_written[:] = True  # the features are of no interest here, so that none are computed
         self.stream.on_send = self.drafter.take
         self.tokens = 0
+        self.prompt_length, self.output_length = prompt_length, output_length
         self.step_sizes: list[int] = []  # sequences of each step
         self.drafted: list[int] = []  # drafts of each verify step of a sequence
         self._request = request
@@ -107,9 +112,10 @@ class World:
         """That time with some noise on it."""
         return seconds * (1 + self.costs.noise * self._random.expovariate(1))
 
-    def arrive(self, prompt_length: int = PROMPT_LENGTH) -> None:
+    def arrive(self, prompt_length: int | None = None) -> None:
         """A request more runs; its prompt is computed at once."""
-        one = self.scene.admit(prompt_length, max_tokens=OUTPUT_LENGTH, **{"k": K, **self._request})
+        prompt_length = prompt_length or self.prompt_length
+        one = self.scene.admit(prompt_length, max_tokens=self.output_length, **{"k": K, **self._request})
         one.num_computed = prompt_length
         one.tokens.append(9)
 
@@ -133,10 +139,14 @@ class World:
         self.clock.now += seconds
         self.step_sizes.append(len(requests))
         self.drafted += counts
-        self.drafting.gate.count_step(
-            rows, has_prompts=False, step_s=seconds, host_s=0.0, verified=counts, landed=self.clock.now
+        bound = self.drafting.is_bound
+        verified = Counter(
+            (self.stream.address if bound(one) else "", count) for one, count in zip(requests, counts, strict=True)
         )
-        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts)
+        self.drafting.gate.count_step(
+            rows, has_prompts=False, step_s=seconds, host_s=0.0, verified=verified, landed=self.clock.now
+        )
+        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
             while accepted < count and self._random.random() < self.costs.acceptance:

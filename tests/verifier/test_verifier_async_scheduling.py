@@ -301,7 +301,8 @@ class Mark:
 def flight(*, is_done: bool | None, has_drafts: bool = False) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), has_drafts=has_drafts)
+    verified = {("drafter", 4 if has_drafts else 0): 1}
+    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), verified=verified)
 
 
 def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
@@ -379,7 +380,7 @@ def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(
     take_steps_of(own._practice, 40e-3)  # they had prompts
     mark: Any = Mark(is_passed=False)
     mark.query = lambda: clock.now >= 1000.006
-    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), has_drafts=True))
+    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), verified={("drafter", 4): 1}))
     assert clock.now == pytest.approx(1000.006, abs=2 * LOOK_EVERY_S)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import drafting_scene
 import pytest
 from drafting_scene import Clock, K, Scene
 from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 
+from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
 from verifier_service.pacing.governor import PING_EVERY_S
@@ -108,6 +110,7 @@ def test_drafts_come_soon_where_they_are_nearer_than_the_fixed_time_of_a_step(cl
     come_soon = world.drafting.gate.come_soon
     assert not come_soon(world.scene.requests)  # nothing is known yet
     world.run(1.0)
+    world.scene.flush()
     pace_of(world.drafting).governor.plan = Plan(drafts)
     assert come_soon(world.scene.requests) == are_soon
     (session,) = world.drafting._sessions.values()
@@ -231,8 +234,51 @@ def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
     world.run(3.0)
     assert num_drafts(world) == 0
     world.costs.unseen_s = 0.0
-    world.run(12.0)
+    world.run(15.0)
     assert num_drafts(world) == 4
+
+
+@pytest.mark.parametrize(
+    ("costs", "gain"),
+    [
+        (Costs(trip_s=3e-3, acceptance=0.6, unseen_step_s=1e-3), 1.12),
+        (Costs(trip_s=2.2e-3, acceptance=0.5, unseen_step_s=2e-3), 1.17),
+    ],
+)
+def test_what_all_steps_take_and_nothing_counts_is_no_reason_to_give_up_drafts(clock, costs, gain):
+    world = adaptive(clock, 16, costs)
+    without = 16 / (16 / world.rate_without() + costs.unseen_step_s)
+    world.run(2.0)
+    world.drafted.clear()
+    assert world.run(60.0) > gain * without
+    assert world.drafted.count(0) < 0.05 * len(world.drafted)
+
+
+def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
+    """Their drafter comes near when they have long histories, which take a second to be sent."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
+    world = World(
+        clock,
+        64,
+        Costs(trip_s=30e-3, feature_row_s=16e-6, acceptance=0.7),
+        config=CONFIG,
+        k=4,
+        prompt_length=3000,
+        output_length=1000,
+    )
+    world.run(5.0)
+    assert num_drafts(world) == 0
+    world.costs.trip_s = 0.2e-3
+    world.run(15.0)
+    assert world.run(3.0) > 1.1 * world.rate_without()
+
+
+def test_what_a_drafter_has_brought_is_forgotten_when_it_goes(clock):
+    world = adaptive(clock, 8, Costs())
+    world.run(0.5)
+    assert world.stream.address in {drafter for drafter, _ in world.drafting.gate.output.verified}
+    world.drafting.handle(Disconnected(world.stream))
+    assert world.stream.address not in {drafter for drafter, _ in world.drafting.gate.output.verified}
 
 
 def test_noise_does_not_mislead(clock):

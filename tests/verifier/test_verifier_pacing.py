@@ -28,7 +28,7 @@ from verifier_service.pacing import (
 )
 from verifier_service.pacing.costs import TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
-from verifier_service.pacing.hindsight import FORGET_S
+from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS
 from verifier_service.step_gate import StepGate
 
 # The 8B shape on an H200: seconds of a step, of a row.
@@ -257,10 +257,10 @@ class Turns:
         return self._governor.plan
 
     def run(self, seconds: float, *, scale: float = 1.0, turn_s: float = 0.1e-3, idle_every: int = 0) -> float:
-        """Lets time pass in which a pass takes so many times what was measured, and `turn_s` more beside another one;
-        tokens per second. Each `idle_every`-th step of a group finds nothing running."""
+        """Lets time pass in which a pass takes so many times what was measured, and `turn_s` more beside another one,
+        and a trial of one group come to its end; tokens per second. Each `idle_every`-th step of a group finds nothing running."""
         begin, end, tokens, planned, steps = self.now, self.now + seconds, 0.0, 0.0, 0
-        while self.now < end:
+        while self.now < max(end, self._governor._trying_until):
             groups = self.plan.num_groups
             rows = 320 // groups
             step_s = Profile(MEASURED).size(rows) * scale + (turn_s if groups > 1 else 0.0)
@@ -275,19 +275,17 @@ class Turns:
                     has_prompts=False,
                     step_s=step_s,
                     host_s=host_s,
-                    verified=[4] * (64 // groups),
+                    verified={("drafter", 4): 64 // groups},
                     landed=self.now,
                     is_beside=not is_idle,
                 )
             tokens += 64 * tokens_at(0.75)[4]
             if self.now > planned + 0.05:
                 planned = self.now
-                shares = self._hindsight.shares(self.now)
-                forecast = Forecast(
-                    self._load, tokens_at(0.75), self.gate.target_cost, self._drafter, shares=shares
-                )
-                rate = forecast.rate(self.plan) / shares[self.plan.turns]
-                self._hindsight.take(self.now, self.plan, 64, rate, tokens_at(0.75), self.gate.output)
+                shares, known = self._hindsight.shares, tokens_at(0.75)
+                forecast = Forecast(self._load, known, self.gate.target_cost, self._drafter, shares=shares)
+                rate, expected = forecast.rate(self.plan) / shares[self.plan.turns], {"drafter": known}
+                self._hindsight.take(self.now, self.plan, self._load, rate, self.gate.output, expected)
                 self._governor.decide(self.now, forecast)
                 self.changes += self.plan.num_groups != groups
         return tokens / (self.now - begin)
@@ -348,7 +346,8 @@ def test_steps_of_several_drafters_that_alternate_show_what_a_step_costs():
     gate = StepGate(dict.fromkeys(streams, one), {}, Profile(MEASURED))
     for i in range(300):
         step_s = MEASURED[160] if i < 8 else 2 * MEASURED[160]
-        gate.count_step(160, has_prompts=False, step_s=step_s, host_s=1e-4, is_beside=i > 0, verified=[4] * 32)
+        verified = {("drafter", 4): 32}
+        gate.count_step(160, has_prompts=False, step_s=step_s, host_s=1e-4, is_beside=i > 0, verified=verified)
     assert gate.target_cost.seconds(160) == pytest.approx(2 * MEASURED[160], rel=0.05)
     assert gate.target_cost.turn_s == TURN_SHARE * gate.target_cost.fixed  # as before anything was seen
 
@@ -391,7 +390,11 @@ def test_sequences_that_take_turns_are_tried_together_and_stay_so_where_that_is_
 
 @pytest.mark.parametrize(
     ("num_groups", "is_beside", "verified", "cost"),
-    [(1, False, [4] * 32, "lead_s"), (1, True, [0] * 160, "beside_s"), (2, True, [4] * 32, "turn_s")],
+    [
+        (1, False, {("drafter", 4): 32}, "lead_s"),
+        (1, True, {("", 0): 160}, "beside_s"),
+        (2, True, {("drafter", 4): 32}, "turn_s"),
+    ],
 )
 def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(num_groups, is_beside, verified, cost):
     """However many of them there are, as where requests end and others come."""
@@ -427,94 +430,138 @@ def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read
 # What became of forecasts: 1000 verify steps of sequences a second, each of 4 drafts and 3 tokens, make 3000 tokens.
 
 TOKENS = [1.0, 1.8, 2.3, 2.7, 3.0]
+OTHERS = [1.0, 1.1, 1.2, 1.3, 1.4]
+"""Of a worse drafter."""
 
 
 class Windows:
-    """Of 50 ms each, in which steps come that a forecast of 3000 tokens a second is compared with."""
+    """Of 50 ms each, with ten steps, unless said otherwise, that are compared with the forecast of a plan."""
 
     def __init__(self) -> None:
         self.hindsight = Hindsight()
-        self.now, self._seconds, self._verified = 100.0, 0.0, Counter[int]()
+        self.verified = Counter[tuple[str, int]]()
+        self.now, self.rate = 100.0, 3000.0
+        self._seconds, self._steps = 0.0, 0
 
-    def pass_by(self, share: float, count: int = 1, *, drafts: int = 4, groups: int = 1, sequences: int = 32) -> None:
+    def pass_by(
+        self, share: float, count: int = 1, *, drafts: int = 4, groups: int = 1, steps: int = 10, **load: int
+    ) -> None:
+        """So many windows, in which that share of the verify steps comes that should."""
+        plan = Plan(drafts, groups)
         for _ in range(count):
             self.now += 0.05
             self._seconds += 0.05
-            self._verified[drafts] += round(share * 50)
-            plan, output = Plan(drafts, groups), Output(self._verified.copy(), self._seconds)
-            rate = 1000 * TOKENS[min(drafts, 4)]
-            self.hindsight.take(self.now, plan, sequences, rate, TOKENS, output)
-
-    def shares(self) -> list[float]:
-        return self.hindsight.shares(self.now)
+            self._steps += steps
+            self.verified["own" if drafts else "", drafts] += round(share * 50)
+            output = Output(self.verified.copy(), self._steps, self._seconds)
+            rate = self.rate if drafts else 1000.0
+            now, known = Load(**{"sequences": 32, "row_bytes": 1, **load}), {"own": TOKENS, "other": OTHERS}
+            self.hindsight.take(self.now, plan, now, rate, output, known)
 
 
 def test_each_number_of_groups_has_its_own_share_of_the_forecast_and_no_drafts_too():
     windows = Windows()
     for share, drafts, groups in ((0.9, 4, 1), (0.7, 4, 3), (0.8, 0, 1)):
         windows.pass_by(share, 10, drafts=drafts, groups=groups)
-    assert windows.shares() == pytest.approx([0.8, 0.9, 1.0, 0.7, 1.0])
+    assert windows.hindsight.shares == pytest.approx([0.8, 0.9, 1.0, 0.7, 1.0], abs=0.01)
 
 
-def test_the_window_in_which_a_plan_is_taken_up_tells_nothing_of_it():
+def test_a_plan_that_changes_all_the_time_shows_nothing():
     windows = Windows()
     for _ in range(10):
         windows.pass_by(0.5, drafts=4)
         windows.pass_by(0.5, drafts=3)
-    assert windows.shares() == [1.0] * 5
+    assert windows.hindsight.shares == [1.0] * 5
 
 
-def test_a_window_in_which_many_sequences_have_come_tells_nothing():
+@pytest.mark.parametrize(("before", "groups"), [(2, 1), (1, 2), (1, 4)])
+def test_steps_on_their_way_when_a_plan_is_taken_up_tell_nothing_of_it(before, groups):
+    """Windows are as long as a step. The plan changes at the end of one; of the one before it come another that has
+    landed and is not counted, and those of the groups, and then the window that begins in the last of these."""
+    windows = Windows()
+    windows.pass_by(1.0, 10, groups=before, steps=1)
+    windows.pass_by(0.5, 2 + max(before, groups), groups=groups, steps=1)
+    windows.pass_by(0.9, LEAST_WINDOWS, groups=groups, steps=1)
+    assert windows.hindsight.shares[groups] == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.parametrize("loads", [({}, {"sequences": 40}), ({"behind": 5}, {"behind": 32})])
+def test_a_window_in_which_many_sequences_have_come_or_are_behind_tells_nothing(loads):
     windows = Windows()
     for i in range(20):
-        windows.pass_by(0.5, sequences=(32, 40)[i % 2])
-    assert windows.shares() == [1.0] * 5
+        windows.pass_by(0.5, **loads[i % 2])
+    assert windows.hindsight.shares == [1.0] * 5
     for i in range(20):
-        windows.pass_by(0.5, sequences=(32, 33)[i % 2])
-    assert windows.shares()[1] == pytest.approx(0.5)
+        windows.pass_by(0.5, sequences=(32, 33)[i % 2], behind=i % 3)
+    assert windows.hindsight.shares[1] == pytest.approx(0.5)
 
 
 def test_one_step_that_stalls_is_no_share_of_a_forecast():
     windows = Windows()
-    windows.pass_by(1.0, 3)
+    windows.pass_by(1.0, 4)
     windows.pass_by(0.0)
     windows.pass_by(1.0, 2)
-    assert windows.shares()[1] == pytest.approx(1.0)
+    assert windows.hindsight.shares[1] == pytest.approx(1.0)
 
 
 def test_drafts_that_were_to_come_and_did_not_lower_the_share():
     """Two thirds of the sequences decode without, so that steps come more often than forecast."""
     windows = Windows()
-    for _ in range(5):
+    for _ in range(6):
+        windows.verified["own", 0] += 40
         windows.pass_by(0.4)
-        windows._verified[0] += 40
-    assert windows.shares()[1] == pytest.approx((0.4 * 3000 + 0.8 * 1000) / 3000, rel=0.01)
+    assert windows.hindsight.shares[1] == pytest.approx((0.4 * 3000 + 0.8 * 1000) / 3000, rel=0.01)
 
 
-def test_a_share_is_forgotten_so_that_its_plan_is_tried_again():
+def test_steps_of_other_drafters_bring_what_those_bring_and_without_any_one_token():
     windows = Windows()
-    windows.pass_by(0.5, 10)
-    assert windows.shares()[1] == pytest.approx(0.5)
-    windows.now += FORGET_S
-    assert windows.shares()[1] == pytest.approx(1.0)
+    windows.rate = 3000 + 1400 + 200 + 1000
+    for _ in range(6):
+        windows.verified["other", 4] += 50
+        windows.verified["", 0] += 10
+        windows.verified["gone", 4] += 50
+        windows.pass_by(1.0)
+    assert windows.hindsight.shares[1] == pytest.approx(1.0)
 
 
 def test_a_drafter_with_more_drafts_than_this_one_counts_as_its_most():
     windows = Windows()
-    windows.pass_by(1.0, 5)
-    windows._verified[9] += 50
-    windows.pass_by(0.0, 1)
-    assert windows.hindsight._windows[1][-1][1] == pytest.approx(1.0)
+    for _ in range(6):
+        windows.verified["own", 9] += 50
+        windows.pass_by(0.0)
+    assert windows.hindsight.shares[1] == pytest.approx(1.0)
+
+
+def test_what_is_known_of_a_plan_that_is_not_in_use_comes_near_to_what_the_one_in_use_shows():
+    windows = Windows()
+    windows.pass_by(0.5, 10)
+    windows.pass_by(0.9, 5, drafts=0)
+    before = windows.hindsight.shares[1]
+    assert before == pytest.approx(0.5, abs=0.01)
+    windows.pass_by(0.9, round(HALF_LIFE_S / 0.05), drafts=0)
+    assert windows.hindsight.shares[1] == pytest.approx((before + 0.9) / 2, abs=0.01)
+
+
+def test_what_comes_while_nothing_is_forecast_is_no_window():
+    windows = Windows()
+    windows.pass_by(1.0, 10)
+    for _ in range(5):
+        windows.hindsight.pause()
+        windows.verified["own", 4] += 1000
+        windows.pass_by(1.0, 2)
+    assert windows.hindsight.shares[1] == pytest.approx(1.0)
 
 
 def test_steps_with_prompts_and_those_behind_them_are_no_output():
     gate = StepGate({}, {}, Profile())
-    costs = {"step_s": 1e-3, "host_s": 0.0}
+    costs = {"step_s": 1e-3, "host_s": 0.0, "verified": {("one", 4): 2, ("", 0): 1}}
     landed = 0.0
     for has_prompts in (True, False, False, False, True, False, False):
         landed += 3.0 if has_prompts else 1.0
-        gate.count_step(5, has_prompts=has_prompts, verified=[4, 0], landed=landed, **costs)
-    assert gate.output == Output(Counter({4: 3, 0: 3}), 3.0)
+        gate.count_step(5, has_prompts=has_prompts, landed=landed, **costs)
+    assert gate.output == Output(Counter({("one", 4): 6, ("", 0): 3}), 3, 3.0)
+    gate.forget("one")
+    assert gate.output.verified == Counter({("", 0): 3})
 
 
 def test_nothing_is_known_before_enough_has_been_seen():

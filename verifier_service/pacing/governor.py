@@ -29,7 +29,7 @@ RELAPSE_WITHIN = 10.0  # rests
 # What the host takes where sequences do not take turns is not seen while they do: one group is tried out after so long,
 # and twice as long each time that it was in vain, for so long, unless less than that share of the tokens is expected.
 TRY_AFTER_S = (0.25, 30.0)
-TRY_FOR_S = 0.2
+TRY_FOR_S = 0.25
 TRY_ABOVE = 0.85
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from verifier_service.pacing.plan import MAX_GROUPS, Plan
+from verifier_service.pacing.plan import MAX_GROUPS, Load, Plan
 
 # Windows, from one plan to the next, that tell: the median of so many at most, and nothing before there are so few.
 MOST_WINDOWS = 9
 LEAST_WINDOWS = 3
-# A plan that is not in use is believed to be what its forecast says after so long, so that it is tried again.
-FORGET_S = 10.0
-# A window counts only if no more than this share of the sequences has come or gone in it.
+# What is known of plans that are not in use comes half as near to what the one in use shows in so long: costs that they
+# have in common change for all, and what spoke against a plan alone is tried again.
+HALF_LIFE_S = 30.0
+# A window counts only if no more than this share of the sequences has come or gone in it, or is behind at the drafter.
 STEADY = 0.1
 # A single step that stalled is no better known for having stalled for long.
 SHARES = (0.25, 2.0)
@@ -24,8 +25,20 @@ SHARES = (0.25, 2.0)
 class Output(NamedTuple):
     """What steps without prompts have brought so far, and how long they took, with all that was waited for between."""
 
-    verified: Mapping[int, int] = MappingProxyType({})  # verify steps of sequences, by their number of drafts
+    # Verify steps of sequences, by the address of their drafter and their number of drafts; "" for those without.
+    verified: Mapping[tuple[str, int], int] = MappingProxyType({})
+    steps: int = 0
     seconds: float = 0.0
+
+    def tokens_since(self, before: Output, expected: Mapping[str, Sequence[float]]) -> float:
+        """Expected tokens of what came since then; `expected` are those of a verify step of 0, 1, .. drafts, by
+        drafter."""
+        tokens = 0.0
+        for (drafter, drafts), count in self.verified.items():
+            known = expected.get(drafter, (1.0,))
+            steps = max(0, count - before.verified.get((drafter, drafts), 0))  # a drafter that went begins anew
+            tokens += steps * known[min(drafts, len(known) - 1)]
+        return tokens
 
 
 class Hindsight:
@@ -34,18 +47,34 @@ class Hindsight:
     What is compared are expected tokens: those of the verify steps that there were, by the drafts that each had, over
     those of the verify steps that there should have been. So luck with drafts is no part of it, and neither is what
     is learnt of their acceptance.
+
+    Attributes
+    ----------
+    shares
+        Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS].
     """
 
     def __init__(self) -> None:
-        self._windows: defaultdict[int, deque[tuple[float, float]]] = defaultdict(
-            lambda: deque(maxlen=MOST_WINDOWS)
-        )  # (monotonic time, share) by the number of groups, 0 for no drafts
+        self.shares = [1.0] * (1 + MAX_GROUPS)
+        self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
         self._before = Output()
         self._plan: Plan | None = None
         self._sequences = 0
+        self._first_step = 0  # that the plan in use has made what it is
+        self._now = 0.0
+
+    def pause(self) -> None:
+        """Nothing is forecast: what comes from now on is no window of the plan."""
+        self._plan = None
 
     def take(
-        self, now: float, plan: Plan, sequences: int, rate: float, tokens: Sequence[float], output: Output
+        self,
+        now: float,
+        plan: Plan,
+        load: Load,
+        rate: float,
+        output: Output,
+        expected: Mapping[str, Sequence[float]],
     ) -> None:
         """Takes a window: what came since the last call, all of it under `plan`.
 
@@ -53,29 +82,32 @@ class Hindsight:
         ----------
         rate
             Tokens per second that were forecast, as they would be without hindsight.
-        tokens
-            Expected of a verify step of 0, 1, .. drafts.
         output
             Of all steps so far.
+        expected
+            Tokens of a verify step of 0, 1, .. drafts, by drafter.
         """
-        # Those that were on their way when a plan was taken up are still of the one before it.
-        is_steady = plan == self._plan and abs(sequences - self._sequences) <= STEADY * sequences
-        before, self._before, self._plan, self._sequences = self._before, output, plan, sequences
-        seconds = output.seconds - before.seconds
-        if not is_steady or seconds <= 0.0 or rate <= 0.0:
+        before, sequences, self._before, self._sequences = self._before, self._sequences, output, load.sequences
+        self._fade(now, plan)
+        if self._plan != plan:
+            turns = plan.turns if self._plan is None else max(plan.turns, self._plan.turns)
+            if self._plan is None or self._plan.turns != plan.turns:
+                self._windows.clear()
+            # Steps on their way are of the plan before, and one that has landed is not counted yet.
+            self._plan, self._first_step = plan, output.steps + 1 + max(turns, 1)
             return
-        most = len(tokens) - 1  # another drafter may give more drafts
-        came = sum(
-            (steps - before.verified.get(drafts, 0)) * tokens[min(drafts, most)]
-            for drafts, steps in output.verified.items()
-        )
-        share = min(max(came / seconds / rate, SHARES[0]), SHARES[1])
-        self._windows[plan.turns].append((now, share))
+        allowed = STEADY * load.sequences
+        is_steady = abs(load.sequences - sequences) <= allowed and load.behind <= allowed
+        seconds = output.seconds - before.seconds
+        if before.steps < self._first_step or not is_steady or seconds <= 0.0 or rate <= 0.0:
+            return
+        share = output.tokens_since(before, expected) / seconds / rate
+        self._windows.append(min(max(share, SHARES[0]), SHARES[1]))
+        if len(self._windows) >= LEAST_WINDOWS:
+            self.shares[plan.turns] = statistics.median(self._windows)
 
-    def shares(self, now: float) -> list[float]:
-        """Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS]."""
-        return [self._share(groups, now) for groups in range(1 + MAX_GROUPS)]
-
-    def _share(self, groups: int, now: float) -> float:
-        seen = [share for time, share in self._windows[groups] if time > now - FORGET_S]
-        return statistics.median(seen) if len(seen) >= LEAST_WINDOWS else 1.0
+    def _fade(self, now: float, plan: Plan) -> None:
+        part = 1.0 - 0.5 ** ((now - self._now) / HALF_LIFE_S)
+        self._now = now
+        current = self.shares[plan.turns]
+        self.shares = [share + part * (current - share) for share in self.shares]

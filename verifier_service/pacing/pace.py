@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,22 +163,33 @@ class Pace:
         """Whether it is time for a new plan."""
         return now >= self._planned + PLAN_EVERY_S
 
-    def make_plan(self, now: float, load: Load, target: TargetCost, output: Output) -> None:
-        """Decides how many drafts are asked for, and into how many groups the sequences part; `output` is what all
-        steps so far have brought."""
+    def make_plan(
+        self, now: float, load: Load, target: TargetCost, output: Output, expected: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Decides how many drafts are asked for, and into how many groups the sequences part.
+
+        Parameters
+        ----------
+        output
+            What all steps so far have brought.
+        expected
+            Tokens of a verify step of 0, 1, .. drafts, by drafter.
+        """
         self._planned = now
         if load.sequences == 0 or not target.is_known:
+            self._hindsight.pause()
             return
         self._step_s = target.seconds(load.small_step)
         if not self.cost.is_known:
+            self._hindsight.pause()
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
-        tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares(now)
+        tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)
         rate = likely.rate(self.plan) / shares[self.plan.turns]
-        self._hindsight.take(now, self.plan, load.sequences, rate, tokens, output)
+        self._hindsight.take(now, self.plan, load, rate, output, expected)
         all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)

@@ -22,6 +22,7 @@ class Load:
     row_bytes: int
     other_rows: float = 0.0  # of a step
     other_tokens: float = 0.0
+    behind: int = 0  # of the sequences, that lack rows at the drafter, and draft when it has them
 
     @property
     def small_step(self) -> float:
