@@ -258,9 +258,10 @@ class Turns:
 
     def run(self, seconds: float, *, scale: float = 1.0, turn_s: float = 0.1e-3, idle_every: int = 0) -> float:
         """Lets time pass in which a pass takes so many times what was measured, and `turn_s` more beside another one,
-        and a trial of one group come to its end; tokens per second. Each `idle_every`-th step of a group finds nothing running."""
+        and a trial of one group come to its end; tokens per second. Each `idle_every`-th step of a group finds nothing
+        running."""
         begin, end, tokens, planned, steps = self.now, self.now + seconds, 0.0, 0.0, 0
-        while self.now < max(end, self._governor._trying_until):
+        while self.now < max(end, self._governor._trying_until + 0.1):
             groups = self.plan.num_groups
             rows = 320 // groups
             step_s = Profile(MEASURED).size(rows) * scale + (turn_s if groups > 1 else 0.0)
