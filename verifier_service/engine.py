@@ -101,8 +101,9 @@ class Engine:
 
     With `async_scheduling` a GPU has its next step before the tokens of the last one are known on the host: one of
     requests that took no part in it, such as another group of those that take turns, or, where nothing is drafted, one
-    whose rows are the tokens that the last step draws. A row that turns out to come after a request's end is computed
-    for nothing. Where all wait for drafts, the next forward pass is launched, and begins when the host has them.
+    whose rows are the tokens that the last step draws, and further rows of the same prompts. A row that turns out to
+    come after a request's end is computed for nothing. Where all wait for drafts, the next forward pass is launched,
+    and begins when the host has them.
 
     Behind its draw a step puts its features where they are sent from. What else drafting does on the GPU goes to a
     stream of its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits
@@ -301,7 +302,8 @@ class Engine:
 
         if flight is not None and not following and self._would_part(flight, can_go):
             return []
-        return self.scheduler.schedule(can_go, following, takes_prompts=not self._pass_ahead.is_pending)
+        going_on = {} if flight is None else self._going_on(flight)
+        return self.scheduler.schedule(can_go, following, going_on, takes_prompts=not self._pass_ahead.is_pending)
 
     def _launch_expected(self) -> None:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
@@ -345,6 +347,18 @@ class Engine:
                 return {}
             following[request] = place
         return following
+
+    def _going_on(self, flight: Flight) -> dict[Request, int]:
+        """The prompts of which a step has rows and not the last one, and the first row after those. A request that may
+        get a place at a drafter waits until they have landed, so that it gets one, and their features go there."""
+        drafting = self.drafting
+        return {
+            work.request: work.start + len(work.tokens)
+            for work in flight.works
+            if not work.samples
+            and work.is_current
+            and (drafting.is_bound(work.request) or not drafting.may_draft(work.request))
+        }
 
     def _awaits(self, flight: Flight) -> bool:
         """Waits for a step to be done; False when something came first that may let the next one be launched."""

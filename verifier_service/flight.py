@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from verifier_service.draft_session import DraftSession
 from verifier_service.features_ahead import FeaturesAhead
@@ -25,7 +25,7 @@ class Flight:
     ahead: dict[DraftSession, FeaturesAhead] = field(default_factory=dict)  # on their way, until it lands
     is_beside: bool = False  # another step ran when it was launched
     # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
-    verified: Mapping[tuple[str, int], int] = MappingProxyType({})
+    verified: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
     def has_drafts(self) -> bool:

@@ -118,6 +118,7 @@ class Scheduler:
         self,
         is_ready: Callable[[Request], bool],
         following: Mapping[Request, int] = MappingProxyType({}),
+        going_on: Mapping[Request, int] = MappingProxyType({}),
         *,
         takes_prompts: bool = True,
     ) -> list[Work]:
@@ -131,7 +132,9 @@ class Scheduler:
             False for a request that still waits for its drafts.
         following
             Those requests in flight of which a step draws exactly one token more, and that token's place in its draw.
-            They go on with a row of that token; the others in flight are left out.
+            They go on with a row of that token; others in flight are left out.
+        going_on
+            Those requests in flight whose prompts are not at their end, and the first row after those in flight.
         takes_prompts
             False leaves the rows of prompts to a later step.
         """
@@ -155,11 +158,11 @@ class Scheduler:
         works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
         room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
-            if room > 0 and not (request.is_decoding or request.is_in_flight):
-                works.append(_prefill(request, room))
+            if room > 0 and not request.is_decoding and (request in going_on or not request.is_in_flight):
+                works.append(_prefill(request, going_on.get(request, request.num_computed), room))
                 room -= len(works[-1].tokens)
         while room > 0 and (admitted := self._admit()) is not None:
-            works.append(_prefill(admitted, room))
+            works.append(_prefill(admitted, admitted.num_computed, room))
             room -= len(works[-1].tokens)
         return works
 
@@ -270,7 +273,6 @@ class Scheduler:
             del request.blocks[needed:]
 
 
-def _prefill(request: Request, room: int) -> Work:
-    start = request.num_computed
+def _prefill(request: Request, start: int, room: int) -> Work:
     tokens = request.tokens[start : start + room]
     return Work(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))

@@ -289,6 +289,43 @@ def test_requests_without_drafts_are_in_every_step_while_a_long_prompt_is_comput
     launched = [decode for (what, _, _), decode in zip(own.log, own.decode, strict=True) if what == "launch"]
     assert all(any(decode) for decode in launched[1:])
     assert own.num_ahead > 25
+    num_chunks = -(-(5 + 50) // 8)
+    assert [all(decode) for decode in launched].index(True) == num_chunks  # the prompt is in every step too
+
+
+def test_a_prompt_goes_on_before_its_last_rows_have_landed_and_prompts_keep_their_order(target):
+    prompts = [[5] * 40, [6] * 40]
+    requests = [{"k": 0, "prompt": one, "max_tokens": 3} for one in prompts]
+    expected, _ = said(target, requests, is_async=False, max_prefill_rows=16)
+    own = Watched(target, max_prefill_rows=16)
+    made = [own.submit(**one) for one in requests]
+    launched: list[tuple[int, int]] = []
+    launch = own.engine._launch
+
+    def noted(works: Any) -> Any:
+        launched.extend((made.index(work.request), work.start) for work in works if not work.is_decoding)
+        return launch(works)
+
+    own.engine._launch = noted  # type: ignore[method-assign]
+    own.engine.start()
+    assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
+    own.engine.stop()
+    assert launched == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 8), (1, 24)]
+    assert own.num_ahead == sum(what == "launch" for what, _, _ in own.log) - 1
+
+
+def test_a_prompt_that_may_be_drafted_for_goes_on_once_its_drafter_gets_its_features(target):
+    """Its first rows land before its next ones are launched; then it has a place, and its features are sent."""
+    own = Watched(target, max_prefill_rows=8)
+    stream = own.connect()
+    one = own.submit([5] * 40, max_tokens=4)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert [what for what, _, _ in own.log[:4]] == ["launch", "land", "launch", "launch"]
+    sent = [count for step in stream.steps for count in step.num_rows]
+    assert sum(sent[:5]) == 40
+    assert len(sent) > 5
 
 
 class Mark:
@@ -301,7 +338,7 @@ class Mark:
 def flight(*, is_done: bool | None, has_drafts: bool = False) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    verified = {("drafter", 4 if has_drafts else 0): 1}
+    verified = Counter({("drafter", 4 if has_drafts else 0): 1})
     return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), verified=verified)
 
 
@@ -380,7 +417,7 @@ def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(
     take_steps_of(own._practice, 40e-3)  # they had prompts
     mark: Any = Mark(is_passed=False)
     mark.query = lambda: clock.now >= 1000.006
-    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), verified={("drafter", 4): 1}))
+    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), verified=Counter({("drafter", 4): 1})))
     assert clock.now == pytest.approx(1000.006, abs=2 * LOOK_EVERY_S)
 
 
