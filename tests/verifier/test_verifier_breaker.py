@@ -7,7 +7,7 @@ import torch
 from drafting_scene import Clock, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting
+from verifier_service import redraws
 from verifier_service.breaker import (
     LEAST_LATE_S,
     OVERDUE_S,
@@ -167,7 +167,7 @@ def test_the_wait_behind_an_earlier_answer_is_not_held_against_a_drafter(clock):
 
 
 def test_on_trial_every_draft_is_drawn_again_and_the_first_mismatch_expels(monkeypatch):
-    monkeypatch.setattr(drafting.random, "random", lambda: 0.999)  # none would be
+    monkeypatch.setattr(redraws.random, "random", lambda: 0.999)  # none would be
     config = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
     for on_trial in (False, True):
         scene = Scene(config)

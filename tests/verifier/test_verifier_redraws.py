@@ -10,7 +10,7 @@ from drafting_scene import VOCAB, Scene, answer_to
 
 from draftwire.errors import InvalidArgumentError
 from draftwire_kernels import gumbel_sample
-from verifier_service import drafting, redraws
+from verifier_service import redraws
 from verifier_service.request import AnswerLogits, ReadyDrafts
 
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
@@ -22,7 +22,7 @@ HONEST_MISMATCHES = 1.6e-4
 def choices(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     """What decides which answers are drawn again."""
     made = random.Random(0)
-    monkeypatch.setattr(drafting, "random", made)
+    monkeypatch.setattr(redraws, "random", made)
     return made
 
 
@@ -126,7 +126,7 @@ def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used():
 
 def test_a_message_with_too_many_lies_expels_at_once_and_none_of_its_drafts_is_used(monkeypatch):
     chances = iter([0.0, *[0.999] * 100])  # the first is drawn again, and then all
-    monkeypatch.setattr(drafting.random, "random", lambda: next(chances))
+    monkeypatch.setattr(redraws.random, "random", lambda: next(chances))
     scene = Scene(DENSE)
     stream = scene.connect()
     requests = [scene.decode(temperature=1.0) for _ in range(redraws.TOO_MANY_MISMATCHES)]
