@@ -251,8 +251,8 @@ class Drafting:
     def _plan(self, requests: Sequence[Request], now: float) -> None:
         due = [session for session in self._sessions.values() if session.pace.is_due(now)]
         if due:
-            output = self.gate.output
             expected = {one.stream.address: one.pace.acceptance.expected_tokens() for one in self._sessions.values()}
+            output = self.gate.output(expected)
             for session in due:
                 load = self._load(session, requests)
                 session.pace.make_plan(now, load, self.gate.target_cost, output, expected)
@@ -271,14 +271,15 @@ class Drafting:
             unbound = sum(one.num_speculative_tokens > 0 and one not in self._bindings for one in decoding)
             own += -(-unbound // len(self._sessions))
         rows = tokens = float(len(decoding) - own)
+        behind = 0
         for other in self._sessions.values():
-            if other is not session and not other.pace.is_off:
+            if other.is_late or other.pace.is_off:
+                continue
+            behind += sum(binding.request.is_decoding and binding.rows_behind > 0 for binding in other.bindings)
+            if other is not session:
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-        behind = 0
-        if not session.pace.is_off:
-            behind = sum(one.request.is_decoding and one.rows_behind > 0 for one in session.bindings)
         return Load(own, session.stream.head.row_bytes, rows, tokens, behind)
 
     def settle_costs(self) -> None:
@@ -315,6 +316,11 @@ class Drafting:
         if binding is not None:
             return binding.is_waiting or binding.session.is_due(now)
         return request.num_speculative_tokens > 0 and any(one.is_due(now) for one in self._takers(request, now))
+
+    def may_go_on(self, request: Request) -> bool:
+        """Whether a request may go on before its step has landed: it need not be sent then, or get a place."""
+        binding = self._bindings.get(request)
+        return not self.may_draft(request) or (binding is not None and not binding.session.pace.is_off)
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
@@ -478,7 +484,8 @@ class Drafting:
 
     def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
-        self.gate.forget(session.stream.address)
+        for other in self._sessions.values():
+            other.pace.pause()
         session.stream.count_received()
         session.give_up_ahead()  # they keep the session, which keeps them and the memory that is shared
         for binding in session.bindings:

@@ -302,7 +302,7 @@ class Engine:
 
         if flight is not None and not following and self._would_part(flight, can_go):
             return []
-        going_on = {} if flight is None else self._going_on(flight)
+        going_on = {} if flight is None or gate.is_awaited else self._going_on(flight)
         return self.scheduler.schedule(can_go, following, going_on, takes_prompts=not self._pass_ahead.is_pending)
 
     def _launch_expected(self) -> None:
@@ -349,15 +349,12 @@ class Engine:
         return following
 
     def _going_on(self, flight: Flight) -> dict[Request, int]:
-        """The prompts of which a step has rows and not the last one, and the first row after those. A request that may
-        get a place at a drafter waits until they have landed, so that it gets one, and their features go there."""
-        drafting = self.drafting
+        """The prompts that go on while a step is in flight that has rows of them and not the last one, and the first
+        row after those."""
         return {
             work.request: work.start + len(work.tokens)
             for work in flight.works
-            if not work.samples
-            and work.is_current
-            and (drafting.is_bound(work.request) or not drafting.may_draft(work.request))
+            if not work.samples and work.is_current and self.drafting.may_go_on(work.request)
         }
 
     def _awaits(self, flight: Flight) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from verifier_service.draft_session import AwaitedAnswer, Binding, DraftSession
@@ -78,15 +78,12 @@ class StepGate:
         self._feature_rows = 0
         self._had_prompts, self._landed = has_prompts, landed
 
-    @property
-    def output(self) -> Output:
-        """What steps have brought that had no prompts and followed another without."""
-        return Output(self._verified.copy(), self._steps, self._seconds)
-
-    def forget(self, drafter: str) -> None:
-        """Forgets what drafts of the drafter at an address have brought."""
-        for key in [key for key in self._verified if key[0] == drafter]:
+    def output(self, drafters: Collection[str]) -> Output:
+        """What steps have brought that had no prompts and followed another without. What drafts of others than the
+        drafters at these addresses have brought is forgotten."""
+        for key in [key for key in self._verified if key[0] not in drafters and key[0]]:
             del self._verified[key]
+        return Output(self._verified.copy(), self._steps, self._seconds)
 
     def _learn(
         self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_prompts: bool, has_drafts: bool

@@ -117,12 +117,12 @@ def said(target: Target, requests: list[dict[str, Any]], *, is_async: bool, **li
     return ends, own
 
 
-def answer_late(stream: RecordedStream) -> None:
-    """Has a drafter take a millisecond for each message, one after another."""
+def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
+    """Has a drafter take so long for each message, one after another."""
     answer, computing = stream.on_send, ThreadPoolExecutor(1)
 
     def compute(step: pb.DraftStep) -> None:
-        time.sleep(0.001)
+        time.sleep(seconds)
         answer(step)
 
     stream.on_send = lambda step: computing.submit(compute, step)
@@ -278,6 +278,32 @@ def test_prompts_alone_go_before_requests_whose_drafts_come_late_and_no_others(t
     assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
     own.engine.stop()
     assert (own.num_prompts_before == 0) == are_soon
+
+
+def test_a_prompt_does_not_go_on_before_its_last_rows_have_landed_while_drafts_are_awaited(target):
+    """They may come in the meantime, and would wait for two steps of the prompt."""
+    own = Watched(target, max_prefill_rows=8)
+    stream = own.connect()
+    answer_late(stream, 0.02)
+    launch, alone, ahead = own.engine._launch, 0, 0
+
+    def noted(works: Any) -> Any:
+        nonlocal alone, ahead
+        if own.engine.drafting.gate.is_awaited:
+            alone += not any(work.is_decoding for work in works)
+            ahead += any(work.request.is_in_flight for work in works)
+        return launch(works)
+
+    own.engine._launch = noted  # type: ignore[method-assign]
+    drafted = own.submit(max_tokens=12)
+    own.engine.start()
+    own.next(drafted)
+    prompt = own.submit([5] * 56, k=0, max_tokens=4)
+    own.tokens(drafted)
+    own.tokens(prompt)
+    own.engine.stop()
+    assert alone > 0
+    assert ahead == 0
 
 
 def test_requests_without_drafts_are_in_every_step_while_a_long_prompt_is_computed(target):

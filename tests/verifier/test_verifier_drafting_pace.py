@@ -275,10 +275,16 @@ def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
 
 def test_what_a_drafter_has_brought_is_forgotten_when_it_goes(clock):
     world = adaptive(clock, 8, Costs())
+    world.stream.address = "gone:1"
     world.run(0.5)
-    assert world.stream.address in {drafter for drafter, _ in world.drafting.gate.output.verified}
+    assert "gone:1" in {drafter for drafter, _ in world.drafting.gate._verified}
+    other = world.scene.connect()
     world.drafting.handle(Disconnected(world.stream))
-    assert world.stream.address not in {drafter for drafter, _ in world.drafting.gate.output.verified}
+    (session,) = world.drafting._sessions.values()
+    assert session.stream is other
+    world.clock.now += 1.0
+    world.scene.flush()
+    assert not any(drafter for drafter, _ in world.drafting.gate._verified)
 
 
 def test_noise_does_not_mislead(clock):
@@ -413,3 +419,23 @@ def test_where_every_step_is_to_have_its_drafts_a_prompt_is_sent_at_once(clock):
     world.run(0.3)
     (with_prompt,) = [step for step in world.stream.steps[before:] if max(step.num_rows, default=0) >= 400]
     assert list(with_prompt.num_drafts) == [4]
+
+
+# Several drafters.
+
+
+def test_what_another_drafters_sequences_lack_is_no_failure_of_this_ones_plan(clock):  # noqa: ARG001
+    scene = Scene(CONFIG, 0.5)
+    streams = [scene.connect(), scene.connect()]
+    requests = [scene.decode() for _ in range(4)]
+    scene.flush()
+    own, other = (scene.drafting._sessions[stream] for stream in streams)
+    assert (len(own.bindings), len(other.bindings)) == (2, 2)
+    load = scene.drafting._load(own, requests)
+    assert (load.sequences, load.behind) == (2, 0)
+    assert load.other_tokens > 2
+    other.bindings[0].next_row -= 1
+    assert scene.drafting._load(own, requests).behind == 1
+    other.is_late = True  # they decode without drafts
+    late = scene.drafting._load(own, requests)
+    assert (late.behind, late.other_rows, late.other_tokens) == (0, 2.0, 2.0)

@@ -286,7 +286,7 @@ class Turns:
                 shares, known = self._hindsight.shares, tokens_at(0.75)
                 forecast = Forecast(self._load, known, self.gate.target_cost, self._drafter, shares=shares)
                 rate, expected = forecast.rate(self.plan) / shares[self.plan.turns], {"drafter": known}
-                self._hindsight.take(self.now, self.plan, self._load, rate, self.gate.output, expected)
+                self._hindsight.take(self.now, self.plan, self._load, rate, self.gate.output(expected), expected)
                 self._governor.decide(self.now, forecast)
                 self.changes += self.plan.num_groups != groups
         return tokens / (self.now - begin)
@@ -555,14 +555,13 @@ def test_what_comes_while_nothing_is_forecast_is_no_window():
 
 def test_steps_with_prompts_and_those_behind_them_are_no_output():
     gate = StepGate({}, {}, Profile())
-    costs = {"step_s": 1e-3, "host_s": 0.0, "verified": {("one", 4): 2, ("", 0): 1}}
+    costs = {"step_s": 1e-3, "host_s": 0.0, "verified": {("one", 4): 2, ("gone", 4): 1, ("", 0): 1}}
     landed = 0.0
     for has_prompts in (True, False, False, False, True, False, False):
         landed += 3.0 if has_prompts else 1.0
         gate.count_step(5, has_prompts=has_prompts, landed=landed, **costs)
-    assert gate.output == Output(Counter({("one", 4): 6, ("", 0): 3}), 3, 3.0)
-    gate.forget("one")
-    assert gate.output.verified == Counter({("", 0): 3})
+    assert gate.output(["one"]) == Output(Counter({("one", 4): 6, ("", 0): 3}), 3, 3.0)
+    assert gate.output(["gone"]) == gate.output(["one"]) == Output(Counter({("", 0): 3}), 3, 3.0)
 
 
 def test_nothing_is_known_before_enough_has_been_seen():

@@ -36,8 +36,7 @@ class Output(NamedTuple):
         tokens = 0.0
         for (drafter, drafts), count in self.verified.items():
             known = expected.get(drafter, (1.0,))
-            steps = max(0, count - before.verified.get((drafter, drafts), 0))  # a drafter that went begins anew
-            tokens += steps * known[min(drafts, len(known) - 1)]
+            tokens += (count - before.verified.get((drafter, drafts), 0)) * known[min(drafts, len(known) - 1)]
         return tokens
 
 
@@ -59,7 +58,7 @@ class Hindsight:
         self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
         self._before = Output()
         self._plan: Plan | None = None
-        self._sequences = 0
+        self._sequences = self._behind = 0
         self._first_step = 0  # that the plan in use has made what it is
         self._now = 0.0
 
@@ -87,7 +86,9 @@ class Hindsight:
         expected
             Tokens of a verify step of 0, 1, .. drafts, by drafter.
         """
-        before, sequences, self._before, self._sequences = self._before, self._sequences, output, load.sequences
+        before, self._before = self._before, output
+        come, self._sequences = abs(load.sequences - self._sequences), load.sequences
+        behind, self._behind = max(load.behind, self._behind), load.behind
         self._fade(now, plan)
         if self._plan != plan:
             turns = plan.turns if self._plan is None else max(plan.turns, self._plan.turns)
@@ -96,8 +97,7 @@ class Hindsight:
             # Steps on their way are of the plan before, and one that has landed is not counted yet.
             self._plan, self._first_step = plan, output.steps + 1 + max(turns, 1)
             return
-        allowed = STEADY * load.sequences
-        is_steady = abs(load.sequences - sequences) <= allowed and load.behind <= allowed
+        is_steady = max(come, behind) <= STEADY * load.sequences
         seconds = output.seconds - before.seconds
         if before.steps < self._first_step or not is_steady or seconds <= 0.0 or rate <= 0.0:
             return

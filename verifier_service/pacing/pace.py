@@ -202,6 +202,10 @@ class Pace:
             wait_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
             self.governor.allow_trials(optimistic, wait_s * scouts / load.sequences)
 
+    def pause(self) -> None:
+        """What comes up to the next plan is not compared with a forecast."""
+        self._hindsight.pause()
+
     def skip_drafts(self) -> None:
         """Has the next message ask for no drafts, so that the cost of a step without any shows."""
         self._skips = True

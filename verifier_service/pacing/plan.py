@@ -22,7 +22,7 @@ class Load:
     row_bytes: int
     other_rows: float = 0.0  # of a step
     other_tokens: float = 0.0
-    behind: int = 0  # of the sequences, that lack rows at the drafter, and draft when it has them
+    behind: int = 0  # sequences of all drafters that lack rows there, and draft once they are there
 
     @property
     def small_step(self) -> float:
