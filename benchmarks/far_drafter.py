@@ -11,7 +11,7 @@ By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a 
 
     python benchmarks/far_drafter.py --target benchmarks/shapes/llama-3.1-8b \\
         --head benchmarks/shapes/llama-3.1-8b-eagle3 --device cuda:0 --drafter-device cuda:1 \\
-        --dtype bfloat16 --load-format dummy --concurrency 1,32 --rounds 2 --output-tokens 100 \\
+        --dtype bfloat16 --load-format dummy --concurrency 1,32 --rounds 2 --turns 4 --output-tokens 100 \\
         --speculative-config '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 """
 
@@ -64,6 +64,7 @@ MTU = 9000
 @click.option("--concurrency", type=Numbers(int), default="1,8", show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--output-tokens", default=400, show_default=True)
+@click.option("--turns", default=1, show_default=True, help="Requests one after another in each place of a level.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 def main(json_path: Path | None, **given: Any) -> None:
@@ -103,7 +104,7 @@ def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str
     options = ServeOptions(
         levels=[Level(concurrency=concurrency)],
         shape=Shape(given["output_tokens"], given["temperature"], seed=0),
-        num_requests=concurrency,
+        num_requests=concurrency * given["turns"],
         allows_skipped=True,
     )
     results: list[LevelResult] = []

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -310,17 +310,38 @@ class Drafting:
         """Whether a request has a place at a drafter."""
         return request in self._bindings
 
-    def may_draft(self, request: Request) -> bool:
-        """Whether a request may get drafts, or be sent to a drafter, when its step has landed."""
-        now, binding = time.monotonic(), self._bindings.get(request)
-        if binding is not None:
-            return binding.is_waiting or binding.session.is_due(now)
-        return request.num_speculative_tokens > 0 and any(one.is_due(now) for one in self._takers(request, now))
+    def held_back(self, works: Iterable[Work]) -> set[Request] | None:
+        """The requests of a step in flight that do not go on before it has landed, because they are to be sent to a
+        drafter then. None where that is so of any whose drafts are counted on: all others stay together with those.
+
+        Of a drafter that is asked for nothing these are a few, now and then, whom the others need not wait for.
+        """
+        now = time.monotonic()
+        held: set[Request] = set()
+        places = {one: NUM_SCOUTS - len(one.bindings) for one in self._sessions.values() if one.pace.is_off}
+        for work in works:
+            request = work.request
+            binding = self._bindings.get(request)
+            if binding is not None and not binding.session.pace.is_off:
+                return None
+            if binding is not None and (work.num_drafts > 0 or binding.session.is_due(now)):
+                held.add(request)
+            if binding is None and request.num_speculative_tokens > 0:
+                due = [session for session in self._takers(request, now) if session.is_due(now)]
+                if any(session not in places for session in due):
+                    return None
+                for session in [one for one in due if places[one] > 0][:1]:
+                    places[session] -= 1
+                    held.add(request)
+        return held
 
     def may_go_on(self, request: Request) -> bool:
-        """Whether a request may go on before its step has landed: it need not be sent then, or get a place."""
-        binding = self._bindings.get(request)
-        return not self.may_draft(request) or (binding is not None and not binding.session.pace.is_off)
+        """Whether a prompt may go on before its last rows have landed: it has its place at a drafter, if it gets one,
+        and its features are sent whatever goes on."""
+        binding, now = self._bindings.get(request), time.monotonic()
+        if binding is not None:
+            return not (binding.session.pace.is_off and binding.session.is_due(now))
+        return request.num_speculative_tokens == 0 or not any(one.is_due(now) for one in self._takers(request, now))
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""

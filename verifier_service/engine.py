@@ -302,7 +302,7 @@ class Engine:
 
         if flight is not None and not following and self._would_part(flight, can_go):
             return []
-        going_on = {} if flight is None or gate.is_awaited else self._going_on(flight)
+        going_on = {} if flight is None or gate.is_counted_on else self._going_on(flight)
         return self.scheduler.schedule(can_go, following, going_on, takes_prompts=not self._pass_ahead.is_pending)
 
     def _launch_expected(self) -> None:
@@ -334,16 +334,18 @@ class Engine:
 
     def _following(self, flight: Flight) -> dict[Request, int]:
         """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
-        that go on, or none, so that they stay together."""
-        if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_awaited:
+        that go on, or none, so that they stay together, but for a few that look after a drafter."""
+        if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_counted_on:
+            return {}
+        held_back = self.drafting.held_back(flight.sampling)
+        if held_back is None:
             return {}
         following: dict[Request, int] = {}
         for place, work in enumerate(flight.sampling):
             request = work.request
-            if not work.is_current or len(request.tokens) + 1 >= request.max_length:
+            if not work.is_current or len(request.tokens) + 1 >= request.max_length or request in held_back:
                 continue
-            is_known = work.num_drafts == 0 and self._sampler.needs_no_tokens(request)
-            if not is_known or self.drafting.may_draft(request):
+            if work.num_drafts > 0 or not self._sampler.needs_no_tokens(request):
                 return {}
             following[request] = place
         return following

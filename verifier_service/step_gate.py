@@ -154,6 +154,11 @@ class StepGate:
         """Whether any request does."""
         return any(binding.is_waiting for binding in self._bindings.values())
 
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether any request waits for drafts of a drafter that is not just looked after."""
+        return any(binding.is_waiting and not binding.session.pace.is_off for binding in self._bindings.values())
+
     def all_wait(self, requests: Sequence[Request]) -> bool:
         """Whether there are requests and each of them waits for drafts, so that no step can be scheduled."""
         now, bindings = time.monotonic(), self._bindings

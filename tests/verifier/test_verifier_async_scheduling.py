@@ -190,8 +190,8 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
 
 
-def test_requests_of_a_drafter_that_is_asked_for_nothing_go_on_but_for_its_messages(target, monkeypatch):
-    """Two of three have a place there, and are now and then sent to it."""
+def test_requests_of_a_drafter_that_is_asked_for_nothing_go_on_while_a_few_are_sent_to_it(target, monkeypatch):
+    """Two of three have a place there, and are now and then sent to it: these alone wait for their step then."""
     monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
     prompts = [[3, 1, 4], [2, 7], [5]]
     expected, _ = said(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
@@ -215,8 +215,9 @@ def test_requests_of_a_drafter_that_is_asked_for_nothing_go_on_but_for_its_messa
     own.engine.start()
     assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
     own.engine.stop()
-    launches = sum(what == "launch" for what, _, _ in own.log)
-    assert launches / 2 < own.num_ahead < launches - 3
+    launches = [follows for what, follows, _ in own.log if what == "launch"]
+    assert own.num_ahead > len(launches) - 5
+    assert sum(len(follows) < len(prompts) for follows in launches[:50]) >= 2
     sent = [count for step in stream.steps for count in step.num_rows]
     assert len(sent) >= 3
     assert max(len(step.sequence_ids) for step in stream.steps) <= NUM_SCOUTS
