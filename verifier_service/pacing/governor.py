@@ -18,8 +18,8 @@ RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
 # A drafter whose drafts are slower than none goes on with so many sequences, which show when that changes.
 NUM_SCOUTS = 2
-# A drafter that is asked for nothing is sent a message so often, which shows how far it is. On a GPU the step before
-# the message ends before the next one is launched, which takes about a millisecond.
+# A drafter that is asked for nothing is sent a message so often, which shows how far it is. Where steps are launched
+# ahead, the sequences that the message is of stay out of one.
 PING_EVERY_S = 0.2
 # The share of all sequences' time that may be spent on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
