@@ -56,8 +56,9 @@ def statistics_text(statistics: Statistics) -> str:
 
 
 def rates_text(statistics: Statistics) -> str:
-    """Acceptance rate of each draft position: `0.80 0.62 0.31 0.18`."""
-    return " ".join(f"{rate:.2f}" for rate in statistics.acceptance_rates)
+    """Acceptance rate of each draft position, - where nothing was drafted: `0.80 0.62 0.31 -`."""
+    rates = zip(statistics.acceptance_rates, statistics.drafted, strict=True)
+    return " ".join(f"{rate:.2f}" if drafted else "-" for rate, drafted in rates)
 
 
 def completion_mapping(completion: Completion) -> dict[str, Any]:

@@ -92,6 +92,11 @@ def test_no_color_is_respected(verifier):
     assert shown == f"é b end\n{STATISTICS_LINE}\n"
 
 
+def test_a_position_of_which_nothing_was_drafted_has_no_rate():
+    one = Statistics(verify_steps=4, verify_tokens=6, drafted=(4, 2, 0), accepted=(2, 0, 0))
+    assert "(per position 0.50 0.00 -)" in statistics_text(one)
+
+
 def test_text_cannot_steer_the_terminal():
     assert visible("a\x1b[31mb\tc\nd\x9b\x07é") == "a�[31mb\tc\nd��é"
 
