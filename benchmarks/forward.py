@@ -51,6 +51,7 @@ START = "start: "  # the line of a child process that holds what its start took
 @click.option("--batches", default=BATCHES, show_default=True)
 @click.option("--context", default=512, show_default=True, help="Rows of each sequence before the step.")
 @click.option("--max-num-seqs", default=64, show_default=True)
+@click.option("--max-model-len", type=int, help="Most positions of a sequence. Default: the target's own.")
 @click.option("--rows-per-sequence", default=5, show_default=True)
 @click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
 @click.option("--start-only", is_flag=True, hidden=True)
@@ -61,6 +62,7 @@ def main(
     batches: str,
     context: int,
     max_num_seqs: int,
+    max_model_len: int | None,
     rows_per_sequence: int,
     profiled: str,
     start_only: bool,
@@ -74,7 +76,7 @@ def main(
         if not start_only:
             use_compile_cache(f"{scratch}/torch")
             os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-        runner, start = _start(target, context, max_num_seqs, rows_per_sequence)
+        runner, start = _start(target, context, max_num_seqs, max_model_len, rows_per_sequence)
         if start_only:
             print(START + json.dumps(start), flush=True)
             return
@@ -101,7 +103,7 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 
 def _start(
-    directory: Path, context: int, max_num_seqs: int, rows_per_sequence: int
+    directory: Path, context: int, max_num_seqs: int, max_model_len: int | None, rows_per_sequence: int
 ) -> tuple[TargetRunner, dict[str, float]]:
     """What the verifier does before it serves, and the seconds and GiB of each part."""
     make_current(DEVICE)
@@ -117,7 +119,8 @@ def _start(
         start[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated(DEVICE) / 2**30
         return made
 
-    target = timed("load", lambda: load_target(directory, "target", torch.bfloat16, DEVICE, dummy=True))
+    options: dict[str, Any] = {"max_model_len": max_model_len, "dummy": True}
+    target = timed("load", lambda: load_target(directory, "target", torch.bfloat16, DEVICE, **options))
     timed("compile", target.compile)
     blocks = max_num_seqs * blocks_for(context + rows_per_sequence) + 1
     cache = KVCache(target.layer_shapes, blocks, target.dtype, DEVICE)
