@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from draftwire.bench.environment import describe
 from draftwire.bench.gpu_time import DEVICE, copy_bandwidth, product_rate, replay_time
 from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
 
@@ -160,11 +159,7 @@ def main() -> None:
         rows.append({**vars(case), **rounded, "bytes": case.bytes(), "operations": case.operations()})
     if arguments.json is not None:
         result = {
-            "device": device,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
+            **describe(),
             "copy_bandwidth_bytes_per_s": bandwidth,
             "product_operations_per_s": rate,
             "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": str(DTYPE)},

@@ -1,6 +1,6 @@
 """A draft step of the EAGLE-3 shape for Llama-3.1-8B on a GPU: random weights, bfloat16, one process, no network.
 
-    python benchmarks/drafting.py [--json FILE] [--batches 1,4,8,16,32,64] [--context 512]
+    python -m benchmarks.drafting [--json FILE] [--batches 1,4,8,16,32,64] [--context 512]
 
 `replay` is the captured step alone (CUDA events), `step` the time from a step's submission, its features on the GPU, to
 its answer, draft logits still on the GPU; medians of many. Each sequence brings 1 to 5 rows, 3 on average, and drafts 4
@@ -11,7 +11,6 @@ copy bandwidth. Then the kernels of a replay, and where memory goes.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from drafter_service.limits import EngineLimits
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import OpenedSequence, Step
+from draftwire.bench.environment import describe
 from draftwire.carriers import Incoming
 
 TARGET = {
@@ -248,8 +248,8 @@ def main(json_path: Path | None, batches: str, context: int) -> None:
     began = time.monotonic()
     engine.warm_up()
     results: dict[str, Any] = {
+        **describe(),
         "device": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "context": context,
         "copy_bandwidth": bandwidth,
         "capture_s": {"greedy": time.monotonic() - began},

@@ -1,6 +1,6 @@
 """The target's forward pass beside its own linear layers, on one GPU, with random weights.
 
-    python benchmarks/forward.py [--target DIR] [--batches 1x1,1x5,8x5] [--context 512] [--json FILE]
+    python -m benchmarks.forward [--target DIR] [--batches 1x1,1x5,8x5] [--context 512] [--json FILE]
 
 A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
 graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -81,7 +80,6 @@ def main(
             print(START + json.dumps(start), flush=True)
             return
         result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
-        result["command"] = shlex.join(["python", "benchmarks/forward.py", *_without_json(sys.argv[1:])])
         with torch.inference_mode():
             result["batches"] = [_measure(config, runner, batch, context) for batch in parse_batches(batches)]
             result["kernels"] = {

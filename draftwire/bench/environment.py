@@ -1,4 +1,4 @@
-"""On what a measurement was made: machine, versions, command, models."""
+"""On what a measurement was made: machine, versions, commit, command, models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from typing import Any
 
 from draftwire.version import VERSION
 
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN = {"--json", "--plot"}  # options that name files
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, date and the process's command line."""
+    """Machine, versions, commit, date and the process's command line, but for the files that it writes.
+
+    The commit is that of the checkout, "-dirty" where it has changed since; where there is none, as on a machine that
+    files alone were copied to, $DRAFTWIRE_COMMIT.
+    """
     return {
         "command": shlex.join(_command()),
+        "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform(), "gpus": _gpus()},
         "versions": {"draftwire": VERSION, "python": platform.python_version(), **_versions()},
@@ -42,7 +49,18 @@ def _command() -> list[str]:
     """As it is typed in a checkout: of `draftwire` or of one of the scripts of `benchmarks/`."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"
-    return [*(["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]), *sys.argv[1:]]
+    called = ["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]
+    given = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    return [*called, *(one for before, one in given if not {before, one.partition("=")[0]} & WRITTEN)]
+
+
+def _commit() -> str | None:
+    describing = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    if (ROOT / ".git").exists() and shutil.which("git") is not None:
+        answer = subprocess.run(describing, capture_output=True, text=True, check=False, timeout=60)
+        if answer.returncode == 0:
+            return answer.stdout.strip()
+    return os.environ.get("DRAFTWIRE_COMMIT")
 
 
 def _versions() -> dict[str, str]:

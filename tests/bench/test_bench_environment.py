@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
+from draftwire.bench import environment
 from draftwire.bench.environment import describe
 
 
@@ -28,3 +30,29 @@ def test_a_script_that_is_called_where_it_lies_is_named_alike(monkeypatch, tmp_p
 def test_the_command_is_as_it_is_typed_in_a_checkout(program, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", [program, "--rounds", "2", "--name", "a b"])
     assert describe()["command"] == f"{command} --rounds 2 --name 'a b'"
+
+
+def test_the_files_that_a_command_writes_are_no_part_of_it(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draftwire", "bench", "--json", "a.json", "--rounds", "2", "--plot=a.png"])
+    assert describe()["command"] == "draftwire bench --rounds 2"
+
+
+def test_a_result_names_the_commit_of_its_checkout_and_whether_that_has_changed(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.delenv("DRAFTWIRE_COMMIT", raising=False)
+    assert describe()["commit"] is None
+    monkeypatch.setenv("DRAFTWIRE_COMMIT", "0123abc")
+    assert describe()["commit"] == "0123abc"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "file").write_text("1")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "first")
+    git("tag", "-a", "v1", "-m", "v1")
+    assert describe()["commit"] == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert describe()["commit"] == git("rev-parse", "--short", "HEAD") + "-dirty"

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import click
 import images
@@ -164,6 +165,22 @@ def test_each_service_has_a_gpu_of_its_own_and_the_ipc_of_the_host():
         taken += [arguments(number)[0] for number in device["device_ids"]]
     assert sorted(taken) == ["0", "1"]
     assert services("gpu").keys() == set(BOTH)
+
+
+def test_what_is_compiled_for_gpus_outlives_a_container_in_a_volume_that_the_user_may_write():
+    made = re.search(r"install --directory --owner=(\d+) --group=\d+ (\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert made is not None
+    assert int(made[1]) == images.USER
+    volumes = []
+    for service in services("gpu").values():
+        (volume,) = service["volumes"]
+        name, mounted = volume.split(":")
+        assert mounted == made[2]
+        assert all(Path(path).is_relative_to(mounted) for path in service["environment"].values())
+        assert service["environment"].keys() == {"XDG_CACHE_HOME", "TRITON_CACHE_DIR"}
+        volumes.append(name)
+    assert sorted(volumes) == sorted(read("gpu.yml")["volumes"])
+    assert len(set(volumes)) == len(BOTH)
 
 
 @pytest.mark.parametrize("name", ["docker-compose", "gpu", "tls"])
