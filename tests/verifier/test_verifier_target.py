@@ -29,6 +29,8 @@ from verifier_service.target import Target, load_target
 from verifier_service.target_runner import StepRows, TargetRunner
 
 CPU = torch.device("cpu")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=NEEDS_GPU)]
 NUM_LAYERS = 4
 CONTEXT = 128
 TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}
@@ -62,6 +64,8 @@ CONFIGS = {
     "mistral_window": MistralConfig(**COMMON, sliding_window=6),
     "gemma2": Gemma2Config(**COMMON, head_dim=16, sliding_window=6, attn_logit_softcapping=3.0),
     "gemma3_text": Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=6),
+    "qwen3_128": Qwen3Config(**COMMON, head_dim=128),
+    "gemma2_256": Gemma2Config(**COMMON, head_dim=256, sliding_window=6, attn_logit_softcapping=3.0),
 }
 
 
@@ -71,8 +75,8 @@ def save(config: Any, directory: Path) -> Path:
     return directory
 
 
-def load(directory: Path, **options: Any) -> Target:
-    return load_target(directory, directory.name, torch.float32, CPU, **options)
+def load(directory: Path, device: torch.device = CPU, **options: Any) -> Target:
+    return load_target(directory, directory.name, torch.float32, device, **options)
 
 
 class Served:
@@ -83,8 +87,9 @@ class Served:
         generator = torch.Generator().manual_seed(5)
         self.tokens = [torch.randint(3, target.vocab_size, (length,), generator=generator) for length in lengths]
         pool = BlockPool(40)
-        cache = KVCache(target.layer_shapes, 40, target.dtype, CPU)
+        cache = KVCache(target.layer_shapes, 40, target.dtype, target.device)
         self._runner = TargetRunner(target, cache, 3, 8, blocks_for(CONTEXT))
+        self._runner.capture()
         self._blocks = [pool.allocate(blocks_for(length)) or [] for length in lengths]
 
     def step(self, pieces: list[tuple[int, int, int]], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,17 +101,22 @@ class Served:
             np.arange(sum(count for _, _, count in pieces)),
         )
         output = self._runner.run(step)
-        return output.logits, output.features(layers)
+        return output.logits.cpu(), output.features(layers).cpu()
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_logits_and_features_are_those_of_transformers(name, tmp_path):
+def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
+    """On a GPU compiled, and as CUDA graphs where at most 8 rows of each sequence are computed."""
     directory = save(CONFIGS[name], tmp_path / name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    served = Served(load(directory), [30, 9, 21])
+    target = load(directory, device)
+    if device.type == "cuda":
+        target.compile()
+    served = Served(target, [30, 9, 21])
     layers = [0, 1, 3, NUM_LAYERS]
     expected = [model(tokens[None], output_hidden_states=True, use_cache=False) for tokens in served.tokens]
     states = [torch.cat([out.hidden_states[layer][0] for layer in layers], -1) for out in expected]
