@@ -24,8 +24,8 @@ PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 def describe() -> dict[str, Any]:
     """Machine, versions, commit, date and the process's command line, but for the files that it writes.
 
-    The commit is that of the checkout, "-dirty" where it has changed since; where there is none, as on a machine that
-    files alone were copied to, $DRAFTWIRE_COMMIT.
+    The commit is $DRAFTWIRE_COMMIT, for a machine that files alone were copied to; by default that of the checkout, and
+    "-dirty" where it has changed since.
     """
     return {
         "command": shlex.join(_command()),
@@ -55,12 +55,12 @@ def _command() -> list[str]:
 
 
 def _commit() -> str | None:
+    given = os.environ.get("DRAFTWIRE_COMMIT")
+    if given or not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return given
     describing = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    if (ROOT / ".git").exists() and shutil.which("git") is not None:
-        answer = subprocess.run(describing, capture_output=True, text=True, check=False, timeout=60)
-        if answer.returncode == 0:
-            return answer.stdout.strip()
-    return os.environ.get("DRAFTWIRE_COMMIT")
+    answer = subprocess.run(describing, capture_output=True, text=True, check=False, timeout=60)
+    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _versions() -> dict[str, str]:
