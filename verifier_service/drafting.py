@@ -318,19 +318,20 @@ class Drafting:
         """
         now = time.monotonic()
         held: set[Request] = set()
-        places = {one: NUM_SCOUTS - len(one.bindings) for one in self._sessions.values() if one.pace.is_off}
+        due = {one for one in self._sessions.values() if one.is_due(now)}
+        places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
         for work in works:
             request = work.request
             binding = self._bindings.get(request)
             if binding is not None and not binding.session.pace.is_off:
                 return None
-            if binding is not None and (work.num_drafts > 0 or binding.session.is_due(now)):
+            if binding is not None and (work.num_drafts > 0 or binding.session in due):
                 held.add(request)
-            if binding is None and request.num_speculative_tokens > 0:
-                due = [session for session in self._takers(request, now) if session.is_due(now)]
-                if any(session not in places for session in due):
+            if binding is None and due and request.num_speculative_tokens > 0:
+                takers = [session for session in self._takers(request, now) if session in due]
+                if any(session not in places for session in takers):
                     return None
-                for session in [one for one in due if places[one] > 0][:1]:
+                for session in [one for one in takers if places[one] > 0][:1]:
                     places[session] -= 1
                     held.add(request)
         return held
