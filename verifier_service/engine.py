@@ -289,8 +289,6 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         gate, flight = self.drafting.gate, self._flight
-        if flight is not None and flight.keeps_logits:
-            return []
         following = self._following(flight) if flight is not None else {}
         drafted = [] if flight is None else [work.request for work in flight.works if work.num_drafts > 0]
         requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
@@ -309,7 +307,7 @@ class Engine:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
-        # A prompt that waits goes with the drafts: it may have no other step, as where logits are still read.
+        # A prompt that waits goes with the drafts: it has no step before them while a pass is held.
         if num_drafts is None or self._pass_ahead.is_pending or self.scheduler.may_admit:
             return
         self.times.enter(Phase.WAIT)

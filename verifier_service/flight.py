@@ -36,8 +36,3 @@ class Flight:
     def is_done(self) -> bool:
         """Whether nothing of it is left to wait for."""
         return self.marks is None or self.marks.drawn.query()
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether they are still read when the tokens are taken: no other step may be computed until then."""
-        return self.pending is not None and self.pending.keeps_logits

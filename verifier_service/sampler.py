@@ -48,26 +48,33 @@ class PendingDraw:
     """Tokens on their way from the device; see `TokenSampler.finish`."""
 
     works: Sequence[Work]
-    wishes: Sequence[_Wishes]  # of the works' requests
-    logits: torch.Tensor
     groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
+    told: _ToldRows | None  # where log probabilities are told
+    on_host: torch.Tensor  # [N] int64: all of the groups, then all of `told`
     copied: torch.cuda.Event | None
-    packed: torch.Tensor | None  # [len(works), k + 2] on the device; None where there are several groups
 
     @property
     def num_emitted(self) -> torch.Tensor | None:
         """[len(works)] int64 on the device, tokens of each work; None where there are several groups."""
-        return None if self.packed is None else self.packed[:, 0]
+        return None if len(self.groups) > 1 else self.groups[0][1][:, 0]
 
     @property
     def first_tokens(self) -> torch.Tensor | None:
         """[len(works)] int64 on the device, -1 for none; None where there are several groups."""
-        return None if self.packed is None else self.packed[:, 1]
+        return None if len(self.groups) > 1 else self.groups[0][1][:, 1]
 
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether `TokenSampler.finish` reads the logits, for log probabilities."""
-        return any(own.logprobs is not None for own in self.wishes)
+
+@dataclass(frozen=True)
+class _ToldRows:
+    """Rows of logits whose log probabilities are told, work after work."""
+
+    works: list[tuple[int, int]]  # of each work with such rows: its place, and how many likely tokens it is told
+    most: int  # of those
+
+    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ranks [R], likeliest tokens [R, most] and log probabilities float32 [R, 1 + most] of `_logprobs`."""
+        ranks, top_ids, values = flat.view(-1, 2 + 2 * self.most).split([1, self.most, 1 + self.most], dim=1)
+        return ranks[:, 0], top_ids, values.to(torch.int32).view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -151,35 +158,60 @@ class TokenSampler:
                 index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
             packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
-            groups.append((members, packed.to("cpu", non_blocking=True)))
-        copied = record_event(self._device)
-        return PendingDraw(works, wishes, logits, groups, copied, packed if len(groups) == 1 else None)
+            groups.append((members, packed))
+        told, flat = self._told(works, wishes, logits, first_rows, groups)
+        on_host = flat.to("cpu", non_blocking=True)
+        return PendingDraw(works, groups, told, on_host, record_event(self._device))
 
     def needs_no_tokens(self, request: Request) -> bool:
         """Whether a request's next token can be drawn before those that are in flight are known here."""
         own = self._wishes_of(request)
-        return not own.is_penalised and request.num_output >= own.min_tokens and own.logprobs is None
+        return not own.is_penalised and request.num_output >= own.min_tokens
 
     def finish(self, pending: PendingDraw) -> list[Drawn]:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
         if pending.copied is not None:
             pending.copied.synchronize()
         works = pending.works
-        if len(pending.groups) == 1:
-            drawn = [row[1 : 1 + row[0]] for row in pending.groups[0][1].tolist()]
-        else:
-            drawn = [[] for _ in works]
-            for members, packed in pending.groups:
-                for i, row in zip(members, packed.tolist(), strict=True):
-                    drawn[i] = row[1 : 1 + row[0]]
-        self._history.count((work, tokens) for work, tokens in zip(works, drawn, strict=True) if work.is_current)
-        if not pending.keeps_logits:
-            return list(map(Drawn, drawn))
-        first_rows = accumulate((work.num_logit_rows for work in works), initial=0)
-        return [
-            Drawn(tokens, () if own.logprobs is None else _logprobs(own.logprobs, tokens, pending.logits, first))
-            for own, tokens, first in zip(pending.wishes, drawn, first_rows, strict=False)
-        ]
+        tokens: list[list[int]] = [[] for _ in works]
+        end = 0
+        for members, packed in pending.groups:
+            begin, end = end, end + packed.numel()
+            for i, row in zip(members, pending.on_host[begin:end].view(packed.shape).tolist(), strict=True):
+                tokens[i] = row[1 : 1 + row[0]]
+        self._history.count((work, own) for work, own in zip(works, tokens, strict=True) if work.is_current)
+        drawn = list(map(Drawn, tokens))
+        if pending.told is not None:
+            _tell(pending.told, pending.on_host[end:], works, drawn)
+        return drawn
+
+    def _told(
+        self,
+        works: Sequence[Work],
+        wishes: Sequence[_Wishes],
+        logits: torch.Tensor,
+        first_rows: Sequence[int],
+        groups: Sequence[tuple[list[int], torch.Tensor]],
+    ) -> tuple[_ToldRows | None, torch.Tensor]:
+        """What is told of the draw's log probabilities, and all that goes to the host: see `PendingDraw.on_host`."""
+        drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
+        told = [(i, own.logprobs) for i, own in enumerate(wishes) if own.logprobs is not None]
+        if not told:
+            return None, drawn
+        first_places, begin = {}, 0  # of a work's first token among all drawn
+        for members, packed in groups:
+            first_places.update({i: begin + own * packed.shape[1] + 1 for own, i in enumerate(members)})
+            begin += packed.numel()
+        rows: list[int] = []
+        places: list[int] = []
+        for i, _ in told:
+            count = works[i].num_logit_rows
+            rows += range(first_rows[i], first_rows[i] + count)
+            places += range(first_places[i], first_places[i] + count)
+        row, place = upload([np.array(rows), np.array(places)], self._device)
+        most = min(max(count for _, count in told), self._vocab_size)
+        tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 behind a work's last one, of which nothing is told
+        return _ToldRows(told, most), torch.cat([drawn, _logprobs(logits.index_select(0, row), tokens, most)])
 
     def _process(self, works: Sequence[Work], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
         if all(
@@ -344,19 +376,31 @@ def _suppression(works: Sequence[Work], wishes: Sequence[_Wishes]) -> Suppressio
     return Suppression(*torch.tensor(entries, dtype=torch.int64).unbind(1))
 
 
-def _logprobs(
-    count: int, tokens: list[int], logits: torch.Tensor, first_row: int
-) -> list[generate_pb2.TokenLogprobs]:
-    """Log probabilities of the emitted tokens and the `count` likeliest under the target, from row `first_row` on."""
-    if not tokens:
-        return []
-    logprobs = logits[first_row : first_row + len(tokens)].float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks = (logprobs > own).sum(1) + 1
-    top = logprobs.topk(min(count, logits.shape[1]), dim=1)
-    return [
-        generate_pb2.TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
-        for logprob, rank, ids, values in zip(
-            own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Ranks of `tokens` [R], likeliest tokens and the bits of all log probabilities, for `_ToldRows.split` to read."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(1, keepdim=True) + 1
+    top = logprobs.topk(most, dim=1)
+    values = torch.cat([own, top.values], dim=1).view(torch.int32)
+    return torch.cat([ranks, top.indices, values.to(torch.int64)], dim=1).flatten()
+
+
+def _tell(told: _ToldRows, flat: torch.Tensor, works: Sequence[Work], drawn: list[Drawn]) -> None:
+    """Adds the log probabilities of the emitted tokens, and of those that were the likeliest under the target."""
+    ranks, top_ids, values = (part.tolist() for part in told.split(flat))
+    first = 0
+    for i, count in told.works:
+        rows = range(first, first + len(drawn[i].tokens))
+        first += works[i].num_logit_rows
+        drawn[i] = drawn[i]._replace(
+            logprobs=[
+                generate_pb2.TokenLogprobs(
+                    logprob=values[row][0],
+                    rank=ranks[row],
+                    top_ids=top_ids[row][:count],
+                    top_logprobs=values[row][1 : 1 + count],
+                )
+                for row in rows
+            ]
         )
-    ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
+from draftwire.devices import upload
 from draftwire.v1 import config_pb2
 from draftwire_kernels import Penalties
 from verifier_service.request import Request
@@ -66,7 +68,7 @@ class TokenHistory:
             for token in tokens
         ]
         if places and self._output_counts is not None:
-            slot, token = torch.tensor(places, device=self._device).unbind(1)
+            slot, token = upload(list(np.array(places).T), self._device)
             self._output_counts.index_put_((slot, token), torch.ones_like(slot, dtype=torch.int32), accumulate=True)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Reply, Rows, Text, connect, make_engine, opened
+from device_copies import copies_to_host
+from harness import Reply, Rows, Text, connect, make_engine, opened, run
 from tiny_head import TinyHead
+from torch.profiler import ProfilerActivity, profile
 
 from drafter_service.sampling_mode import SamplingMode
 
@@ -42,3 +44,18 @@ def test_features_that_are_not_finite_do_not_stop_the_device() -> None:
     sick.features[0] = torch.nan
     answered = stream.step([Rows(1, sick, 0, 3, 4), Rows(2, Text(2), 0, 3, 4)], [opened(1), opened(2)])
     assert (answered[1].tokens, len(answered[2].tokens)) == ([], 4)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_step_brings_its_drafts_to_the_host_in_one_copy(mode: SamplingMode) -> None:
+    """Logits, where they are sent, stay on the device until their answer is."""
+    stream = connect(make_engine(TinyHead(device="cuda")), mode)
+    texts = [Text(i) for i in range(3)]
+    stream.step([Rows(i, texts[i], 0, 4, drafts=4) for i in range(3)], [opened(i, 0.7, key=i) for i in range(3)])
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for turn in range(5):
+            stream.send([Rows(i, texts[i], 4 + 2 * turn, 2, drafts=1 + turn % 4) for i in range(3)])
+            run(stream.engine)
+        torch.cuda.synchronize()
+    assert len(stream.answers) == 6
+    assert copies_to_host(record) == 5

@@ -1,15 +1,19 @@
-"""What the sampler draws before the first request."""
+"""What the sampler draws before the first request, and what it tells of log probabilities."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from drafting_scene import make_request
 
 from draftwire.config import speculative_config_from_mapping
 from verifier_service import sampler
+from verifier_service.request import AnswerLogits, ReadyDrafts
 from verifier_service.sampler import TokenSampler
+from verifier_service.scheduler import Work
 
 VOCAB = 20
+FEW = 12  # tokens: fewer than a request may be told of
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,45 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, monkeypatc
     made.warm_up(torch.bfloat16)
     for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
         assert expected in forms
+
+
+def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
+    """Requests with and without them, of other numbers of drafts, and parted by the columns of their draft logits."""
+    made = TokenSampler(
+        speculative_config_from_mapping({"num_speculative_tokens": 3}), FEW, frozenset(), 5, torch.device("cpu")
+    )
+    torch.manual_seed(2)
+    columns = torch.arange(FEW)
+    works = []
+    for i, (count, likeliest) in enumerate([(0, 2), (3, None), (2, 0), (3, 20), (1, 1)]):
+        # At temperature 0 the second and the fourth are parted from the others by their draft logits.
+        logits = AnswerLogits(torch.randn(count, FEW), None, columns) if i in (1, 3) else None
+        drafts = ReadyDrafts(1, 0, [0] * count, logits) if count else None
+        asked = {} if likeliest is None else {"logprobs": likeliest}
+        works.append(Work(make_request([5], keys=10 * i, **asked), 0, [5] + [0] * count, drafts, samples=True))
+    num_rows = [work.num_logit_rows for work in works]
+    logits = torch.randn(sum(num_rows), FEW)
+    logits[:, 0] += 2.0 * (torch.arange(sum(num_rows)) % 2 == 1)  # some of the drafts are the likeliest
+    drawn = made.finish(made.launch(works, logits.clone()))
+    expected = logits.log_softmax(-1).split(num_rows)
+    assert len({len(one.tokens) for one in drawn}) > 1
+    assert drawn[1].logprobs == ()
+    for i, likeliest in ((0, 2), (2, 0), (3, FEW), (4, 1)):
+        assert len(drawn[i].logprobs) == len(drawn[i].tokens) > 0
+        for row, token, told in zip(expected[i], drawn[i].tokens, drawn[i].logprobs, strict=False):
+            assert told.logprob == pytest.approx(row[token].item())
+            assert told.rank == int((row > row[token]).sum()) + 1
+            assert list(told.top_ids) == row.topk(likeliest).indices.tolist()
+            assert list(told.top_logprobs) == pytest.approx(row.topk(likeliest).values.tolist())
+
+
+def test_where_nothing_could_be_drawn_nothing_is_told():
+    made = TokenSampler(
+        speculative_config_from_mapping({"num_speculative_tokens": 3}), VOCAB, frozenset(), 5, torch.device("cpu")
+    )
+    works = [Work(make_request([5], keys=10 * i, logprobs=1), 0, [5], None, samples=True) for i in range(2)]
+    logits = torch.randn(2, VOCAB)
+    logits[0] = torch.nan
+    sick, well = made.finish(made.launch(works, logits))
+    assert (sick.tokens, list(sick.logprobs)) == ([], [])
+    assert len(well.tokens) == len(well.logprobs) == 1

@@ -1,0 +1,51 @@
+"""On a GPU a step brings what is drawn to the host in one copy; nothing else goes there but features that are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_copies import copies_to_host
+from engine_scene import K, Served
+from torch.profiler import ProfilerActivity, profile
+
+from verifier_service.target import Target, load_target
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+HIDDEN = 384
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(DEMO, "demo", torch.float32, torch.device("cuda"), max_model_len=256)
+
+
+@pytest.fixture
+def served(target: Target) -> Iterator[Served]:
+    own = Served(target, async_scheduling=True, max_num_seqs=4, num_blocks=100)
+    yield own
+    own.engine.stop()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 5}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("is_drafted", [False, True], ids=["off", "on"])
+def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, Any]) -> None:
+    stream = served.connect(row_bytes=2 * 4 * HIDDEN) if is_drafted else None
+    k = K if is_drafted else 0
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        requests = [served.submit(prompt, max_tokens=MAX_TOKENS, k=k, **options) for prompt in ([7, 8, 9], [11, 12])]
+        served.engine.start()
+        assert [len(served.tokens(request)) for request in requests] == [MAX_TOKENS] * 2
+        served.engine.stop()
+        torch.cuda.synchronize()
+    sent = 0 if stream is None else sum(bool(step.num_rows) for step in stream.steps)
+    steps = served.engine.counters().steps
+    assert (sent > 1) == is_drafted
+    assert steps > MAX_TOKENS // (K + 1)
+    assert copies_to_host(run) == steps + sent
