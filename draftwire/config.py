@@ -289,31 +289,42 @@ def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
     Raises
     ------
     InvalidArgumentError
-        When there is no such file, when it is no JSON object, or as `speculative_config_from_mapping` does.
+        As `parse_json_object` and `speculative_config_from_mapping` do.
     """
+    return speculative_config_from_mapping(parse_json_object("speculative_config", argument))
+
+
+def parse_json_object(name: str, argument: str) -> dict[str, Any]:
+    """The options in a JSON object, or in a file of such a path that holds one.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When there is no such file, when it is no JSON object, or when an option is given twice; it names `name`.
+    """
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            repeated = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+            raise InvalidArgumentError(f"{name}.{repeated}", mapping[repeated], "is given more than once")
+        return mapping
+
     text = argument.strip()
     if not text.startswith("{"):
         try:
             text = Path(argument).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
-                "speculative_config", argument, f"must be a JSON object or the path of a file with one ({error})"
+                name, argument, f"must be a JSON object or the path of a file with one ({error})"
             ) from error
     try:
-        options = json.loads(text, object_pairs_hook=_unique_keys)
+        options = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        raise InvalidArgumentError("speculative_config", argument, f"is not valid JSON: {error}") from error
+        raise InvalidArgumentError(name, argument, f"is not valid JSON: {error}") from error
     if not isinstance(options, dict):
-        raise InvalidArgumentError("speculative_config", argument, "must be a JSON object")
-    return speculative_config_from_mapping(options)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        repeated = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise InvalidArgumentError(f"speculative_config.{repeated}", mapping[repeated], "is given more than once")
-    return mapping
+        raise InvalidArgumentError(name, argument, "must be a JSON object")
+    return options
 
 
 def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any]:

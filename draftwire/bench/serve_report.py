@@ -28,6 +28,7 @@ def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Seq
         "workload": {
             "output_tokens": options.shape.output_tokens,
             "temperature": options.shape.temperature,
+            "sampling_params": dict(options.shape.sampling),
             "seed": options.shape.seed,
             "warmup_tokens": options.warmup_tokens,
         },

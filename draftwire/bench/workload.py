@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 from pathlib import Path
+from typing import Any
 
 from draftwire.bench.load import Planned
-from draftwire.client.request import Options, Prompt, build_request
+from draftwire.client.request import Prompt, build_request
+from draftwire.config import build_sampling_params, parse_json_object
 from draftwire.errors import InvalidArgumentError
 
 # Seconds for which requests arrive at a level of the request rate, unless their number is given.
 RATE_SECONDS = 30.0
+# Parameters that a measurement sets, and those that could end an output before it has all tokens.
+OWN_PARAMETERS = {"max_tokens", "temperature", "ignore_eos", "seed", "stop", "stop_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,12 @@ class Shape:
     output_tokens: int
     temperature: float
     seed: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # further parameters: see `parse_sampling`
 
     def request(self, prompt: Prompt, number: int, *, drafting: bool, max_tokens: int) -> Planned:
         """The request of that number; no end of sequence cuts it short."""
-        options: Options = {
+        options: dict[str, Any] = {
+            **self.sampling,
             "max_tokens": max_tokens,
             "temperature": self.temperature,
             "ignore_eos": True,
@@ -54,6 +60,22 @@ class Shape:
             "num_speculative_tokens": None if drafting else 0,
         }
         return Planned(build_request(prompt, options)[0].SerializeToString())
+
+
+def parse_sampling(argument: str) -> dict[str, Any]:
+    """Parameters of all requests, from a JSON object or the path of a file with one.
+
+    Raises
+    ------
+    InvalidArgumentError
+        For no such object, for parameters that are wrong, and for those that a measurement sets itself or that could
+        end an output early.
+    """
+    options = parse_json_object("sampling_params", argument)
+    for name in sorted(OWN_PARAMETERS & options.keys()):
+        raise InvalidArgumentError(f"sampling_params.{name}", options[name], "is not free in a measurement")
+    build_sampling_params(**options)
+    return options
 
 
 def random_prompts(length: int, vocab_size: int, seed: int) -> Iterator[list[int]]:

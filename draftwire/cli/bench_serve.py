@@ -15,7 +15,7 @@ from draftwire.bench.environment import describe, read_shape
 from draftwire.bench.serve import ServeOptions, measure
 from draftwire.bench.serve_report import load_matplotlib, plot, print_report, report
 from draftwire.bench.services import running_pair
-from draftwire.bench.workload import Level, Shape, endless, random_prompts, read_prompts
+from draftwire.bench.workload import Level, Shape, endless, parse_sampling, random_prompts, read_prompts
 from draftwire.cli.bench_options import Numbers, pair_from, pair_options, report_console
 from draftwire.cli.options import client_security, client_security_options
 from draftwire.client.request import Prompt
@@ -44,6 +44,13 @@ from draftwire.v1 import generate_pb2 as pb
 @click.option("--prompts", type=click.Path(path_type=Path), help="Or JSON lines with `text` or `token_ids`.")
 @click.option("--output-tokens", default=400, show_default=True, type=click.IntRange(1), help="Of each request.")
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="Of each request.")
+@click.option(
+    "--sampling-params",
+    default="{}",
+    show_default=True,
+    metavar="JSON|FILE",
+    help="""Further ones of each request, such as '{"top_k": 50}'.""",
+)
 @click.option("--seed", default=0, show_default=True, help="Of prompts, arrivals and requests.")
 @click.option("--warmup-tokens", default=16, show_default=True, type=click.IntRange(0), help="Output before a level.")
 @click.option(
@@ -77,10 +84,11 @@ def _options(given: dict[str, Any]) -> ServeOptions:
     levels = [Level(request_rate=rate) for rate in given["request_rate"] or ()]
     if not levels:
         levels = [Level(concurrency=count) for count in given["concurrency"] or (1, 4, 8, 16, 32, 64)]
+    sampling = parse_sampling(given["sampling_params"])
     return ServeOptions(
         levels=levels,
         drafting={"both": (False, True), "on": (True,), "off": (False,)}[given["drafting"]],
-        shape=Shape(given["output_tokens"], given["temperature"], given["seed"]),
+        shape=Shape(given["output_tokens"], given["temperature"], given["seed"], sampling),
         num_requests=given["num_requests"],
         warmup_tokens=given["warmup_tokens"],
         client_processes=given["client_processes"],

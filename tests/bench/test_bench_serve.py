@@ -54,6 +54,16 @@ def test_requests_go_on_past_the_end_of_sequence_at_the_temperature_given(fake_r
     assert len(set(seeds)) == len(seeds)
 
 
+def test_requests_have_the_further_parameters_given(tmp_path):
+    verifier, path = FakeVerifier(), tmp_path / "out.json"
+    with served(verifier) as address:
+        result = bench("--server", address, *SMALL, "--sampling-params", '{"top_k": 7}', "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert {request.sampling_params.top_k for request in verifier.requests} == {7}
+    assert {request.sampling_params.temperature for request in verifier.requests} == {1.0}
+    assert json.loads(path.read_text())["workload"]["sampling_params"] == {"top_k": 7}
+
+
 def test_drafting_is_off_and_on_in_one_run(fake_run):
     verifier, _, document = fake_run
     off = [request for request in verifier.requests if request.HasField("num_speculative_tokens")]
@@ -123,6 +133,10 @@ def test_a_verifier_that_others_use_is_not_measured():
         (("--concurrency", "0"), "'0' is not a list of numbers above 0"),
         (("--concurrency", "1", "--request-rate", "2"), "at most one of --concurrency and --request-rate"),
         (("--head", "x"), "either --server or --target and --head"),
+        (("--sampling-params", '{"top_k": -1}'), "sampling_params.top_k = -1: allowed range"),
+        (("--sampling-params", '{"top_j": 1}'), "sampling_params.top_j"),
+        (("--sampling-params", '{"stop": ["x"]}'), "sampling_params.stop = ['x']: is not free in a measurement"),
+        (("--sampling-params", "[1"), "must be a JSON object or the path of a file with one"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, text):

@@ -48,4 +48,5 @@ def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, An
     steps = served.engine.counters().steps
     assert (sent > 1) == is_drafted
     assert steps > MAX_TOKENS // (K + 1)
-    assert copies_to_host(run) == steps + sent
+    # Features leave before it is known that their request has ended with this step, in which case they are of no use.
+    assert 0 <= copies_to_host(run) - steps - sent <= len(requests)
