@@ -34,7 +34,8 @@ def response(emissions: Sequence[Emission]) -> generate_pb2.GenerateResponse:
         num_accepted = min(work.num_drafts, len(drawn.tokens) - 1)
         token_ids += piece.token_ids
         drafted += [j < num_accepted for j in range(count)]
-        logprobs += drawn.logprobs[:count]
+        if drawn.logprobs is not None:
+            logprobs += drawn.logprobs.told(count)
         text_ends += [len(text) + end for end in piece.text_ends]
         text += piece.text
     return generate_pb2.GenerateResponse(

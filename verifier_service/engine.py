@@ -343,7 +343,7 @@ class Engine:
             request = work.request
             if not work.is_current or len(request.tokens) + 1 >= request.max_length or request in held_back:
                 continue
-            if work.num_drafts > 0 or not self._sampler.needs_no_tokens(request):
+            if work.num_drafts > 0:
                 return {}
             following[request] = place
         return following

@@ -40,7 +40,27 @@ class Drawn(NamedTuple):
     """What a step drew for one request: no tokens when its logits were not a distribution."""
 
     tokens: list[int]
-    logprobs: Sequence[generate_pb2.TokenLogprobs] = ()
+    logprobs: DrawnLogprobs | None = None  # where they are told
+
+
+class DrawnLogprobs(NamedTuple):
+    """Log probabilities under the target, which `told` makes into messages: that takes longer than to draw, and is left
+    until they are handed out."""
+
+    likeliest: int  # tokens that are told beside the emitted one
+    ranks: torch.Tensor  # [R] int64, of a drawn token in each row
+    top_ids: torch.Tensor  # [R, >= likeliest] int64
+    values: torch.Tensor  # [R, >= 1 + likeliest] float32, the drawn token's first
+
+    def told(self, count: int) -> list[generate_pb2.TokenLogprobs]:
+        """Those of the first `count` tokens."""
+        ids, values = self.top_ids[:count, : self.likeliest], self.values[:count, : 1 + self.likeliest]
+        return [
+            generate_pb2.TokenLogprobs(logprob=own, rank=rank, top_ids=top_ids, top_logprobs=top)
+            for rank, top_ids, (own, *top) in zip(
+                self.ranks[:count].tolist(), ids.tolist(), values.tolist(), strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,6 @@ class _Wishes:
     min_tokens: int
     end_ids: frozenset[int]  # not drawn before min_tokens
     is_plain: bool  # nothing but the temperature, once min_tokens are out
-    is_penalised: bool  # by the tokens that are out
     logprobs: int | None  # told of the emitted token and of so many most likely ones; None tells none
 
 
@@ -158,15 +177,11 @@ class TokenSampler:
                 index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
             packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
+            self._history.count([works[i] for i in members], packed)
             groups.append((members, packed))
         told, flat = self._told(works, wishes, logits, first_rows, groups)
         on_host = flat.to("cpu", non_blocking=True)
         return PendingDraw(works, groups, told, on_host, record_event(self._device))
-
-    def needs_no_tokens(self, request: Request) -> bool:
-        """Whether a request's next token can be drawn before those that are in flight are known here."""
-        own = self._wishes_of(request)
-        return not own.is_penalised and request.num_output >= own.min_tokens
 
     def finish(self, pending: PendingDraw) -> list[Drawn]:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
@@ -179,10 +194,14 @@ class TokenSampler:
             begin, end = end, end + packed.numel()
             for i, row in zip(members, pending.on_host[begin:end].view(packed.shape).tolist(), strict=True):
                 tokens[i] = row[1 : 1 + row[0]]
-        self._history.count((work, own) for work, own in zip(works, tokens, strict=True) if work.is_current)
         drawn = list(map(Drawn, tokens))
         if pending.told is not None:
-            _tell(pending.told, pending.on_host[end:], works, drawn)
+            rows = pending.told.split(pending.on_host[end:])
+            first = 0
+            for i, likeliest in pending.told.works:
+                last = first + works[i].num_logit_rows
+                drawn[i] = drawn[i]._replace(logprobs=DrawnLogprobs(likeliest, *(part[first:last] for part in rows)))
+                first = last
         return drawn
 
     def _told(
@@ -215,7 +234,7 @@ class TokenSampler:
 
     def _process(self, works: Sequence[Work], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
         if all(
-            w.is_plain and (w.min_tokens == 0 or work.request.num_output >= w.min_tokens)
+            w.is_plain and (w.min_tokens == 0 or _num_output(work) >= w.min_tokens)
             for w, work in zip(wishes, works, strict=True)
         ):
             return logits
@@ -241,7 +260,6 @@ class TokenSampler:
         if wishes is None:
             params = request.params
             bias = tuple(params.logit_bias.items())
-            is_penalised = uses_penalties(params)
             has_filter = params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1, 0)
             wishes = self._wishes[request] = _Wishes(
                 temperature=params.temperature,
@@ -252,8 +270,7 @@ class TokenSampler:
                 min_tokens=params.min_tokens,
                 end_ids=frozenset(params.stop_token_ids)
                 | (frozenset() if params.ignore_eos else self._eos_token_ids),
-                is_plain=not (has_filter or bias or is_penalised),
-                is_penalised=is_penalised,
+                is_plain=not (has_filter or bias or uses_penalties(params)),
                 logprobs=params.logprobs if params.HasField("logprobs") else None,
             )
         return wishes
@@ -322,6 +339,11 @@ class TokenSampler:
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
+def _num_output(work: Work) -> int:
+    """Tokens that the request has before this step's: one more than the host knows, where the step follows another."""
+    return work.request.num_output + (work.follows is not None)
+
+
 def _draft_tokens(works: Iterable[Work]) -> list[int]:
     return [token for work in works if work.drafts is not None for token in work.drafts.tokens]
 
@@ -368,7 +390,7 @@ def _suppression(works: Sequence[Work], wishes: Sequence[_Wishes]) -> Suppressio
     entries = []
     row = 0
     for work, own in zip(works, wishes, strict=True):
-        count = min(work.num_logit_rows, max(0, own.min_tokens - work.request.num_output))
+        count = min(work.num_logit_rows, max(0, own.min_tokens - _num_output(work)))
         entries += [(row + j, token_id) for j in range(count) for token_id in own.end_ids]
         row += work.num_logit_rows
     if not entries:
@@ -384,23 +406,3 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Te
     top = logprobs.topk(most, dim=1)
     values = torch.cat([own, top.values], dim=1).view(torch.int32)
     return torch.cat([ranks, top.indices, values.to(torch.int64)], dim=1).flatten()
-
-
-def _tell(told: _ToldRows, flat: torch.Tensor, works: Sequence[Work], drawn: list[Drawn]) -> None:
-    """Adds the log probabilities of the emitted tokens, and of those that were the likeliest under the target."""
-    ranks, top_ids, values = (part.tolist() for part in told.split(flat))
-    first = 0
-    for i, count in told.works:
-        rows = range(first, first + len(drawn[i].tokens))
-        first += works[i].num_logit_rows
-        drawn[i] = drawn[i]._replace(
-            logprobs=[
-                generate_pb2.TokenLogprobs(
-                    logprob=values[row][0],
-                    rank=ranks[row],
-                    top_ids=top_ids[row][:count],
-                    top_logprobs=values[row][1 : 1 + count],
-                )
-                for row in rows
-            ]
-        )

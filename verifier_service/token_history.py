@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,12 +15,17 @@ from verifier_service.scheduler import Work
 
 
 class TokenHistory:
-    """Tokens seen by the requests that use penalties, in tables that are made when the first such request comes."""
+    """Tokens seen by the requests that use penalties, in tables that are made when the first such request comes.
+
+    They are on the device and change in the order of its stream: a step's draw is in them when the next step looks,
+    whether the host knows it yet or not.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
         self._slots: dict[Request, int] = {}
+        self._admissions: dict[Request, int] = {}  # of each with a slot: its preemptions when the tables were filled
         self._free = list(range(max_num_seqs))
         self._prompt_mask: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
@@ -29,6 +34,7 @@ class TokenHistory:
         """Drops what is kept of a request."""
         slot = self._slots.pop(request, None)
         if slot is not None:
+            del self._admissions[request]
             self._free.append(slot)
 
     def penalties(self, works: Sequence[Work]) -> Penalties | None:
@@ -40,13 +46,11 @@ class TokenHistory:
             self._prompt_mask = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         for request in users:
-            if request not in self._slots:
-                slot = self._slots[request] = self._free.pop()
-                self._prompt_mask[slot] = False
-                self._prompt_mask[slot, torch.tensor(request.prompt, device=self._device)] = True
-                # A request that was preempted has output already.
-                output = torch.tensor(request.tokens[len(request.prompt) :], dtype=torch.int64)
-                self._output_counts[slot] = torch.bincount(output, minlength=self._shape[1]).to(self._device)
+            # What was drawn for a request as it was preempted is drawn again, and is not among its tokens.
+            if self._admissions.get(request) != request.num_preemptions:
+                slot = self._slots[request] if request in self._slots else self._free.pop()
+                self._slots[request], self._admissions[request] = slot, request.num_preemptions
+                _fill(self._prompt_mask[slot], self._output_counts[slot], request)
         params = [work.request.params for work in works]
         return Penalties(
             repetition=torch.tensor([p.repetition_penalty for p in params]),
@@ -57,19 +61,32 @@ class TokenHistory:
             output_counts=self._output_counts,
         )
 
-    def count(self, drawn: Iterable[tuple[Work, list[int]]]) -> None:
-        """Adds the tokens drawn of each work to the outputs."""
-        if not self._slots:
+    def count(self, works: Sequence[Work], drawn: torch.Tensor) -> None:
+        """Adds what was drawn for `works` to their outputs.
+
+        Parameters
+        ----------
+        drawn
+            [len(works), 1 + k] int64 on the device: number of tokens, then the tokens.
+        """
+        users = [(place, self._slots[work.request]) for place, work in enumerate(works) if work.request in self._slots]
+        if not users or self._output_counts is None:
             return
-        places = [
-            (self._slots[work.request], token)
-            for work, tokens in drawn
-            if work.request in self._slots
-            for token in tokens
-        ]
-        if places and self._output_counts is not None:
-            slot, token = upload(list(np.array(places).T), self._device)
-            self._output_counts.index_put_((slot, token), torch.ones_like(slot, dtype=torch.int32), accumulate=True)
+        place, slot = upload(list(np.array(users).T), self._device)
+        rows = drawn.index_select(0, place)
+        tokens = rows[:, 1:]
+        is_drawn = torch.arange(tokens.shape[1], device=self._device) < rows[:, :1]
+        cells = slot[:, None] * self._shape[1] + tokens.clamp(min=0)
+        self._output_counts.view(-1).scatter_add_(0, cells.flatten(), is_drawn.to(torch.int32).flatten())
+
+
+def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Request) -> None:
+    """Writes the tokens of a request into its rows of the tables; one that was preempted has output already."""
+    prompt = np.array(request.prompt, np.int64)
+    tokens, counts = np.unique(np.array(request.tokens[len(prompt) :], np.int64), return_counts=True)
+    prompt_ids, output_ids, output = upload([prompt, tokens, counts.astype(np.int32)], prompt_mask.device)
+    prompt_mask.zero_().index_fill_(0, prompt_ids, True)
+    output_counts.zero_().index_copy_(0, output_ids, output)
 
 
 def uses_penalties(params: config_pb2.SamplingParams) -> bool:

@@ -66,10 +66,12 @@ def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
     drawn = made.finish(made.launch(works, logits.clone()))
     expected = logits.log_softmax(-1).split(num_rows)
     assert len({len(one.tokens) for one in drawn}) > 1
-    assert drawn[1].logprobs == ()
+    assert drawn[1].logprobs is None
     for i, likeliest in ((0, 2), (2, 0), (3, FEW), (4, 1)):
-        assert len(drawn[i].logprobs) == len(drawn[i].tokens) > 0
-        for row, token, told in zip(expected[i], drawn[i].tokens, drawn[i].logprobs, strict=False):
+        tokens, logprobs = drawn[i]
+        assert len(tokens) > 0
+        assert logprobs is not None
+        for row, token, told in zip(expected[i], tokens, logprobs.told(len(tokens)), strict=False):
             assert told.logprob == pytest.approx(row[token].item())
             assert told.rank == int((row > row[token]).sum()) + 1
             assert list(told.top_ids) == row.topk(likeliest).indices.tolist()
@@ -84,5 +86,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
     logits = torch.randn(2, VOCAB)
     logits[0] = torch.nan
     sick, well = made.finish(made.launch(works, logits))
-    assert (sick.tokens, list(sick.logprobs)) == ([], [])
-    assert len(well.tokens) == len(well.logprobs) == 1
+    assert (len(sick.tokens), len(well.tokens)) == (0, 1)
+    for drawn in (sick, well):
+        assert drawn.logprobs is not None
+        assert len(drawn.logprobs.told(len(drawn.tokens))) == len(drawn.tokens)
