@@ -135,22 +135,27 @@ class TokenSampler:
         self._wishes: dict[Request, _Wishes] = {}
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Draws from batches of all sizes with logits of `dtype`, so that no step waits for its kernel to be compiled.
+        """Draws from batches of all sizes with logits of `dtype`, and processed ones, so that no step waits for its
+        kernel to be compiled.
 
-        That is for any number of drafts, as many for each request or not. Draft logits and processed logits have
-        kernels of their own, compiled when the first request needs them.
+        That is for any number of drafts, as many for each request or not. Draft logits have kernels of their own,
+        compiled when the first answer with them has come.
         """
         most = self._most_rows
-        logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
         mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
-        for count in range(1, self._max_num_seqs + 1):
-            for rows, others in mixes:
-                sizes = [rows] + [others] * (count - 1)
-                num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
-                drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
-                arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
-                cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-                self._draw(logits[:num_rows], arrays, cu_rows, None)
+        for form in {dtype, torch.float32}:
+            logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=form, device=self._device)
+            for count in range(1, self._max_num_seqs + 1):
+                for rows, others in mixes:
+                    sizes = [rows] + [others] * (count - 1)
+                    num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
+                    drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
+                    arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
+                    cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+                    self._draw(logits[:num_rows], arrays, cu_rows, None)
+        one = torch.ones(1)
+        filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
+        process_logits(logits[:1].float(), filters)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -33,17 +33,18 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, monkeypatc
     forms = []
 
     def draw(logits, drafts, cu_rows, temperature, *args, **options):
-        forms.append(cu_rows.diff().tolist())
-        assert logits.shape == (sum(forms[-1]), VOCAB)
-        assert logits.dtype == torch.bfloat16
+        sizes = cu_rows.diff().tolist()
+        assert logits.shape == (sum(sizes), VOCAB)
+        forms.append((logits.dtype, sizes))
         return real(logits, drafts, cu_rows, temperature, *args, **options)
 
     real = sampler.rejection_sample
     monkeypatch.setattr(sampler, "rejection_sample", draw)
     made = TokenSampler(speculative_config_from_mapping(config), VOCAB, frozenset(), 3, torch.device("cpu"))
     made.warm_up(torch.bfloat16)
-    for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
-        assert expected in forms
+    for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what filters and penalties leave
+        for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
+            assert (dtype, expected) in forms
 
 
 def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():

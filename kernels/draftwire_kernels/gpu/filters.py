@@ -90,7 +90,7 @@ def _largest(
     return _float(reaches)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def filter_kernel(
     logits,  # [R, V]
     logits_stride,
