@@ -171,6 +171,11 @@ def _fields(message: Message) -> list[FieldDescriptor]:
     return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))
 
 
+def limits_of(message: Message, name: str) -> pb.Limits:
+    """Limits of a message's field, as the contract states them; empty where it states none."""
+    return next(_limits(field) for field in _fields(message) if field.name == name)
+
+
 def _limits(field: FieldDescriptor) -> pb.Limits:
     extensions: Any = field.GetOptions().Extensions
     return cast(pb.Limits, extensions[pb.limits])

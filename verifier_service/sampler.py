@@ -28,6 +28,9 @@ from verifier_service.request import AnswerLogits, Request
 from verifier_service.scheduler import Work
 from verifier_service.token_history import TokenHistory, uses_penalties
 
+# Tokens of a row whose log probabilities can be told.
+MOST_LIKELIEST = int(cfg.limits_of(config_pb2.SamplingParams(), "logprobs").max)
+
 METHOD_NAMES = {
     cfg.STANDARD: "standard",
     cfg.SYNTHETIC: "synthetic",
@@ -89,7 +92,7 @@ class _ToldRows:
     """Rows of logits whose log probabilities are told, work after work."""
 
     works: list[tuple[int, int]]  # of each work with such rows: its place, and how many likely tokens it is told
-    most: int  # of those
+    most: int  # likely tokens of each row
 
     def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ranks [R], likeliest tokens [R, most] and log probabilities float32 [R, 1 + most] of `_logprobs`."""
@@ -139,25 +142,29 @@ class TokenSampler:
         kernel to be compiled.
 
         That is for any number of drafts, as many for each request or not. Draft logits have kernels of their own,
-        compiled when the first answer with them has come.
+        compiled when the first of them are tested, and when the first of them are beside processed logits.
         """
-        most = self._most_rows
-        mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
-        for form in {dtype, torch.float32}:
-            logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=form, device=self._device)
-            for count in range(1, self._max_num_seqs + 1):
-                for rows, others in mixes:
-                    sizes = [rows] + [others] * (count - 1)
-                    num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
-                    drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
-                    arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
-                    cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-                    self._draw(logits[:num_rows], arrays, cu_rows, None)
+        for form in dict.fromkeys((dtype, torch.float32)):
+            self._draw_all_sizes(form)
         one = torch.ones(1)
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
-        process_logits(logits[:1].float(), filters)
+        process_logits(torch.zeros(1, self._vocab_size, device=self._device), filters)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _draw_all_sizes(self, dtype: torch.dtype) -> None:
+        most = self._most_rows
+        logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
+        mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
+        for count in range(1, self._max_num_seqs + 1):
+            for rows, others in mixes:
+                sizes = [rows] + [others] * (count - 1)
+                num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
+                drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
+                arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
+                cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+                self._draw(logits[:num_rows], arrays, cu_rows, None)
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request that has ended."""
@@ -170,7 +177,8 @@ class TokenSampler:
         Parameters
         ----------
         logits
-            [R, V], the rows of the works one after another, num_logit_rows each. Not to be written before `finish`.
+            [R, V], the rows of the works one after another, num_logit_rows each. To be written by later work of the
+            same stream alone.
         """
         wishes = [self._wishes_of(work.request) for work in works]
         processed = self._process(works, wishes, logits)
@@ -233,9 +241,11 @@ class TokenSampler:
             rows += range(first_rows[i], first_rows[i] + count)
             places += range(first_places[i], first_places[i] + count)
         row, place = upload([np.array(rows), np.array(places)], self._device)
-        most = min(max(count for _, count in told), self._vocab_size)
         tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 behind a work's last one, of which nothing is told
-        return _ToldRows(told, most), torch.cat([drawn, _logprobs(logits.index_select(0, row), tokens, most)])
+        own = logits if len(rows) == len(logits) else logits.index_select(0, row)
+        # As many for all, whatever they ask for: which of equally likely tokens come first depends on it.
+        most = min(MOST_LIKELIEST, self._vocab_size)
+        return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
 
     def _process(self, works: Sequence[Work], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
         if all(

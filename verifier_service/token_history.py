@@ -25,16 +25,14 @@ class TokenHistory:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
         self._slots: dict[Request, int] = {}
-        self._admissions: dict[Request, int] = {}  # of each with a slot: its preemptions when the tables were filled
         self._free = list(range(max_num_seqs))
         self._prompt_mask: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
 
     def release(self, request: Request) -> None:
-        """Drops what is kept of a request."""
+        """Drops what is kept of a request that has ended or was preempted, whose last tokens are drawn again."""
         slot = self._slots.pop(request, None)
         if slot is not None:
-            del self._admissions[request]
             self._free.append(slot)
 
     def penalties(self, works: Sequence[Work]) -> Penalties | None:
@@ -46,10 +44,8 @@ class TokenHistory:
             self._prompt_mask = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         for request in users:
-            # What was drawn for a request as it was preempted is drawn again, and is not among its tokens.
-            if self._admissions.get(request) != request.num_preemptions:
-                slot = self._slots[request] if request in self._slots else self._free.pop()
-                self._slots[request], self._admissions[request] = slot, request.num_preemptions
+            if request not in self._slots:
+                slot = self._slots[request] = self._free.pop()
                 _fill(self._prompt_mask[slot], self._output_counts[slot], request)
         params = [work.request.params for work in works]
         return Penalties(
@@ -70,8 +66,9 @@ class TokenHistory:
             [len(works), 1 + k] int64 on the device: number of tokens, then the tokens.
         """
         users = [(place, self._slots[work.request]) for place, work in enumerate(works) if work.request in self._slots]
-        if not users or self._output_counts is None:
+        if not users:
             return
+        assert self._output_counts is not None
         place, slot = upload(list(np.array(users).T), self._device)
         rows = drawn.index_select(0, place)
         tokens = rows[:, 1:]

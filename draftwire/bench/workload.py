@@ -17,8 +17,9 @@ from draftwire.errors import InvalidArgumentError
 
 # Seconds for which requests arrive at a level of the request rate, unless their number is given.
 RATE_SECONDS = 30.0
-# Parameters that a measurement sets, and those that could end an output before it has all tokens.
-OWN_PARAMETERS = {"max_tokens", "temperature", "ignore_eos", "seed", "stop", "stop_token_ids"}
+# Parameters that a measurement sets, those that could end an output before it has all tokens, and min_tokens, which
+# delays what cannot occur.
+OWN_PARAMETERS = {"max_tokens", "min_tokens", "temperature", "ignore_eos", "seed", "stop", "stop_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ def test_a_verifier_that_others_use_is_not_measured():
         (("--sampling-params", '{"top_k": -1}'), "sampling_params.top_k = -1: allowed range"),
         (("--sampling-params", '{"top_j": 1}'), "sampling_params.top_j"),
         (("--sampling-params", '{"stop": ["x"]}'), "sampling_params.stop = ['x']: is not free in a measurement"),
+        (("--sampling-params", '{"min_tokens": 5}'), "sampling_params.min_tokens = 5: is not free in a measurement"),
         (("--sampling-params", "[1"), "must be a JSON object or the path of a file with one"),
     ],
 )

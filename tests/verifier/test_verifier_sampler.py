@@ -13,6 +13,7 @@ from verifier_service.sampler import TokenSampler
 from verifier_service.scheduler import Work
 
 VOCAB = 20
+MANY = 50000
 FEW = 12  # tokens: fewer than a request may be told of
 
 
@@ -77,6 +78,26 @@ def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
             assert told.rank == int((row > row[token]).sum()) + 1
             assert list(told.top_ids) == row.topk(likeliest).indices.tolist()
             assert list(told.top_logprobs) == pytest.approx(row.topk(likeliest).values.tolist())
+
+
+def test_which_of_equally_likely_tokens_are_told_is_the_same_whoever_shares_the_step():
+    def told(*counts: int) -> list[int]:
+        """Tokens told to the first of as many requests."""
+        made = TokenSampler(
+            speculative_config_from_mapping({"num_speculative_tokens": 3}), MANY, frozenset(), 5, torch.device("cpu")
+        )
+        works = [
+            Work(make_request([5], keys=10 * i, logprobs=count), 0, [5], None, samples=True)
+            for i, count in enumerate(counts)
+        ]
+        logprobs = made.finish(made.launch(works, logits[: len(works)]))[0].logprobs
+        assert logprobs is not None
+        return list(logprobs.told(1)[0].top_ids)
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        logits = torch.randn(3, MANY).to(torch.bfloat16)
+        assert told(5) == told(5, 20) == told(5, 1, 12)
 
 
 def test_where_nothing_could_be_drawn_nothing_is_told():

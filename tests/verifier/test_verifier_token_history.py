@@ -58,8 +58,8 @@ def test_what_was_drawn_for_a_request_as_it_was_preempted_is_forgotten(history):
     history.penalties(works(request))
     history.count(works(request), drawn([7, 8]))
     request.tokens += [7, 8]
-    request.num_preemptions += 1
-    history.count(works(request), drawn([9]))  # was in flight, and is not taken
+    history.count(works(request), drawn([9]))  # in flight, and not taken
+    history.release(request)
     assert counted(history, request) == ({3, 4}, Counter({7: 1, 8: 1}))
     history.count(works(request), drawn([8]))
     assert counted(history, request) == ({3, 4}, Counter({7: 1, 8: 2}))
