@@ -102,11 +102,21 @@ class Traffic:
 
     async def _sampled(self, client: AsyncClient) -> None:
         length = self.draw.randint(1, 2 * MAX_TOKENS)
-        options = {"temperature": self.draw.choice([0.5, 1.0]), "top_p": self.draw.choice([0.9, 1.0])}
+        options = {
+            "temperature": self.draw.choice([0.5, 1.0]),
+            "top_p": self.draw.choice([0.9, 1.0]),
+            "repetition_penalty": self.draw.choice([1.0, 1.2]),
+            "frequency_penalty": self.draw.choice([0.0, 0.5]),
+            "logprobs": self.draw.choice([None, 0, 5]),
+            "min_tokens": self.draw.choice([0, 1, length]),
+            "num_speculative_tokens": self.draw.choice([None, 0]),
+        }
         prompt = self.draw.choice(PROMPTS)[: self.draw.randint(4, 80)]
         completion = await client.complete(prompt, max_tokens=length, ignore_eos=True, **options)
         if len(completion.token_ids) != length:
             self.failures.append(f"{len(completion.token_ids)} tokens instead of {length}")
+        if options["logprobs"] is not None and len(completion.logprobs) != length:
+            self.failures.append(f"log probabilities of {len(completion.logprobs)} of {length} tokens")
 
     async def _lawful(self, client: AsyncClient) -> None:
         """A sampled output so short that its law can be tested."""
@@ -245,8 +255,9 @@ def main(minutes: float, seed: int) -> None:
         relay = close.enter_context(DraftRelay(distant.address))
         proxy = close.enter_context(TcpProxy(relay.address))
         pool = [killed.address, starving.address, proxy.address]
-        # Drafts are asked for whether they pay or not: it is the traffic with drafters that is to be watched.
-        options = ("--device", "cpu", "--no-adaptive-k", "--kv-cache-tokens", "16384")
+        # Drafts are asked for whether they pay or not: it is the traffic with drafters that is to be watched. Steps are
+        # launched ahead, as on a GPU.
+        options = ("--device", "cpu", "--no-adaptive-k", "--kv-cache-tokens", "16384", "--async-scheduling")
         verifier = start_verifier(DEMO / "target", pool, *options, log_path=logs / "verifier.log")
         close.callback(verifier.kill)
         other_options = (*options, "--listen", free_address())
