@@ -167,7 +167,7 @@ class TokenSampler:
                 self._draw(logits[:num_rows], arrays, cu_rows, None)
 
     def forget(self, request: Request) -> None:
-        """Drops what is kept of a request that has ended."""
+        """Drops what is kept of a request that has ended or was preempted."""
         self._wishes.pop(request, None)
         self._history.release(request)
 
@@ -190,7 +190,7 @@ class TokenSampler:
                 index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
             packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
-            self._history.count([works[i] for i in members], packed)
+            self._history.count([works[i] for i in members], packed[:, 1:])
             groups.append((members, packed))
         told, flat = self._told(works, wishes, logits, first_rows, groups)
         on_host = flat.to("cpu", non_blocking=True)

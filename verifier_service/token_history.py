@@ -63,18 +63,16 @@ class TokenHistory:
         Parameters
         ----------
         drawn
-            [len(works), 1 + k] int64 on the device: number of tokens, then the tokens.
+            [len(works), 1 + k] int64 on the device, -1 for none.
         """
         users = [(place, self._slots[work.request]) for place, work in enumerate(works) if work.request in self._slots]
         if not users:
             return
         assert self._output_counts is not None
         place, slot = upload(list(np.array(users).T), self._device)
-        rows = drawn.index_select(0, place)
-        tokens = rows[:, 1:]
-        is_drawn = torch.arange(tokens.shape[1], device=self._device) < rows[:, :1]
+        tokens = drawn.index_select(0, place)
         cells = slot[:, None] * self._shape[1] + tokens.clamp(min=0)
-        self._output_counts.view(-1).scatter_add_(0, cells.flatten(), is_drawn.to(torch.int32).flatten())
+        self._output_counts.view(-1).scatter_add_(0, cells.flatten(), (tokens >= 0).to(torch.int32).flatten())
 
 
 def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Request) -> None:

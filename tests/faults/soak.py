@@ -108,7 +108,6 @@ class Traffic:
             "repetition_penalty": self.draw.choice([1.0, 1.2]),
             "frequency_penalty": self.draw.choice([0.0, 0.5]),
             "logprobs": self.draw.choice([None, 0, 5]),
-            "min_tokens": self.draw.choice([0, 1, length]),
             "num_speculative_tokens": self.draw.choice([None, 0]),
         }
         prompt = self.draw.choice(PROMPTS)[: self.draw.randint(4, 80)]

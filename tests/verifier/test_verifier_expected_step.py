@@ -282,12 +282,11 @@ def test_a_request_that_arrives_is_computed_although_a_drafter_is_silent(target,
     own.engine.stop()
 
 
-@pytest.mark.parametrize("kind", [{}, {"logprobs": 1}])
-def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come_soon(target, monkeypatch, kind):
+def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come_soon(target, monkeypatch):
     monkeypatch.setattr(StepGate, "_hold_until", lambda _, now, *__: now + WAIT_S)
     own = Noted(target)
     own.connect_late()
-    drafting = own.submit(max_tokens=50, **kind)
+    drafting = own.submit(max_tokens=50)
     own.engine.start()
     own.next(drafting)
     own.tokens(own.submit([2, 7], k=0, max_tokens=1))

@@ -28,7 +28,7 @@ def works(*requests: Request) -> list[Work]:
 def drawn(*tokens: Sequence[int]) -> torch.Tensor:
     """As the rejection test gives them, -1 behind the last one of each."""
     most = max(map(len, tokens))
-    return torch.tensor([[len(own), *own, *[-1] * (most - len(own))] for own in tokens])
+    return torch.tensor([[*own, *[-1] * (most - len(own))] for own in tokens])
 
 
 def counted(history: TokenHistory, request: Request) -> tuple[set[int], Counter[int]]:
