@@ -7,18 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
+# So many rows take about as long as one: a forward pass over them reads the weights, and little else.
+_FEW_ROWS = 40
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """A batch of a fixed size: rows in all, and at most `max_rows` of one sequence."""
+    """A batch of a fixed size: at most `max_rows` of one sequence, and `rows_each` of all in the mean."""
 
     num_sequences: int
     max_rows: int
+    rows_each: int
 
     @property
     def num_rows(self) -> int:
         """Rows of the batch; two where one would do, because the compiler takes a size of one for a constant."""
-        return max(self.num_sequences * self.max_rows, 2)
+        return max(self.num_sequences * self.rows_each, 2)
 
 
 def sequence_counts(most: int) -> list[int]:
@@ -32,23 +36,40 @@ def sequence_counts(most: int) -> list[int]:
 class Buckets:
     """All buckets of an engine.
 
-    A step without drafts has one row a sequence, one with drafts up to `rows_per_sequence`; a step in between is padded
-    to the latter.
+    A step without drafts has one row a sequence. One with drafts has up to `rows_per_sequence`, and so many rows in all
+    as its drafts want: where that makes a difference to the forward pass there are buckets for fewer in the mean, for
+    steps in which few sequences have drafts, or all have few.
     """
 
     def __init__(self, max_num_seqs: int, rows_per_sequence: int) -> None:
         self._counts = sequence_counts(max_num_seqs)
-        self._widths = sorted({1, rows_per_sequence})
+        self._most = rows_per_sequence
 
     def __iter__(self) -> Iterator[Bucket]:
         """From the largest on, so that the memory of one serves the next."""
-        buckets = [Bucket(count, width) for count in self._counts for width in self._widths]
+        buckets = [bucket for count in self._counts for bucket in self._of(count)]
         return iter(sorted(buckets, key=lambda bucket: (bucket.num_rows, bucket.num_sequences), reverse=True))
 
-    def find(self, num_sequences: int, max_rows: int) -> Bucket | None:
-        """The smallest bucket that holds so many sequences of at most `max_rows` rows; None when none does."""
-        count = bisect_left(self._counts, num_sequences)
-        width = bisect_left(self._widths, max_rows)
-        if count == len(self._counts) or width == len(self._widths):
+    def find(self, num_sequences: int, num_rows: int, max_rows: int) -> Bucket | None:
+        """The smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one; None if none."""
+        place = bisect_left(self._counts, num_sequences)
+        if place == len(self._counts):
             return None
-        return Bucket(self._counts[count], self._widths[width])
+        buckets = self._of(self._counts[place])
+        return next((bucket for bucket in buckets if bucket.max_rows >= max_rows and bucket.num_rows >= num_rows), None)
+
+    def _of(self, count: int) -> list[Bucket]:
+        """Those of `count` sequences, the smallest first."""
+        each = [self._most]
+        if count * self._most > _FEW_ROWS:
+            each = [*takewhile(lambda rows: rows < self._most, _rising()), self._most]
+        with_drafts = [Bucket(count, self._most, rows) for rows in each if rows > 1]
+        return [Bucket(count, 1, 1), *with_drafts]
+
+
+def _rising() -> Iterator[int]:
+    """2, 3, 5, 8, 12, ...: each half as much again as the one before."""
+    rows = 2
+    while True:
+        yield rows
+        rows += (rows + 1) // 2

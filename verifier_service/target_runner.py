@@ -169,7 +169,7 @@ class TargetRunner:
         """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
         taken = []
         for _ in range(3):
-            output = self._graphs[bucket].run(_padding([(0, bucket.max_rows)] * bucket.num_sequences))
+            output = self._graphs[bucket].run(_padding([(0, bucket.rows_each)] * bucket.num_sequences))
             ended = record_event(self._target.device)
             assert output.began is not None
             assert ended is not None
@@ -218,7 +218,7 @@ class TargetRunner:
 
     def _graph(self, step: StepRows) -> _Graph | None:
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
-        bucket = self._buckets.find(len(step.sequences), max_rows)
+        bucket = self._buckets.find(len(step.sequences), len(step.positions), max_rows)
         return None if bucket is None else self._graphs.get(bucket)
 
 
@@ -285,7 +285,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            padding = _padding([(0, bucket.max_rows)] * bucket.num_sequences)
+            padding = _padding([(0, bucket.rows_each)] * bucket.num_sequences)
             token_ids, positions, batch, _ = inputs.load(padding, bucket)
             token_ids.zero_()
             rows = torch.arange(bucket.num_rows, device=target.device)

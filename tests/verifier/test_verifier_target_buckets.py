@@ -26,33 +26,58 @@ def test_padding_adds_little_to_a_large_batch():
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "max_rows", "bucket"),
+    ("num_sequences", "num_rows", "max_rows", "bucket"),
     [
-        (1, 1, Bucket(1, 1)),
-        (1, 2, Bucket(1, 5)),
-        (1, 5, Bucket(1, 5)),
-        (5, 1, Bucket(6, 1)),
-        (9, 4, Bucket(12, 5)),
-        (33, 5, Bucket(40, 5)),
-        (50, 1, Bucket(50, 1)),
-        (49, 3, Bucket(50, 5)),
-        (51, 1, None),
-        (1, 6, None),
+        (1, 1, 1, Bucket(1, 1, 1)),
+        (1, 2, 2, Bucket(1, 5, 5)),
+        (1, 5, 5, Bucket(1, 5, 5)),
+        (5, 5, 1, Bucket(6, 1, 1)),
+        (8, 9, 2, Bucket(8, 5, 5)),
+        (9, 13, 5, Bucket(12, 5, 2)),
+        (9, 25, 4, Bucket(12, 5, 3)),
+        (9, 36, 4, Bucket(12, 5, 3)),
+        (9, 37, 5, Bucket(12, 5, 5)),
+        (33, 165, 5, Bucket(40, 5, 5)),
+        (50, 50, 1, Bucket(50, 1, 1)),
+        (50, 51, 2, Bucket(50, 5, 2)),
+        (51, 51, 1, None),
+        (1, 6, 6, None),
     ],
 )
-def test_a_step_is_padded_to_the_next_bucket(num_sequences, max_rows, bucket):
+def test_a_step_is_padded_to_the_next_bucket(num_sequences, num_rows, max_rows, bucket):
     buckets = Buckets(50, 5)
-    assert buckets.find(num_sequences, max_rows) == bucket
+    assert buckets.find(num_sequences, num_rows, max_rows) == bucket
     assert bucket is None or bucket in list(buckets)
+
+
+@pytest.mark.parametrize("rows_per_sequence", [1, 2, 3, 5, 9, 17])
+def test_every_step_up_to_the_most_has_a_bucket(rows_per_sequence):
+    buckets = Buckets(20, rows_per_sequence)
+    for num_sequences in range(1, 21):
+        for num_rows in range(num_sequences, num_sequences * rows_per_sequence + 1):
+            fewest = -(-num_rows // num_sequences)
+            most = min(num_rows - num_sequences + 1, rows_per_sequence)
+            for max_rows in {fewest, most}:
+                found = buckets.find(num_sequences, num_rows, max_rows)
+                assert found is not None
+                assert found.num_sequences >= num_sequences
+                assert found.num_rows >= num_rows
+                assert found.max_rows >= max_rows
 
 
 def test_buckets_come_from_the_largest_on_and_each_once():
     buckets = list(Buckets(4, 3))
     assert buckets == [
-        Bucket(4, 3), Bucket(3, 3), Bucket(2, 3), Bucket(4, 1), Bucket(3, 1), Bucket(1, 3), Bucket(2, 1), Bucket(1, 1),
-    ]  # fmt: skip
+        *(Bucket(4, 3, 3), Bucket(3, 3, 3), Bucket(2, 3, 3), Bucket(4, 1, 1)),
+        *(Bucket(3, 1, 1), Bucket(1, 3, 3), Bucket(2, 1, 1), Bucket(1, 1, 1)),
+    ]
     assert [bucket.num_rows for bucket in buckets] == [12, 9, 6, 4, 3, 3, 2, 2]
 
 
+def test_a_large_batch_has_buckets_for_few_drafts():
+    widths = {bucket.rows_each for bucket in Buckets(32, 17) if bucket.num_sequences == 32}
+    assert widths == {1, 2, 3, 5, 8, 12, 17}
+
+
 def test_without_drafts_there_is_one_row_a_sequence():
-    assert list(Buckets(2, 1)) == [Bucket(2, 1), Bucket(1, 1)]
+    assert list(Buckets(2, 1)) == [Bucket(2, 1, 1), Bucket(1, 1, 1)]

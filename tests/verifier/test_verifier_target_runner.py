@@ -19,7 +19,7 @@ from verifier_service.target_runner import StepOutput, StepRows, TargetRunner
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 CONTEXT = 256
 K = 4
-MAX_NUM_SEQS = 6
+MAX_NUM_SEQS = 10
 VOCAB_SIZE = 2048
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -88,7 +88,7 @@ def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(
     rng = random.Random(1)
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 1, 30, 7, 60)]
-    lengths = [30, 45, 20, 38, 25, 41]
+    lengths = [30, 45, 20, 38, 25, 41, 12, 33, 29, 17]
     device = model.device
     expected = [
         model.generate(
@@ -121,7 +121,14 @@ def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(
     assert [s.tokens[: len(full)] for s, full in zip(sequences, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize("counts", [(1,), (5,), (1, 1), (1, 1, 1, 1, 1), (5, 1, 3), (2, 5, 5, 5, 5, 5)])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        *((1,), (5,), (1, 1), (1, 1, 1, 1, 1), (5, 1, 3), (2, 5, 5, 5, 5, 5)),
+        *((1, 5, 1, 1, 1, 1, 1, 1, 1), (2,) * 10, (1, 3, 5, 1, 1, 5, 5, 5, 1, 3), (5,) * 10),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(model, target, runner, counts):
