@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from draftwire.bench.load import Timeline
-from draftwire.bench.metrics import acceptance
+from draftwire.bench.metrics import acceptance, sums
 from draftwire.v1 import generate_pb2 as pb
 
 
@@ -59,7 +60,7 @@ def find_skipped(
     Parameters
     ----------
     k
-        Draft tokens per verify step, 0 with drafting off.
+        Draft tokens per verify step of requests that ask for no number.
     max_tokens
         Tokens of each output, which no end of sequence cuts short.
     counters
@@ -67,10 +68,11 @@ def find_skipped(
     feature_row_bytes
         Features of one row as its drafters take them.
     """
-    works = [expected_work(timeline, k, max_tokens) for timeline in timelines]
+    ks = [k if timeline.num_speculative_tokens is None else timeline.num_speculative_tokens for timeline in timelines]
+    works = [expected_work(timeline, own, max_tokens) for timeline, own in zip(timelines, ks, strict=True)]
     seen = acceptance(timelines)
     steps = sum(work.verify_steps for work in works)
-    drafted = tuple(map(sum, zip(*(work.drafted for work in works), strict=True)))
+    drafted = sums([work.drafted for work in works])
     pairs = [
         ("output tokens", max_tokens * len(timelines), sum(sum(t.counts) for t in timelines)),
         ("verify steps of the requests", steps, seen.verify_steps),
@@ -78,11 +80,11 @@ def find_skipped(
         ("rows verified", steps + sum(drafted), counters.verify_rows),
         ("prompt rows (a prefix that is found computes fewer)", _prompt_tokens(timelines), counters.prompt_rows),
     ]
-    for position, (due, made) in enumerate(zip(drafted, seen.drafted[:k], strict=True), start=1):
+    for position, (due, made) in enumerate(zip_longest(drafted, seen.drafted, fillvalue=0), start=1):
         pairs.append((f"drafts verified at position {position}", due, made))
     problems = [f"{name}: {due} due, {done} done" for name, due, done in pairs if due != done]
     least = sum(work.feature_rows for work in works)
-    most = sum(t.statistics.prompt_tokens + len(t.drafted) - 1 for t in timelines) if k else 0
+    most = sum(t.statistics.prompt_tokens + len(t.drafted) - 1 for t, own in zip(timelines, ks, strict=True) if own)
     return problems + _find_unsent(least, most, counters, feature_row_bytes)
 
 

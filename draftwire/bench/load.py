@@ -54,6 +54,7 @@ class Timeline:
     counts: tuple[int, ...]  # tokens of each such message
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]  # for each token, whether it is an accepted draft
+    num_speculative_tokens: int | None  # asked for; None for as many as the server drafts
     statistics: Statistics
 
 
@@ -228,4 +229,5 @@ async def _request(
     statistics = chunk_from_message(message, "").statistics
     if statistics is None:
         raise BenchmarkError("the server ended a stream without statistics")
-    return Timeline(sent, tuple(arrivals), tuple(counts), tuple(token_ids), tuple(drafted), statistics)
+    k = request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
+    return Timeline(sent, tuple(arrivals), tuple(counts), tuple(token_ids), tuple(drafted), k, statistics)

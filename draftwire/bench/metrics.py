@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
@@ -125,9 +125,14 @@ def acceptance(timelines: Sequence[Timeline]) -> Acceptance:
     return Acceptance(
         verify_steps=sum(s.verify_steps for s in statistics),
         verify_tokens=sum(s.verify_tokens for s in statistics),
-        drafted=tuple(map(sum, zip(*(s.drafted for s in statistics), strict=True))),
-        accepted=tuple(map(sum, zip(*(s.accepted for s in statistics), strict=True))),
+        drafted=sums([s.drafted for s in statistics]),
+        accepted=sums([s.accepted for s in statistics]),
     )
+
+
+def sums(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The sum at each position; requests with fewer drafts have fewer positions."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def difference(before: pb.EngineCounters, after: pb.EngineCounters) -> pb.EngineCounters:

@@ -124,6 +124,10 @@ def _num_clients(options: ServeOptions) -> int:
 def _check(info: pb.GetVerifierInfoResponse, options: ServeOptions) -> None:
     if any(options.drafting) and not info.drafters:
         raise InvalidArgumentError("drafting", "on", f"{info.target} is served without drafters")
+    most = info.speculative_config.num_speculative_tokens
+    for number in options.shape.num_speculative_tokens:
+        if number is not None and number > most:
+            raise InvalidArgumentError("num_speculative_tokens", number, f"the verifier drafts at most {most}")
     for level in options.levels:
         if level.concurrency is not None and level.concurrency > info.max_num_seqs:
             raise InvalidArgumentError(
@@ -170,8 +174,7 @@ class _Runner:
             lambda: readings.append((time.monotonic(), self._client.info().counters)),
         )
         counters = difference(before, self._idle_counters())
-        k = self._k if drafting else 0
-        problems = find_skipped(timelines, k, options.shape.output_tokens, counters, self._row_bytes)
+        problems = find_skipped(timelines, self._k, options.shape.output_tokens, counters, self._row_bytes)
         if problems and self._is_synthetic and not options.allows_skipped:
             raise BenchmarkError(
                 f"{level} requests, drafting {'on' if drafting else 'off'}: work was skipped or done twice, so the "

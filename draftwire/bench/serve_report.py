@@ -29,6 +29,7 @@ def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Seq
             "output_tokens": options.shape.output_tokens,
             "temperature": options.shape.temperature,
             "sampling_params": dict(options.shape.sampling),
+            "num_speculative_tokens": list(options.shape.num_speculative_tokens),
             "seed": options.shape.seed,
             "warmup_tokens": options.warmup_tokens,
         },

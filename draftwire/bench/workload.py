@@ -49,16 +49,18 @@ class Shape:
     temperature: float
     seed: int
     sampling: Mapping[str, Any] = field(default_factory=dict)  # further parameters: see `parse_sampling`
+    num_speculative_tokens: Sequence[int | None] = (None,)  # of the requests in turn; None for the server's
 
     def request(self, prompt: Prompt, number: int, *, drafting: bool, max_tokens: int) -> Planned:
         """The request of that number; no end of sequence cuts it short."""
+        ks = self.num_speculative_tokens
         options: dict[str, Any] = {
             **self.sampling,
             "max_tokens": max_tokens,
             "temperature": self.temperature,
             "ignore_eos": True,
             "seed": self.seed + number,
-            "num_speculative_tokens": None if drafting else 0,
+            "num_speculative_tokens": ks[number % len(ks)] if drafting else 0,
         }
         return Planned(build_request(prompt, options)[0].SerializeToString())
 

@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Numbers(click.ParamType):
-    """N,N,..., each above 0."""
+    """N,N,..., each above 0, or from `least` on."""
 
     name = "n,n,..."
 
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
+    def __init__(self, kind: type[int] | type[float], least: int | None = None) -> None:
+        self._kind, self._least = kind, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
         """The numbers."""
@@ -30,9 +30,13 @@ class Numbers(click.ParamType):
             numbers = tuple(self._kind(part) for part in str(value).split(","))
         except ValueError:
             numbers = ()
-        if not numbers or not all(0 < number < float("inf") for number in numbers):
-            self.fail(f"{value!r} is not a list of numbers above 0, as in 1,8,64", param, ctx)
+        if not numbers or not all(self._is_allowed(number) for number in numbers):
+            allowed = "above 0" if self._least is None else f"from {self._least} on"
+            self.fail(f"{value!r} is not a list of numbers {allowed}, as in 1,8,64", param, ctx)
         return numbers
+
+    def _is_allowed(self, number: float) -> bool:
+        return (0 < number if self._least is None else self._least <= number) and number < float("inf")
 
 
 _PAIR_OPTIONS = (

@@ -51,6 +51,12 @@ from draftwire.v1 import generate_pb2 as pb
     metavar="JSON|FILE",
     help="""Further ones of each request, such as '{"top_k": 50}'.""",
 )
+@click.option(
+    "--num-speculative-tokens",
+    type=Numbers(int, least=0),
+    metavar="K,K,...",
+    help="Of the requests in turn, with drafting on.  [default: the server's]",
+)
 @click.option("--seed", default=0, show_default=True, help="Of prompts, arrivals and requests.")
 @click.option("--warmup-tokens", default=16, show_default=True, type=click.IntRange(0), help="Output before a level.")
 @click.option(
@@ -88,7 +94,10 @@ def _options(given: dict[str, Any]) -> ServeOptions:
     return ServeOptions(
         levels=levels,
         drafting={"both": (False, True), "on": (True,), "off": (False,)}[given["drafting"]],
-        shape=Shape(given["output_tokens"], given["temperature"], given["seed"], sampling),
+        shape=Shape(
+            *(given["output_tokens"], given["temperature"], given["seed"], sampling),
+            num_speculative_tokens=given["num_speculative_tokens"] or (None,),
+        ),
         num_requests=given["num_requests"],
         warmup_tokens=given["warmup_tokens"],
         client_processes=given["client_processes"],

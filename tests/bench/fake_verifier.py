@@ -39,7 +39,7 @@ class FakeVerifier(GenerationServicer):
         k = request.num_speculative_tokens if request.HasField("num_speculative_tokens") else K
         prompt = len(request.token_ids.ids)
         max_tokens = request.sampling_params.max_tokens
-        statistics = pb.RequestStatistics(prompt_tokens=prompt, drafted=[0] * K, accepted=[0] * K)
+        statistics = pb.RequestStatistics(prompt_tokens=prompt, drafted=[0] * k, accepted=[0] * k)
         emitted = 1
         rows = 0
         yield pb.GenerateResponse(token_ids=[7], drafted=[False])

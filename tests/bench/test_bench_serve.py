@@ -64,6 +64,16 @@ def test_requests_have_the_further_parameters_given(tmp_path):
     assert json.loads(path.read_text())["workload"]["sampling_params"] == {"top_k": 7}
 
 
+def test_requests_have_the_numbers_of_drafts_given_in_turn(tmp_path):
+    verifier, path = FakeVerifier(), tmp_path / "out.json"
+    with served(verifier) as address:
+        asked = ("--num-speculative-tokens", "0,2,1", "--warmup-tokens", "0", "--num-requests", "6")
+        result = bench("--server", address, *SMALL, *asked, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert sorted(request.num_speculative_tokens for request in verifier.requests) == [*[0] * 6, 0, 0, 1, 1, 2, 2]
+    assert json.loads(path.read_text())["workload"]["num_speculative_tokens"] == [0, 2, 1]
+
+
 def test_drafting_is_off_and_on_in_one_run(fake_run):
     verifier, _, document = fake_run
     off = [request for request in verifier.requests if request.HasField("num_speculative_tokens")]
@@ -137,6 +147,8 @@ def test_a_verifier_that_others_use_is_not_measured():
         (("--sampling-params", '{"top_j": 1}'), "sampling_params.top_j"),
         (("--sampling-params", '{"stop": ["x"]}'), "sampling_params.stop = ['x']: is not free in a measurement"),
         (("--sampling-params", '{"min_tokens": 5}'), "sampling_params.min_tokens = 5: is not free in a measurement"),
+        (("--num-speculative-tokens", "4,-1"), "'4,-1' is not a list of numbers from 0 on"),
+        (("--num-speculative-tokens", "0,3"), "num_speculative_tokens = 3: the verifier drafts at most 2"),
         (("--sampling-params", "[1"), "must be a JSON object or the path of a file with one"),
     ],
 )

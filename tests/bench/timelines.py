@@ -19,6 +19,7 @@ def timeline(
     prompt_tokens: int = 5,
     sent: float = 0.0,
     arrivals: Sequence[float] | None = None,
+    asked: int | None = None,
 ) -> Timeline:
     """A stream whose first token is the prompt's; each verify step is (drafts made, drafts accepted)."""
     counts = [1, *(accepted + 1 for _, accepted in steps)]
@@ -35,6 +36,7 @@ def timeline(
         counts=tuple(counts),
         token_ids=tuple(range(len(flags))),
         drafted=tuple(flags),
+        num_speculative_tokens=asked,
         statistics=Statistics(
             prompt_tokens=prompt_tokens,
             output_tokens=len(flags),
