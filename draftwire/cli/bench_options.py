@@ -36,7 +36,7 @@ class Numbers(click.ParamType):
         return numbers
 
     def _is_allowed(self, number: float) -> bool:
-        return (0 < number if self._least is None else self._least <= number) and number < float("inf")
+        return (number > 0 if self._least is None else self._least <= number) and number < float("inf")
 
 
 _PAIR_OPTIONS = (
