@@ -55,10 +55,11 @@ def test_rows_for_the_last_tokens_may_be_sent_or_not():
 
 
 def test_requests_that_asked_for_fewer_drafts_are_held_to_their_number():
-    timelines = [timeline(STEPS), timeline([(1, 1), (1, 0), (1, 1)], k=1, asked=1), timeline([(0, 0)] * 5, k=0, asked=0)]
+    fewer = [(1, 1), (1, 0), (1, 1)]
+    timelines = [timeline(STEPS), timeline(fewer, k=1, asked=1), timeline([(0, 0)] * 5, k=0, asked=0)]
     given = {"prompt_rows": 15, "verify_steps": 10, "verify_rows": 6 + 6 + 5, "feature_rows": 7 + 8}
     assert problems(timelines, given) == []
-    timelines[1] = timeline([(1, 1), (1, 0), (1, 1)], k=1)
+    timelines[1] = timeline(fewer, k=1)
     assert "drafts verified at position 2: 4 due, 2 done" in problems(timelines, given)
 
 
