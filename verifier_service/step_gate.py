@@ -220,8 +220,10 @@ class StepGate:
         first = min((until for until in waits if until is not None), default=math.inf)
         return first if self._held_until is None else min(first, self._held_until)
 
-    def is_held(self, requests: Sequence[Request]) -> bool:
+    def is_held(self, requests: Sequence[Request], *, is_idle: bool) -> bool:
         """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
+
+        `is_idle`: whether the device has nothing to do meanwhile, and nothing that was launched for it.
 
         Where sequences take turns, it also decides who leaves the step to others.
         """
@@ -241,7 +243,7 @@ class StepGate:
                 num_undrafted += 1
         self._take_turns(drafted)
         if is_waiting and not self._deferred:
-            self._held_until = self._hold_until(now, drafted, num_undrafted)
+            self._held_until = self._hold_until(now, drafted, num_undrafted, self.target_cost.lead_s if is_idle else 0.0)
         if self._held_until is None:
             self._held_since = None
             return False
@@ -260,7 +262,9 @@ class StepGate:
                 self._deferred.update(binding.request for binding in bindings[size:])
         self._parts = self._parts and not self._deferred
 
-    def _hold_until(self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int) -> float | None:
+    def _hold_until(
+        self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int, lead_s: float
+    ) -> float | None:
         cost = self.target_cost
         if not cost.is_known or (self._held_since is not None and now >= self._held_since + cost.fixed):
             return None
@@ -276,4 +280,5 @@ class StepGate:
             if not session.is_late and not is_full:
                 groups = map(session.pace.expect, session.unanswered.values())
                 expected += [group for group in groups if group is not None]
-        return hold_until(now, Group(rows, tokens), Group(num_undrafted, float(num_undrafted)), expected, cost)
+        undrafted = Group(num_undrafted, float(num_undrafted))
+        return hold_until(now, Group(rows, tokens), undrafted, expected, cost, lead_s)

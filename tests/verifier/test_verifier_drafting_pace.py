@@ -88,10 +88,10 @@ def test_a_step_that_is_held_ends_its_wait_at_the_draft_deadline(clock):
     world.scene.flush()
     sent = clock.now
     one.drafts, world.drafting._bindings[one].wait_until = None, None
-    assert world.drafting.gate.is_held(world.scene.requests)
+    assert world.drafting.gate.is_held(world.scene.requests, is_idle=True)
     assert clock.now < world.drafting.next_deadline() <= sent + 2.5e-3
     clock.now = sent + 2.5e-3
-    assert not world.drafting.gate.is_held(world.scene.requests)
+    assert not world.drafting.gate.is_held(world.scene.requests, is_idle=True)
     assert all(world.drafting.gate.is_ready(other) for other in others)
 
 

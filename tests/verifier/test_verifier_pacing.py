@@ -695,6 +695,13 @@ def test_many_sequences_without_drafts_do_not_wait_for_a_few_with_drafts():
     assert hold_until(100.0, many, many, [on_the_way(100.0 + 2.5e-3, 1)], learnt_target()) is None
 
 
+def test_a_step_that_the_host_has_yet_to_launch_waits_for_drafts_that_come_meanwhile():
+    """The joint one is launched while it waits."""
+    plain, expected = Group(24, 24.0), [on_the_way(100.0 + 2e-3)]
+    assert hold_until(100.0, plain, plain, expected, learnt_target()) is None
+    assert hold_until(100.0, plain, plain, expected, learnt_target(), 1e-3) is not None
+
+
 def test_a_sequence_without_drafts_joins_the_step_of_many_with_drafts():
     one = Group(1, 1.0)
     assert hold_until(100.0, one, one, [on_the_way(100.0 + 2e-3, 16)], learnt_target()) is not None

@@ -30,7 +30,7 @@ class Expected:
 
 
 def hold_until(
-    now: float, ready: Group, undrafted: Group, expected: Iterable[Expected], target: TargetCost
+    now: float, ready: Group, undrafted: Group, expected: Iterable[Expected], target: TargetCost, lead_s: float = 0.0
 ) -> float | None:
     """Time until which a step of `ready` should wait for drafts, None for not at all.
 
@@ -38,6 +38,9 @@ def hold_until(
     ----------
     undrafted
         The part of `ready` that waits for no drafts and so is ready again for the next step.
+    lead_s
+        What the host takes before a step of `ready`. The joint one is launched while its drafts are awaited, and the
+        second of two while the first one runs.
 
     Notes
     -----
@@ -53,9 +56,9 @@ def hold_until(
         if now >= one.latest or delay >= fixed:
             continue
         rows, tokens = rows + one.group.rows, tokens + one.group.tokens
-        joined = (ready.tokens + tokens) / (delay + target.seconds(ready.rows + rows))
+        joined = (ready.tokens + tokens) / (max(delay, lead_s) + target.seconds(ready.rows + rows))
         apart = (ready.tokens + tokens + undrafted.tokens) / (
-            target.seconds(ready.rows) + target.seconds(rows + undrafted.rows)
+            lead_s + target.seconds(ready.rows) + target.seconds(rows + undrafted.rows)
         )
         if joined > max(best, apart):
             best, until = joined, one.latest
