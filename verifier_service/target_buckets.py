@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 # So many rows take about as long as one: a forward pass over them reads the weights, and little else.
 _FEW_ROWS = 40
@@ -43,28 +43,27 @@ class Buckets:
 
     def __init__(self, max_num_seqs: int, rows_per_sequence: int) -> None:
         self._counts = sequence_counts(max_num_seqs)
-        self._most = rows_per_sequence
+        self._buckets = [_of(count, rows_per_sequence) for count in self._counts]
 
     def __iter__(self) -> Iterator[Bucket]:
         """From the largest on, so that the memory of one serves the next."""
-        buckets = [bucket for count in self._counts for bucket in self._of(count)]
-        return iter(sorted(buckets, key=lambda bucket: (bucket.num_rows, bucket.num_sequences), reverse=True))
+        every = chain.from_iterable(self._buckets)
+        return iter(sorted(every, key=lambda bucket: (bucket.num_rows, bucket.num_sequences), reverse=True))
 
     def find(self, num_sequences: int, num_rows: int, max_rows: int) -> Bucket | None:
         """The smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one; None if none."""
         place = bisect_left(self._counts, num_sequences)
         if place == len(self._counts):
             return None
-        buckets = self._of(self._counts[place])
-        return next((bucket for bucket in buckets if bucket.max_rows >= max_rows and bucket.num_rows >= num_rows), None)
+        fitting = (one for one in self._buckets[place] if one.max_rows >= max_rows and one.num_rows >= num_rows)
+        return next(fitting, None)
 
-    def _of(self, count: int) -> list[Bucket]:
-        """Those of `count` sequences, the smallest first."""
-        each = [self._most]
-        if count * self._most > _FEW_ROWS:
-            each = [*takewhile(lambda rows: rows < self._most, _rising()), self._most]
-        with_drafts = [Bucket(count, self._most, rows) for rows in each if rows > 1]
-        return [Bucket(count, 1, 1), *with_drafts]
+
+def _of(count: int, most: int) -> list[Bucket]:
+    """The buckets for `count` sequences of up to `most` rows, the smallest first."""
+    means = takewhile(lambda rows: rows < most, _rising()) if count * most > _FEW_ROWS else ()
+    with_drafts = [Bucket(count, most, rows) for rows in (*means, most) if most > 1]
+    return [Bucket(count, 1, 1), *with_drafts]
 
 
 def _rising() -> Iterator[int]:
