@@ -223,9 +223,8 @@ class StepGate:
     def is_held(self, requests: Sequence[Request], *, is_idle: bool) -> bool:
         """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
 
-        `is_idle`: whether the device has nothing to do meanwhile, and nothing that was launched for it.
-
-        Where sequences take turns, it also decides who leaves the step to others.
+        Where sequences take turns, it also decides who leaves the step to others. `is_idle` tells whether the device
+        has nothing to do meanwhile, and nothing has been launched for it.
         """
         now = time.monotonic()
         self._held_until = None
@@ -243,7 +242,8 @@ class StepGate:
                 num_undrafted += 1
         self._take_turns(drafted)
         if is_waiting and not self._deferred:
-            self._held_until = self._hold_until(now, drafted, num_undrafted, self.target_cost.lead_s if is_idle else 0.0)
+            lead_s = self.target_cost.lead_s if is_idle else 0.0
+            self._held_until = self._hold_until(now, drafted, num_undrafted, lead_s)
         if self._held_until is None:
             self._held_since = None
             return False

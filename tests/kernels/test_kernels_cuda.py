@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import large_vocabulary
 import pytest
 import torch
+from sampling_oracle import Options
 
 from draftwire_kernels import (
     DraftLogits,
@@ -78,6 +80,14 @@ def test_rejection_sample(method: str, form: str, cu_rows_device: str) -> None:
     )
     assert torch.equal(on_cuda.tokens.cpu(), expected.tokens)
     assert torch.equal(on_cuda.num_emitted.cpu(), expected.num_emitted)
+
+
+@pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
+@pytest.mark.parametrize("options", large_vocabulary.FILTERS, ids=str)
+def test_filters_of_a_large_vocabulary(options: Options, dtype: torch.dtype) -> None:
+    logits = large_vocabulary.rows(dtype)
+    out = process_logits(logits.cuda(), large_vocabulary.sampling(options)).cpu()
+    large_vocabulary.check(logits, out, options)
 
 
 @pytest.mark.parametrize("parameters_device", ["cpu", "cuda"])

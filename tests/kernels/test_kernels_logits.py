@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import large_vocabulary
 import numpy as np
 import pytest
 import sampling_oracle as oracle
@@ -124,6 +125,14 @@ class TestFilters:
         for i in range(12):
             expected = oracle.processed(logits[i].double().numpy(), Options(top_p=float(top_p[i])), [], [])
             assert np.array_equal(out[i].isfinite().numpy(), np.isfinite(expected))
+
+
+    @pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
+    @pytest.mark.parametrize("options", large_vocabulary.FILTERS, ids=str)
+    def test_filters_of_a_large_vocabulary_are_those_of_the_oracle(self, options: Options, dtype: torch.dtype) -> None:
+        logits = large_vocabulary.rows(dtype)
+        out = process_logits(logits, large_vocabulary.sampling(options))
+        large_vocabulary.check(logits, out, options)
 
 
 def test_both_backends_keep_the_same_tokens() -> None:

@@ -1,10 +1,12 @@
-"""min-p, top-k and top-p as one threshold on the logits of a row, found by bisection, without a sort.
+"""min-p, top-k and top-p as one threshold on the logits of a row, searched for without a sort.
 
 Each filter keeps the logits from some value on: min-p those whose score reaches log min_p, top-k from the largest value
 that k logits reach, top-p (of what the others keep) from the largest value from which on the mass reaches top_p. The
-last two are found on the bits of a float, which order like integers: a pass over the row looks at three values between
-one that reaches and one that fails, so 16 passes are enough, and equal logits stay or go together. A program takes a
-row, which stays in the second-level cache from pass to pass while the rows in work fit there.
+last two are found between one value that reaches what is needed and one that fails, on the bits of the logits' type,
+which order like integers, so that equal logits stay or go together. A pass over the row looks at three values between:
+first at a quarter, half and three quarters of the way from the mean to the largest logit, then at quarters of the bits.
+As soon as no more logits are left than a program can hold, it gathers them, and searches on without the rest of the
+row. A program takes a row, which stays in the second-level cache from pass to pass while the rows in work fit there.
 """
 
 import torch
@@ -12,27 +14,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwire_kernels.gpu.scan import INFINITY, MAX_FLOAT, maximum_or_nan
+from draftwire_kernels.gpu.scan import INFINITY, LOG2_E, MAX_FLOAT, maximum_or_nan
 from draftwire_kernels.logits_sampling import LogitsSampling
 from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.transfer import upload
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 LANES, TURNS = 2048, 4
 """Logits that a program of 16 warps takes at a time: 16 bytes of float32 a thread, four times."""
 
 
 @triton.jit
 def _order(x):
-    """int64 that orders as the float32 `x` does (-0 just below 0)."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    """int64 that orders as the float `x` does (-0 just below 0)."""
+    width: tl.constexpr = x.dtype.primitive_bitwidth
+    integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
+    bits = x.to(integer, bitcast=True)
+    return (bits ^ ((bits >> (width - 1)) & (2 ** (width - 1) - 1))).to(tl.int64)
 
 
 @triton.jit
-def _float(order):
-    bits = order.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _float(order, DTYPE: tl.constexpr):
+    """The float of that type, as float32."""
+    width: tl.constexpr = DTYPE.primitive_bitwidth
+    integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
+    bits = order.to(integer)
+    return (bits ^ ((bits >> (width - 1)) & (2 ** (width - 1) - 1))).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -43,51 +49,168 @@ def _load(logits, start, vocab, TURNS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _mass(logits, vocab, value, top, inverse, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """Mass, relative to the largest logit's, of the logits from `value` on."""
-    total = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocab, TURNS * LANES):
-        x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-        total += tl.sum(tl.where(x >= value, tl.exp2(tl.minimum(x - top, 0.0) * inverse), 0.0), 0)
-    return tl.sum(total, 0)
+def _mass(x, top, inverse):
+    """Masses relative to the largest logit's."""
+    return tl.exp2(tl.minimum(x - top, 0.0) * inverse)
 
 
 @triton.jit
-def _largest(
+def _closer(reaches, fails, first, second, third, at_first, at_second, at_third, needed):
+    """Orders that reach and fail what is needed, after a look at three between them."""
+    first_reaches, second_reaches, third_reaches = at_first >= needed, at_second >= needed, at_third >= needed
+    fails = tl.where(first_reaches, tl.where(second_reaches, tl.where(third_reaches, fails, third), second), first)
+    reaches = tl.where(third_reaches, third, tl.where(second_reaches, second, tl.where(first_reaches, first, reaches)))
+    return reaches, fails
+
+
+@triton.jit
+def _quarters(reaches, fails):
+    """Three orders between two that are more than one apart."""
+    width = fails - reaches
+    return reaches + (width + 3) // 4, reaches + (width + 1) // 2, tl.minimum(reaches + (3 * width + 3) // 4, fails - 1)
+
+
+@triton.jit
+def _narrow(
     logits,
     vocab,
-    low,  # a value that reaches what is needed, or the result where none does
+    reaches,  # order that reaches what is needed, or the result where none does
+    count,  # of the finite logits from it on
+    fails,
     needed,
     top,
+    mean,
     inverse,
     BY_MASS: tl.constexpr,
     TURNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The largest value from which on the number, or mass, of the logits reaches what is needed."""
-    reaches = _order(low)
-    fails = _order(top * 0 + INFINITY) + 1
-    while fails - reaches > 1:
-        width = fails - reaches
-        first, second = reaches + (width + 3) // 4, reaches + (width + 1) // 2
-        third = tl.minimum(reaches + (3 * width + 3) // 4, fails - 1)
-        at_first = tl.zeros([LANES], tl.float32)
-        at_second = tl.zeros([LANES], tl.float32)
-        at_third = tl.zeros([LANES], tl.float32)
+    """`reaches`, `count` and `fails` after as many passes over the row as it takes until few logits are left."""
+    dtype: tl.constexpr = logits.dtype.element_ty
+    first = _order((mean + 0.25 * (top - mean)).to(dtype))
+    second = _order((mean + 0.5 * (top - mean)).to(dtype))
+    third = _order((mean + 0.75 * (top - mean)).to(dtype))
+    while (count > TURNS * LANES) & (fails - reaches > 1):
+        first = tl.maximum(reaches + 1, tl.minimum(first, fails - 1))
+        second = tl.maximum(reaches + 1, tl.minimum(second, fails - 1))
+        third = tl.maximum(reaches + 1, tl.minimum(third, fails - 1))
+        low, middle, high = _float(first, dtype), _float(second, dtype), _float(third, dtype)
+        above_low = tl.zeros([LANES], tl.float32)
+        above_middle = tl.zeros([LANES], tl.float32)
+        above_high = tl.zeros([LANES], tl.float32)
+        mass_low = tl.zeros([LANES], tl.float32)
+        mass_middle = tl.zeros([LANES], tl.float32)
+        mass_high = tl.zeros([LANES], tl.float32)
         for start in range(0, vocab, TURNS * LANES):
             x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-            part = tl.exp2(tl.minimum(x - top, 0.0) * inverse) if BY_MASS else 1.0
-            at_first += tl.sum(tl.where(x >= _float(first), part, 0.0), 0)
-            at_second += tl.sum(tl.where(x >= _float(second), part, 0.0), 0)
-            at_third += tl.sum(tl.where(x >= _float(third), part, 0.0), 0)
-        first_reaches = tl.sum(at_first, 0) >= needed
-        second_reaches = tl.sum(at_second, 0) >= needed
-        third_reaches = tl.sum(at_third, 0) >= needed
-        fails = tl.where(first_reaches, tl.where(second_reaches, tl.where(third_reaches, fails, third), second), first)
-        reaches = tl.where(
-            third_reaches, third, tl.where(second_reaches, second, tl.where(first_reaches, first, reaches))
-        )
-    return _float(reaches)
+            above_low += tl.sum(tl.where(x >= low, 1.0, 0.0), 0)
+            above_middle += tl.sum(tl.where(x >= middle, 1.0, 0.0), 0)
+            above_high += tl.sum(tl.where(x >= high, 1.0, 0.0), 0)
+            if BY_MASS:
+                mass = _mass(x, top, inverse)
+                mass_low += tl.sum(tl.where(x >= low, mass, 0.0), 0)
+                mass_middle += tl.sum(tl.where(x >= middle, mass, 0.0), 0)
+                mass_high += tl.sum(tl.where(x >= high, mass, 0.0), 0)
+        in_low, in_middle, in_high = tl.sum(above_low, 0), tl.sum(above_middle, 0), tl.sum(above_high, 0)
+        if BY_MASS:
+            sums = tl.sum(mass_low, 0), tl.sum(mass_middle, 0), tl.sum(mass_high, 0)
+        else:
+            sums = in_low, in_middle, in_high
+        reaches, fails = _closer(reaches, fails, first, second, third, sums[0], sums[1], sums[2], needed)
+        count = tl.where(reaches == first, in_low, count)
+        count = tl.where(reaches == second, in_middle, count)
+        count = tl.where(reaches == third, in_high, count)
+        first, second, third = _quarters(reaches, fails)
+    return reaches, count, fails
+
+
+@triton.jit
+def _gather(logits, gathered, vocab, value, TURNS: tl.constexpr, LANES: tl.constexpr):
+    """[TURNS * LANES] float32: the finite logits from `value` on, no more than that many, and -inf behind them.
+    `gathered` is memory for them."""
+    lane = tl.arange(0, TURNS * LANES)
+    count = tl.zeros([], tl.int32)
+    for start in range(0, vocab, TURNS * LANES):
+        x = tl.load(logits + start + lane, mask=start + lane < vocab, other=-INFINITY)
+        is_kept = (x.to(tl.float32) >= value) & (x.to(tl.float32) > -INFINITY)
+        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(gathered + place, x, mask=is_kept)
+        count += tl.sum(is_kept.to(tl.int32), 0)
+    tl.debug_barrier()
+    x = tl.load(gathered + lane, mask=lane < count, other=-INFINITY)
+    tl.debug_barrier()
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _settle(x, part, reaches, fails, needed, DTYPE: tl.constexpr):
+    """The last order from which on the sum of `part` reaches what is needed."""
+    while fails - reaches > 1:
+        first, second, third = _quarters(reaches, fails)
+        at_first = tl.sum(tl.where(x >= _float(first, DTYPE), part, 0.0), 0)
+        at_second = tl.sum(tl.where(x >= _float(second, DTYPE), part, 0.0), 0)
+        at_third = tl.sum(tl.where(x >= _float(third, DTYPE), part, 0.0), 0)
+        reaches, fails = _closer(reaches, fails, first, second, third, at_first, at_second, at_third, needed)
+    return reaches
+
+
+@triton.jit
+def _threshold(logits, memory, vocab, temperature, log_min_p, top_k, top_p, TURNS: tl.constexpr, LANES: tl.constexpr):
+    """The smallest logit that the filters keep; -inf where they keep all, or the row has a NaN."""
+    dtype: tl.constexpr = logits.dtype.element_ty
+    threshold = tl.full([], -INFINITY, tl.float32)
+    largest = tl.full([LANES], -INFINITY, tl.float32)
+    sums = tl.zeros([LANES], tl.float32)
+    finite = tl.zeros([LANES], tl.float32)
+    for start in range(0, vocab, TURNS * LANES):
+        x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
+        largest = tl.maximum(largest, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
+        sums += tl.sum(tl.where(x > -INFINITY, x, 0.0), 0)
+        finite += tl.sum(tl.where(x > -INFINITY, 1.0, 0.0), 0)
+    top = tl.minimum(maximum_or_nan(largest, 0), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+    if top > -INFINITY:
+        count = tl.sum(finite, 0)
+        mean = tl.sum(sums, 0) / count
+        inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+        if log_min_p > -INFINITY:
+            lowest = tl.full([LANES], INFINITY, tl.float32)
+            kept = tl.zeros([LANES], tl.float32)
+            for start in range(0, vocab, TURNS * LANES):
+                x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
+                is_kept = tl.div_rn(x - top, temperature + x * 0) >= log_min_p
+                lowest = tl.minimum(lowest, tl.min(tl.where(is_kept, x, INFINITY), 0))
+                kept += tl.sum(tl.where(is_kept, 1.0, 0.0), 0)
+            threshold = tl.minimum(tl.min(lowest, 0), top)
+            count = tl.sum(kept, 0)
+        reaches, fails = _order(threshold.to(dtype)), _order(top.to(dtype)) + 1
+        if top_k > 0:
+            reaches, count, end = _narrow(
+                logits, vocab, reaches, count, fails, top_k, top, mean, inverse, False, TURNS, LANES
+            )
+            if end - reaches > 1:
+                x = _gather(logits, memory, vocab, _float(reaches, dtype), TURNS, LANES)
+                one = tl.where(x > -INFINITY, 1.0, 0.0)
+                reaches = _settle(x, one, reaches, end, top_k, dtype)
+                count = tl.sum(tl.where(x >= _float(reaches, dtype), one, 0.0), 0)
+        if top_p < 1:
+            end = fails
+            needed = top_p * 0
+            if count > TURNS * LANES:
+                total = tl.zeros([LANES], tl.float32)
+                for start in range(0, vocab, TURNS * LANES):
+                    x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
+                    total += tl.sum(tl.where(x >= _float(reaches, dtype), _mass(x, top, inverse), 0.0), 0)
+                needed = top_p * tl.sum(total, 0)
+                reaches, count, end = _narrow(
+                    logits, vocab, reaches, count, fails, needed, top, mean, inverse, True, TURNS, LANES
+                )
+            if end - reaches > 1:
+                x = _gather(logits, memory, vocab, _float(reaches, dtype), TURNS, LANES)
+                mass = _mass(x, top, inverse)
+                needed = tl.where(needed > 0, needed, top_p * tl.sum(mass, 0))
+                reaches = _settle(x, mass, reaches, end, needed, dtype)
+        threshold = _float(reaches, dtype)
+    return threshold
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,25 +233,7 @@ def filter_kernel(
     top_p = tl.load(parameters + 3 * num_rows + row)
     threshold = tl.full([], -INFINITY, tl.float32)
     if (temperature > 0) & ((log_min_p > -INFINITY) | (top_k > 0) | (top_p < 1)):
-        largest = tl.full([LANES], -INFINITY, tl.float32)
-        for start in range(0, vocab, TURNS * LANES):
-            x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-            largest = tl.maximum(largest, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
-        top = tl.minimum(maximum_or_nan(largest, 0), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        if top > -INFINITY:
-            inverse = tl.minimum(_LOG2_E / temperature, MAX_FLOAT)
-            if log_min_p > -INFINITY:
-                lowest = tl.full([LANES], INFINITY, tl.float32)
-                for start in range(0, vocab, TURNS * LANES):
-                    x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-                    kept = tl.div_rn(x - top, temperature + x * 0) >= log_min_p
-                    lowest = tl.minimum(lowest, tl.min(tl.where(kept, x, INFINITY), 0))
-                threshold = tl.minimum(tl.min(lowest, 0), top)
-            if top_k > 0:
-                threshold = _largest(logits, vocab, threshold, top_k, top, inverse, False, TURNS, LANES)
-            if top_p < 1:
-                needed = top_p * _mass(logits, vocab, threshold, top, inverse, TURNS, LANES)
-                threshold = _largest(logits, vocab, threshold, needed, top, inverse, True, TURNS, LANES)
+        threshold = _threshold(logits, filtered, vocab, temperature, log_min_p, top_k, top_p, TURNS, LANES)
     for start in range(0, vocab, TURNS * LANES):
         x, column = _load(logits, start, vocab, TURNS, LANES)
         kept = tl.where(x.to(tl.float32) < threshold, -INFINITY, x.to(tl.float32))
