@@ -229,6 +229,22 @@ def test_drafts_that_gain_less_than_is_known_of_their_costs_are_given_up_where_n
     assert world.run(30.0) > gain * world.rate_without()
 
 
+def test_what_many_sequences_lose_by_drafts_keeps_none_from_one(clock):
+    """Nor does it have to be learnt again when they are back."""
+    world = adaptive(clock, 32, Costs(unseen_s=0.35e-3))
+    world.run(10.0)
+    for _ in range(4):
+        assert num_drafts(world) == 0
+        assert world.run(1.5) > 0.97 * world.rate_without()
+        for one in world.scene.requests[1:]:
+            world.scene.end(one)
+            world.scene.free(one)
+        assert world.run(2.0) > 1.8 * world.rate_without()
+        for _ in range(31):
+            world.arrive()
+        world.run(0.5)
+
+
 def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
     world = adaptive(clock, 32, Costs(unseen_s=0.35e-3))
     world.run(3.0)

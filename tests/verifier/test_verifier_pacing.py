@@ -28,7 +28,7 @@ from verifier_service.pacing import (
 )
 from verifier_service.pacing.costs import TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
-from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS
+from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS, scale_of
 from verifier_service.step_gate import StepGate
 
 # The 8B shape on an H200: seconds of a step, of a row.
@@ -541,6 +541,38 @@ def test_what_is_known_of_a_plan_that_is_not_in_use_comes_near_to_what_the_one_i
     assert before == pytest.approx(0.5, abs=0.01)
     windows.pass_by(0.9, round(HALF_LIFE_S / 0.05), drafts=0)
     assert windows.hindsight.shares[1] == pytest.approx((before + 0.9) / 2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("before", "sequences", "scale"),
+    [(0, 1, 1), (0, 32, 6), (0, 63, 6), (6, 22, 6), (6, 21, 5), (6, 94, 6), (6, 95, 7), (1, 2, 2), (7, 1, 1)],
+)
+def test_a_scale_of_the_load_is_kept_until_it_is_left_by_far(before, sequences, scale):
+    assert scale_of(sequences, before) == scale
+
+
+def test_each_scale_of_the_load_has_shares_of_its_own():
+    windows = Windows()
+    windows.hindsight.turn_to(6)
+    windows.pass_by(0.5, 10)
+    windows.hindsight.turn_to(5)
+    assert windows.hindsight.shares[1] == pytest.approx(0.5**0.5, abs=0.01)
+    windows.hindsight.turn_to(1)
+    assert windows.hindsight.shares[1] == pytest.approx(0.5 ** (0.5**5), abs=0.01)
+    windows.pass_by(0.9, 10, sequences=1)
+    windows.hindsight.turn_to(6)
+    assert windows.hindsight.shares[1] == pytest.approx(0.5, abs=0.01)
+    windows.hindsight.turn_to(1)
+    assert windows.hindsight.shares[1] == pytest.approx(0.9, abs=0.01)
+
+
+def test_what_comes_while_the_load_changes_its_scale_is_no_window():
+    windows = Windows()
+    windows.pass_by(1.0, 10)
+    for scale in (5, 6, 5, 6):
+        windows.hindsight.turn_to(scale)
+        windows.pass_by(0.5, LEAST_WINDOWS - 1)
+    assert windows.hindsight.shares[1] == pytest.approx(1.0)
 
 
 def test_what_comes_while_nothing_is_forecast_is_no_window():

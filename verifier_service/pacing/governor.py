@@ -9,6 +9,8 @@ whatever this module decides.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass
 
 from verifier_service.pacing.plan import OFF, Forecast, Plan
 
@@ -33,6 +35,15 @@ TRY_FOR_S = 0.25
 TRY_ABOVE = 0.85
 
 
+@dataclass
+class _Rest:
+    """Of a drafter that was given up."""
+
+    seconds: float = REST_S[0]
+    until: float = -math.inf
+    resumed: float = -math.inf  # when its drafts were taken up again
+
+
 class Governor:
     """Chooses the plan of one drafter. The clock is the caller's: monotonic times, in seconds."""
 
@@ -41,9 +52,7 @@ class Governor:
         self.plan = Plan(max_drafts)
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
-        self._rest_s = REST_S[0]
-        self._rests_until = -math.inf
-        self._resumed = -math.inf
+        self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -61,15 +70,20 @@ class Governor:
         """How many drafts a message asks for while the plan is to ask for none."""
         return self._best.num_drafts
 
-    def decide(self, now: float, forecast: Forecast, optimistic: Forecast | None = None) -> None:
+    def decide(self, now: float, forecast: Forecast, optimistic: Forecast | None = None, scale: int = 0) -> None:
         """Takes up the plan that is fastest by far enough, or one that shows what another would take.
 
-        `optimistic` is what would be expected if every draft were accepted, given while too few have been verified to
-        say otherwise: drafts that gain by it are kept.
+        Parameters
+        ----------
+        optimistic
+            What would be expected if every draft were accepted, given while too few have been verified to say
+            otherwise: drafts that gain by it are kept.
+        scale
+            Of the load. A drafter that was given up rests at that scale alone.
         """
         if now < self._trying_until:
             return
-        self._choose(now, forecast, optimistic)
+        self._choose(now, forecast, optimistic, self._rests[scale])
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -80,7 +94,7 @@ class Governor:
             self.plan, self._trying_until = together, now + TRY_FOR_S
             self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
 
-    def _choose(self, now: float, forecast: Forecast, optimistic: Forecast | None) -> None:
+    def _choose(self, now: float, forecast: Forecast, optimistic: Forecast | None, rest: _Rest) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
@@ -89,18 +103,18 @@ class Governor:
         self._best = best = forecast.best()
         gain = forecast.rate(best) / forecast.without
         if self.is_off:
-            if gain > RESUME_ABOVE and now >= self._rests_until:
-                self.plan, self._resumed = best, now
+            if gain > RESUME_ABOVE and now >= rest.until:
+                self.plan, rest.resumed = best, now
         elif gain < KEEP_ABOVE:
             if optimistic is None or optimistic.rate(optimistic.best()) < KEEP_ABOVE * optimistic.without:
-                self._give_up(now)
+                self._give_up(now, rest)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
 
-    def _give_up(self, now: float) -> None:
-        relapsed = now < self._resumed + RELAPSE_WITHIN * self._rest_s
-        self._rest_s = min(2 * self._rest_s, REST_S[1]) if relapsed else REST_S[0]
-        self._rests_until = now + self._rest_s
+    def _give_up(self, now: float, rest: _Rest) -> None:
+        relapsed = now < rest.resumed + RELAPSE_WITHIN * rest.seconds
+        rest.seconds = min(2 * rest.seconds, REST_S[1]) if relapsed else REST_S[0]
+        rest.until = now + rest.seconds
         self.plan, self._tried, self._pinged = OFF, now, now
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:

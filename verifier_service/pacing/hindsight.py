@@ -20,6 +20,14 @@ HALF_LIFE_S = 30.0
 STEADY = 0.1
 # A single step that stalled is no better known for having stalled for long.
 SHARES = (0.25, 2.0)
+# The load's scale stays until it is left by so much.
+SAME_SCALE = 1.5
+
+
+def scale_of(sequences: int, before: int = 0) -> int:
+    """The scale of a load: binary digits of the number of sequences, but the scale `before` while it is hardly left."""
+    lowest, highest = 2 ** max(before - 1, 0), 2**before - 1
+    return before if lowest / SAME_SCALE <= sequences <= highest * SAME_SCALE else sequences.bit_length()
 
 
 class Output(NamedTuple):
@@ -45,16 +53,19 @@ class Hindsight:
 
     What is compared are expected tokens: those of the verify steps that there were, by the drafts that each had, over
     those of the verify steps that there should have been. So luck with drafts is no part of it, and neither is what
-    is learnt of their acceptance.
+    is learnt of their acceptance. It is learnt for each scale of the load (`scale_of`): costs that many sequences have
+    say little of one alone.
 
     Attributes
     ----------
     shares
-        Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS].
+        Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS], at the current scale.
     """
 
     def __init__(self) -> None:
         self.shares = [1.0] * (1 + MAX_GROUPS)
+        self._scale: int | None = None
+        self._others: dict[int, tuple[list[float], float]] = {}  # by scale: shares, and when they were last in use
         self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
         self._before = Output()
         self._plan: Plan | None = None
@@ -65,6 +76,21 @@ class Hindsight:
     def pause(self) -> None:
         """Nothing is forecast: what comes from now on is no window of the plan."""
         self._plan = None
+
+    def turn_to(self, scale: int) -> None:
+        """Takes what follows for a load of that scale. Where nothing was learnt of it, its shares are assumed to be the
+        roots of those at the scale next to it, the roots of these at the one after, and so on."""
+        if scale == self._scale:
+            return
+        if self._scale is not None:
+            self._others[self._scale] = self.shares, self._now
+        if scale in self._others:
+            self.shares, self._now = self._others[scale]
+        elif self._others:
+            nearest = min(self._others, key=lambda other: abs(other - scale))
+            self.shares = [share ** 0.5 ** abs(nearest - scale) for share in self._others[nearest][0]]
+        self._scale = scale
+        self.pause()
 
     def take(
         self,

@@ -10,7 +10,7 @@ from functools import partial
 from verifier_service.pacing.costs import FEW_STEPS, Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
-from verifier_service.pacing.hindsight import Hindsight, Output
+from verifier_service.pacing.hindsight import Hindsight, Output, scale_of
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
 # How often the plan is made anew.
@@ -57,6 +57,7 @@ class Pace:
         self.acceptance = Acceptance(max_drafts)
         self.governor = Governor(max_drafts, is_adaptive=is_adaptive)
         self._hindsight = Hindsight()
+        self._scale = 0  # of the load
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._max_drafts = max_drafts
         self._planned = 0.0
@@ -185,6 +186,8 @@ class Pace:
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
+        self._scale = scale_of(load.sequences, self._scale)
+        self._hindsight.turn_to(self._scale)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)
@@ -193,7 +196,7 @@ class Pace:
         all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)
-        self.governor.decide(now, likely, optimistic)
+        self.governor.decide(now, likely, optimistic, self._scale)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             optimistic = optimistic or forecast(tokens=all_accepted)
