@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -37,6 +37,11 @@ METHOD_NAMES = {
     cfg.BLOCK: "block",
     cfg.COUPLED: "coupled",
 }
+
+
+# Columns of the draft logits, of a head with a part of the vocabulary, that kernels are compiled for at start. Triton
+# compiles anew for a number that is no multiple of 16.
+PART_OF_VOCABULARY = 32000
 
 
 class Drawn(NamedTuple):
@@ -128,6 +133,7 @@ class TokenSampler:
     ) -> None:
         self._method = METHOD_NAMES[config.rejection_sample_method]
         self._use_fp64 = config.use_fp64_gumbel
+        self._logits_form = config.draft_logits
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._vocab_size = vocab_size
@@ -141,19 +147,31 @@ class TokenSampler:
         """Draws from batches of all sizes with logits of `dtype`, and processed ones, so that no step waits for its
         kernel to be compiled.
 
-        That is for any number of drafts, as many for each request or not. Draft logits have kernels of their own,
-        compiled when the first of them are tested, and when the first of them are beside processed logits.
+        That is for any number of drafts, as many for each request or not, and for the forms of draft logits that the
+        operator's settings allow: of the whole vocabulary and of a part, as the head has it.
         """
-        for form in dict.fromkeys((dtype, torch.float32)):
-            self._draw_all_sizes(form)
         one = torch.ones(1)
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
-        process_logits(torch.zeros(1, self._vocab_size, device=self._device), filters)
+        for form in dict.fromkeys((dtype, torch.float32)):
+            for draft_logits in (None, *self._draft_logits_to_come()):
+                self._draw_all_sizes(form, draft_logits)
+            process_logits(torch.zeros(1, self._vocab_size, dtype=form, device=self._device), filters)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
-    def _draw_all_sizes(self, dtype: torch.dtype) -> None:
+    def _draft_logits_to_come(self) -> Iterator[DraftLogits]:
+        """Draft logits of every form that there can be, for as many drafts as there can be."""
+        count, vocab = self._max_num_seqs * (self._most_rows - 1), self._vocab_size
+        if self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_DENSE:
+            part = min(PART_OF_VOCABULARY, vocab)
+            for columns, ids in ((vocab, None), (part, torch.arange(part, device=self._device))):
+                yield DraftLogits(torch.zeros(count, columns, device=self._device), ids)
+        elif self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_TOP_N:
+            ids = torch.arange(min(self._logits_form.n, vocab), device=self._device).repeat(count, 1)
+            yield DraftLogits(torch.zeros(ids.shape, device=self._device), ids)
+
+    def _draw_all_sizes(self, dtype: torch.dtype, draft_logits: DraftLogits | None) -> None:
         most = self._most_rows
         logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
         mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
@@ -164,7 +182,12 @@ class TokenSampler:
                 drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
                 arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
                 cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-                self._draw(logits[:num_rows], arrays, cu_rows, None)
+                if draft_logits is None:
+                    self._draw(logits[:num_rows], arrays, cu_rows, None)
+                elif len(drafts) > 0:
+                    values, ids = draft_logits
+                    ids = ids[: len(drafts)] if ids is not None and ids.dim() == 2 else ids
+                    self._draw(logits[:num_rows], arrays, cu_rows, DraftLogits(values[: len(drafts)], ids))
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request that has ended or was preempted."""
@@ -268,7 +291,9 @@ class TokenSampler:
             bias=_bias(wishes),
             suppression=_suppression(works, wishes),
         )
-        return process_logits(logits.float(), sampling)
+        # What filters leave is as it was; other results are not rounded to the target's dtype.
+        is_exact = sampling.penalties is None and sampling.bias is None
+        return process_logits(logits if is_exact else logits.float(), sampling)
 
     def _wishes_of(self, request: Request) -> _Wishes:
         wishes = self._wishes.get(request)

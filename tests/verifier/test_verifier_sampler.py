@@ -14,38 +14,44 @@ from verifier_service.scheduler import Work
 
 VOCAB = 20
 MANY = 50000
+GUMBEL = {"draft_sample_method": "gumbel"}
 FEW = 12  # tokens: fewer than a request may be told of
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "widths"),
     [
-        {"num_speculative_tokens": 2},
-        {"num_speculative_tokens": 2, "rejection_sample_method": "block"},
-        {
-            "num_speculative_tokens": 2,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 2.0,
-        },
+        ({}, []),
+        ({**GUMBEL, "draft_logits": "dense"}, [VOCAB, 16]),
+        ({**GUMBEL, "draft_logits": {"top_n": 6}}, [6]),
+        ({**GUMBEL, "draft_logits": "dense", "rejection_sample_method": "block"}, [VOCAB, 16]),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, []),
     ],
-    ids=lambda config: config.get("rejection_sample_method", "standard"),
+    ids=str,
 )
-def test_warming_up_draws_from_batches_of_every_size_and_form(config, monkeypatch):
+def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, monkeypatch):
     forms = []
 
     def draw(logits, drafts, cu_rows, temperature, *args, **options):
         sizes = cu_rows.diff().tolist()
         assert logits.shape == (sum(sizes), VOCAB)
-        forms.append((logits.dtype, sizes))
+        draft = options["draft_logits"]
+        columns = None if draft is None else draft.logits.shape[1]
+        assert draft is None or len(draft.logits) == len(drafts)
+        forms.append((logits.dtype, sizes, columns))
         return real(logits, drafts, cu_rows, temperature, *args, **options)
 
     real = sampler.rejection_sample
     monkeypatch.setattr(sampler, "rejection_sample", draw)
-    made = TokenSampler(speculative_config_from_mapping(config), VOCAB, frozenset(), 3, torch.device("cpu"))
+    monkeypatch.setattr(sampler, "PART_OF_VOCABULARY", 16)
+    settings = speculative_config_from_mapping({"num_speculative_tokens": 2, **config})
+    made = TokenSampler(settings, VOCAB, frozenset(), 3, torch.device("cpu"))
     made.warm_up(torch.bfloat16)
-    for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what filters and penalties leave
+    for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what penalties leave
         for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
-            assert (dtype, expected) in forms
+            assert (dtype, expected, None) in forms
+            for width in widths:
+                assert ((dtype, expected, width) in forms) == (sum(expected) > len(expected))
 
 
 def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
