@@ -292,7 +292,8 @@ class Engine:
         following = self._following(flight) if flight is not None else {}
         drafted = [] if flight is None else [work.request for work in flight.works if work.num_drafts > 0]
         requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
-        if gate.is_held(requests, is_idle=flight is None and not self._pass_ahead.is_pending):
+        is_idle = flight is None and not self._pass_ahead.is_pending and not self.scheduler.may_admit
+        if gate.is_held(requests, is_idle=is_idle):
             return []
 
         def can_go(request: Request) -> bool:

@@ -224,7 +224,7 @@ class StepGate:
         """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
 
         Where sequences take turns, it also decides who leaves the step to others. `is_idle` tells whether the device
-        has nothing to do meanwhile, and nothing has been launched for it.
+        has nothing to do meanwhile, nothing has been launched for it, and no prompt comes between.
         """
         now = time.monotonic()
         self._held_until = None
@@ -242,7 +242,8 @@ class StepGate:
                 num_undrafted += 1
         self._take_turns(drafted)
         if is_waiting and not self._deferred:
-            lead_s = self.target_cost.lead_s if is_idle else 0.0
+            is_launched_meanwhile = is_idle and self.expected_drafts(requests) is not None
+            lead_s = self.target_cost.lead_s if is_launched_meanwhile else 0.0
             self._held_until = self._hold_until(now, drafted, num_undrafted, lead_s)
         if self._held_until is None:
             self._held_since = None

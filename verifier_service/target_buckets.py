@@ -13,7 +13,7 @@ _FEW_ROWS = 40
 
 @dataclass(frozen=True)
 class Bucket:
-    """A batch of a fixed size: at most `max_rows` of one sequence, and `rows_each` of all in the mean."""
+    """A batch of a fixed size: at most `max_rows` of one sequence, and room for `rows_each` of each on average."""
 
     num_sequences: int
     max_rows: int
@@ -62,7 +62,7 @@ class Buckets:
 def _of(count: int, most: int) -> list[Bucket]:
     """The buckets for `count` sequences of up to `most` rows, the smallest first."""
     means = takewhile(lambda rows: rows < most, _rising()) if count * most > _FEW_ROWS else ()
-    with_drafts = [Bucket(count, most, rows) for rows in (*means, most) if most > 1]
+    with_drafts = [Bucket(count, min(most, count * rows), rows) for rows in (*means, most) if most > 1]
     return [Bucket(count, 1, 1), *with_drafts]
 
 

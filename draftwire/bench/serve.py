@@ -126,7 +126,7 @@ def _check(info: pb.GetVerifierInfoResponse, options: ServeOptions) -> None:
         raise InvalidArgumentError("drafting", "on", f"{info.target} is served without drafters")
     most = info.speculative_config.num_speculative_tokens
     for number in options.shape.num_speculative_tokens:
-        if number is not None and number > most:
+        if any(options.drafting) and number is not None and number > most:
             raise InvalidArgumentError("num_speculative_tokens", number, f"the verifier drafts at most {most}")
     for level in options.levels:
         if level.concurrency is not None and level.concurrency > info.max_num_seqs:

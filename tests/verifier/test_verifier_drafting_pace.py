@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import drafting_scene
 import pytest
 from drafting_scene import Clock, K, Scene
@@ -10,7 +12,7 @@ from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
-from verifier_service.pacing.governor import PING_EVERY_S
+from verifier_service.pacing.governor import PING_EVERY_S, REST_S
 
 
 @pytest.fixture
@@ -230,19 +232,27 @@ def test_drafts_that_gain_less_than_is_known_of_their_costs_are_given_up_where_n
 
 
 def test_what_many_sequences_lose_by_drafts_keeps_none_from_one(clock):
-    """Nor does it have to be learnt again when they are back."""
+    """Nor has it to be learnt from the start when they are back: it takes a quarter of a second at most."""
     world = adaptive(clock, 32, Costs(unseen_s=0.35e-3))
     world.run(10.0)
     for _ in range(4):
-        assert num_drafts(world) == 0
-        assert world.run(1.5) > 0.97 * world.rate_without()
         for one in world.scene.requests[1:]:
             world.scene.end(one)
             world.scene.free(one)
         assert world.run(2.0) > 1.8 * world.rate_without()
         for _ in range(31):
             world.arrive()
-        world.run(0.5)
+        assert world.run(3.0) > 0.92 * world.rate_without()
+
+
+def test_a_drafter_with_fewer_places_than_sequences_rests_when_it_was_given_up(clock):
+    """The sequences that it would get are more than those that it has."""
+    world = adaptive(clock, 32, Costs(unseen_s=1.5e-3))
+    world.stream.head = replace(world.stream.head, max_sequences=8)
+    world.run(10.0)
+    world.drafted.clear()
+    assert world.run(30.0) > 0.97 * world.rate_without()
+    assert sum(count > 0 for count in world.drafted) < 0.05 * len(world.drafted)
 
 
 def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
@@ -391,6 +401,29 @@ def test_a_drafter_that_relapses_rests_longer_each_time(clock):
         rests.append(clock.now - given_up)
         clock.now += 0.1
     assert rests == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=0.1)
+
+
+def test_a_drafter_rests_at_the_scale_of_the_load_at_which_it_was_given_up(clock):
+    governor = Governor(4, is_adaptive=True)
+    slow, fast = forecast_of(0.5), forecast_of(2.0)
+    governor.decide(clock.now, slow, scale=6)
+    assert governor.is_off
+    governor.decide(clock.now, fast, scale=6)
+    assert governor.is_off
+    governor.decide(clock.now, fast, scale=1)
+    assert not governor.is_off
+    governor.decide(clock.now, fast, scale=6)
+    assert governor.is_off
+    clock.now += REST_S[0]
+    governor.decide(clock.now, fast, scale=1)
+    governor.decide(clock.now, fast, scale=6)
+    assert not governor.is_off
+    governor.decide(clock.now, slow, scale=6)  # so soon that it rests twice as long
+    for _ in range(2):
+        assert governor.is_off
+        clock.now += REST_S[0]
+        governor.decide(clock.now, fast, scale=6)
+    assert not governor.is_off
 
 
 def test_a_plan_stays_until_another_is_clearly_better():

@@ -444,6 +444,11 @@ class Windows:
         self.now, self.rate = 100.0, 3000.0
         self._seconds, self._steps = 0.0, 0
 
+    def turn_to(self, scale: int) -> float:
+        """The share of one group at that scale of the load."""
+        self.hindsight.turn_to(scale, self.now)
+        return self.hindsight.shares[1]
+
     def pass_by(
         self, share: float, count: int = 1, *, drafts: int = 4, groups: int = 1, steps: int = 10, **load: int
     ) -> None:
@@ -553,24 +558,43 @@ def test_a_scale_of_the_load_is_kept_until_it_is_left_by_far(before, sequences, 
 
 def test_each_scale_of_the_load_has_shares_of_its_own():
     windows = Windows()
-    windows.hindsight.turn_to(6)
+    windows.turn_to(6)
     windows.pass_by(0.5, 10)
-    windows.hindsight.turn_to(5)
-    assert windows.hindsight.shares[1] == pytest.approx(0.5**0.5, abs=0.01)
-    windows.hindsight.turn_to(1)
-    assert windows.hindsight.shares[1] == pytest.approx(0.5 ** (0.5**5), abs=0.01)
+    assert windows.turn_to(5) == pytest.approx(0.5**0.5, abs=0.01)
+    assert windows.turn_to(1) == pytest.approx(0.5 ** (0.5**5), abs=0.01)
     windows.pass_by(0.9, 10, sequences=1)
-    windows.hindsight.turn_to(6)
-    assert windows.hindsight.shares[1] == pytest.approx(0.5, abs=0.01)
-    windows.hindsight.turn_to(1)
-    assert windows.hindsight.shares[1] == pytest.approx(0.9, abs=0.01)
+    assert windows.turn_to(6) == pytest.approx(0.5, abs=0.01)
+    assert windows.turn_to(1) == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_scale_of_which_nothing_was_learnt_says_nothing_of_others():
+    windows = Windows()
+    for scale in range(1, 6):
+        windows.turn_to(scale)
+        windows.pass_by(0.5, LEAST_WINDOWS)
+    windows.turn_to(6)
+    windows.pass_by(0.3, 10)
+    assert windows.turn_to(5) == pytest.approx(0.3**0.5, abs=0.01)
+
+
+def test_what_was_learnt_at_another_scale_counts_half_after_a_while():
+    windows = Windows()
+    windows.turn_to(1)
+    windows.pass_by(0.25, 10, sequences=1)
+    windows.turn_to(6)
+    windows.pass_by(1.0, 10)
+    windows.now += HALF_LIFE_S
+    assert windows.turn_to(1) == pytest.approx(0.5, abs=0.02)
+    windows.turn_to(6)
+    windows.now += 30 * HALF_LIFE_S
+    assert windows.turn_to(1) == pytest.approx(1.0, abs=0.01)
 
 
 def test_what_comes_while_the_load_changes_its_scale_is_no_window():
     windows = Windows()
     windows.pass_by(1.0, 10)
     for scale in (5, 6, 5, 6):
-        windows.hindsight.turn_to(scale)
+        windows.turn_to(scale)
         windows.pass_by(0.5, LEAST_WINDOWS - 1)
     assert windows.hindsight.shares[1] == pytest.approx(1.0)
 

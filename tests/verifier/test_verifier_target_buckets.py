@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
+from draftwire.kv_cache import BatchBuffers, RaggedBatch, SequenceRows
 from verifier_service.target_buckets import Bucket, Buckets, sequence_counts
 
 
@@ -48,6 +50,18 @@ def test_a_step_is_padded_to_the_next_bucket(num_sequences, num_rows, max_rows, 
     buckets = Buckets(50, 5)
     assert buckets.find(num_sequences, num_rows, max_rows) == bucket
     assert bucket is None or bucket in list(buckets)
+
+
+@pytest.mark.parametrize("rows_per_sequence", range(1, 18))
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 64])
+def test_every_bucket_holds_what_its_graph_is_captured_with(max_num_seqs, rows_per_sequence):
+    buckets = list(Buckets(max_num_seqs, rows_per_sequence))
+    buffers = BatchBuffers(max(bucket.num_rows for bucket in buckets), max_num_seqs, 4, torch.device("cpu"))
+    for bucket in buckets:
+        padding = RaggedBatch([SequenceRows([0, 0], 0, bucket.rows_each)] * bucket.num_sequences, torch.device("cpu"))
+        loaded = buffers.load(padding, bucket.num_rows, bucket.num_sequences, max_rows=bucket.max_rows)
+        sizes = (loaded.num_rows, loaded.num_sequences, loaded.max_rows)
+        assert sizes == (bucket.num_rows, bucket.num_sequences, bucket.max_rows)
 
 
 @pytest.mark.parametrize("rows_per_sequence", [1, 2, 3, 5, 9, 17])

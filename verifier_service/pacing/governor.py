@@ -43,6 +43,10 @@ class _Rest:
     until: float = -math.inf
     resumed: float = -math.inf  # when its drafts were taken up again
 
+    def has_ended(self, now: float) -> bool:
+        """Whether there was one."""
+        return -math.inf < self.until <= now
+
 
 class Governor:
     """Chooses the plan of one drafter. The clock is the caller's: monotonic times, in seconds."""
@@ -52,7 +56,8 @@ class Governor:
         self.plan = Plan(max_drafts)
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
-        self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
+        self._scale = 0  # of the load
+        self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by scale
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -79,11 +84,15 @@ class Governor:
             What would be expected if every draft were accepted, given while too few have been verified to say
             otherwise: drafts that gain by it are kept.
         scale
-            Of the load. A drafter that was given up rests at that scale alone.
+            Of the load. A drafter that was given up rests while the load is of that scale.
         """
         if now < self._trying_until:
             return
-        self._choose(now, forecast, optimistic, self._rests[scale])
+        rest = self._rests[scale]
+        if scale != self._scale and not self.is_off and rest.has_ended(now):
+            rest.resumed = now
+        self._scale = scale
+        self._choose(now, forecast, optimistic, rest)
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -105,6 +114,8 @@ class Governor:
         if self.is_off:
             if gain > RESUME_ABOVE and now >= rest.until:
                 self.plan, rest.resumed = best, now
+        elif now < rest.until:  # they were taken up at another scale
+            self._turn_off(now)
         elif gain < KEEP_ABOVE:
             if optimistic is None or optimistic.rate(optimistic.best()) < KEEP_ABOVE * optimistic.without:
                 self._give_up(now, rest)
@@ -115,6 +126,9 @@ class Governor:
         relapsed = now < rest.resumed + RELAPSE_WITHIN * rest.seconds
         rest.seconds = min(2 * rest.seconds, REST_S[1]) if relapsed else REST_S[0]
         rest.until = now + rest.seconds
+        self._turn_off(now)
+
+    def _turn_off(self, now: float) -> None:
         self.plan, self._tried, self._pinged = OFF, now, now
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:

@@ -39,8 +39,8 @@ def hold_until(
     undrafted
         The part of `ready` that waits for no drafts and so is ready again for the next step.
     lead_s
-        What the host takes before a step of `ready`. The joint one is launched while its drafts are awaited, and the
-        second of two while the first one runs.
+        What the host takes before a step of `ready`, where the joint one would be launched while its drafts are
+        awaited, and the second of two while the first one runs; else 0.
 
     Notes
     -----

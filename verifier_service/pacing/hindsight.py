@@ -65,7 +65,8 @@ class Hindsight:
     def __init__(self) -> None:
         self.shares = [1.0] * (1 + MAX_GROUPS)
         self._scale: int | None = None
-        self._others: dict[int, tuple[list[float], float]] = {}  # by scale: shares, and when they were last in use
+        self._has_learnt = False  # at this scale, since it came to be
+        self._known: dict[int, tuple[list[float], float]] = {}  # by scale: shares that were learnt, and until when
         self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
         self._before = Output()
         self._plan: Plan | None = None
@@ -77,19 +78,22 @@ class Hindsight:
         """Nothing is forecast: what comes from now on is no window of the plan."""
         self._plan = None
 
-    def turn_to(self, scale: int) -> None:
-        """Takes what follows for a load of that scale. Where nothing was learnt of it, its shares are assumed to be the
-        roots of those at the scale next to it, the roots of these at the one after, and so on."""
+    def turn_to(self, scale: int, now: float) -> None:
+        """Takes what follows for a load of that scale.
+
+        Its shares are those that were learnt last at this scale, or else at the one next to it, but nearer to 1: the
+        roots for each half-life since then, and for each scale between.
+        """
         if scale == self._scale:
             return
-        if self._scale is not None:
-            self._others[self._scale] = self.shares, self._now
-        if scale in self._others:
-            self.shares, self._now = self._others[scale]
-        elif self._others:
-            nearest = min(self._others, key=lambda other: abs(other - scale))
-            self.shares = [share ** 0.5 ** abs(nearest - scale) for share in self._others[nearest][0]]
-        self._scale = scale
+        if self._scale is not None and self._has_learnt:
+            self._known[self._scale] = self.shares, now
+        if self._known:
+            nearest = min(self._known, key=lambda known: (abs(known - scale), -self._known[known][1]))
+            shares, until = self._known[nearest]
+            power = 0.5 ** (abs(nearest - scale) + (now - until) / HALF_LIFE_S)
+            self.shares = [share**power for share in shares]
+        self._scale, self._has_learnt, self._now = scale, False, now
         self.pause()
 
     def take(
@@ -131,6 +135,7 @@ class Hindsight:
         self._windows.append(min(max(share, SHARES[0]), SHARES[1]))
         if len(self._windows) >= LEAST_WINDOWS:
             self.shares[plan.turns] = statistics.median(self._windows)
+            self._has_learnt = True
 
     def _fade(self, now: float, plan: Plan) -> None:
         part = 1.0 - 0.5 ** ((now - self._now) / HALF_LIFE_S)

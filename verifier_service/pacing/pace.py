@@ -186,8 +186,8 @@ class Pace:
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
-        self._scale = scale_of(load.sequences, self._scale)
-        self._hindsight.turn_to(self._scale)
+        self._scale = scale_of(load.decoding, self._scale)
+        self._hindsight.turn_to(self._scale, now)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)

@@ -75,7 +75,7 @@ def _narrow(
     logits,
     vocab,
     reaches,  # order that reaches what is needed, or the result where none does
-    count,  # of the finite logits from it on
+    count,  # of the logits from it on, but for those of -inf
     fails,
     needed,
     top,
@@ -126,7 +126,7 @@ def _narrow(
 
 @triton.jit
 def _gather(logits, gathered, vocab, value, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """[TURNS * LANES] float32: the finite logits from `value` on, no more than that many, and -inf behind them.
+    """[TURNS * LANES] float32: the logits above -inf from `value` on, no more than that many, and -inf behind them.
     `gathered` is memory for them."""
     lane = tl.arange(0, TURNS * LANES)
     count = tl.zeros([], tl.int32)
