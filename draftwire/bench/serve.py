@@ -124,9 +124,9 @@ def _num_clients(options: ServeOptions) -> int:
 def _check(info: pb.GetVerifierInfoResponse, options: ServeOptions) -> None:
     if any(options.drafting) and not info.drafters:
         raise InvalidArgumentError("drafting", "on", f"{info.target} is served without drafters")
-    most = info.speculative_config.num_speculative_tokens
-    for number in options.shape.num_speculative_tokens:
-        if any(options.drafting) and number is not None and number > most:
+    most, asked = info.speculative_config.num_speculative_tokens, options.shape.num_speculative_tokens
+    for number in asked if any(options.drafting) else ():
+        if number is not None and number > most:
             raise InvalidArgumentError("num_speculative_tokens", number, f"the verifier drafts at most {most}")
     for level in options.levels:
         if level.concurrency is not None and level.concurrency > info.max_num_seqs:

@@ -96,7 +96,7 @@ class World:
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
-            works = [] if self.drafting.gate.is_held(self.scene.requests, is_idle=True) else self._ready()
+            works = [] if self.drafting.gate.is_held(self.scene.requests, launches_meanwhile=True) else self._ready()
             if works:
                 self._step(works)
             else:

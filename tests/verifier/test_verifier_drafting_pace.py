@@ -90,11 +90,30 @@ def test_a_step_that_is_held_ends_its_wait_at_the_draft_deadline(clock):
     world.scene.flush()
     sent = clock.now
     one.drafts, world.drafting._bindings[one].wait_until = None, None
-    assert world.drafting.gate.is_held(world.scene.requests, is_idle=True)
+    assert world.drafting.gate.is_held(world.scene.requests, launches_meanwhile=True)
     assert clock.now < world.drafting.next_deadline() <= sent + 2.5e-3
     clock.now = sent + 2.5e-3
-    assert not world.drafting.gate.is_held(world.scene.requests, is_idle=True)
+    assert not world.drafting.gate.is_held(world.scene.requests, launches_meanwhile=True)
     assert all(world.drafting.gate.is_ready(other) for other in others)
+
+
+def test_sequences_without_drafts_wait_for_those_that_come_while_the_host_launches_the_joint_step(clock):
+    world = World(clock, 8, Costs(trip_s=0.4e-3))
+    world.run(0.3)
+    gate, requests = world.drafting.gate, world.scene.requests
+    for _ in range(24):
+        plain = world.scene.admit(PROMPT_LENGTH, max_tokens=OUTPUT_LENGTH, k=0)
+        plain.num_computed = PROMPT_LENGTH
+        plain.tokens.append(9)
+    for request in requests:
+        world.scene.verify(request, 9)
+    world.scene.flush()
+    assert not gate.is_held(requests, launches_meanwhile=True)  # nothing is known of what a launch takes
+    gate.target_cost.observe_host(1.5e-3, clock.now, is_beside=False)
+    assert gate.is_held(requests, launches_meanwhile=True)
+    assert not gate.is_held(requests, launches_meanwhile=False)
+    world.scene.admit(PROMPT_LENGTH, k=0)  # its prompt is not computed: the joint step is launched with its drafts
+    assert not gate.is_held(requests, launches_meanwhile=True)
 
 
 @pytest.mark.parametrize("trip_s", [0.2e-3, 3e-3, 12e-3])

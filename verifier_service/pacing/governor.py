@@ -43,10 +43,6 @@ class _Rest:
     until: float = -math.inf
     resumed: float = -math.inf  # when its drafts were taken up again
 
-    def has_ended(self, now: float) -> bool:
-        """Whether there was one."""
-        return -math.inf < self.until <= now
-
 
 class Governor:
     """Chooses the plan of one drafter. The clock is the caller's: monotonic times, in seconds."""
@@ -56,8 +52,7 @@ class Governor:
         self.plan = Plan(max_drafts)
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
-        self._scale = 0  # of the load
-        self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by scale
+        self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -88,11 +83,7 @@ class Governor:
         """
         if now < self._trying_until:
             return
-        rest = self._rests[scale]
-        if scale != self._scale and not self.is_off and rest.has_ended(now):
-            rest.resumed = now
-        self._scale = scale
-        self._choose(now, forecast, optimistic, rest)
+        self._choose(now, forecast, optimistic, self._rests[scale])
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -111,10 +102,12 @@ class Governor:
             return
         self._best = best = forecast.best()
         gain = forecast.rate(best) / forecast.without
+        if not self.is_off and rest.resumed < rest.until <= now:
+            rest.resumed = now  # they were taken up at another scale
         if self.is_off:
             if gain > RESUME_ABOVE and now >= rest.until:
                 self.plan, rest.resumed = best, now
-        elif now < rest.until:  # they were taken up at another scale
+        elif now < rest.until:
             self._turn_off(now)
         elif gain < KEEP_ABOVE:
             if optimistic is None or optimistic.rate(optimistic.best()) < KEEP_ABOVE * optimistic.without:

@@ -58,13 +58,15 @@ class Hindsight:
 
     Attributes
     ----------
+    scale
+        Of the load, 0 before the first.
     shares
-        Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS], at the current scale.
+        Of what is forecast without drafts, and with drafts in 1, 2, .. groups, [1 + MAX_GROUPS], at this scale.
     """
 
     def __init__(self) -> None:
+        self.scale = 0
         self.shares = [1.0] * (1 + MAX_GROUPS)
-        self._scale: int | None = None
         self._has_learnt = False  # at this scale, since it came to be
         self._known: dict[int, tuple[list[float], float]] = {}  # by scale: shares that were learnt, and until when
         self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
@@ -84,16 +86,16 @@ class Hindsight:
         Its shares are those that were learnt last at this scale, or else at the one next to it, but nearer to 1: the
         roots for each half-life since then, and for each scale between.
         """
-        if scale == self._scale:
+        if scale == self.scale:
             return
-        if self._scale is not None and self._has_learnt:
-            self._known[self._scale] = self.shares, now
+        if self._has_learnt:
+            self._known[self.scale] = self.shares, now
         if self._known:
             nearest = min(self._known, key=lambda known: (abs(known - scale), -self._known[known][1]))
             shares, until = self._known[nearest]
             power = 0.5 ** (abs(nearest - scale) + (now - until) / HALF_LIFE_S)
             self.shares = [share**power for share in shares]
-        self._scale, self._has_learnt, self._now = scale, False, now
+        self.scale, self._has_learnt, self._now = scale, False, now
         self.pause()
 
     def take(

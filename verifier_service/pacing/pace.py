@@ -57,7 +57,6 @@ class Pace:
         self.acceptance = Acceptance(max_drafts)
         self.governor = Governor(max_drafts, is_adaptive=is_adaptive)
         self._hindsight = Hindsight()
-        self._scale = 0  # of the load
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._max_drafts = max_drafts
         self._planned = 0.0
@@ -186,8 +185,8 @@ class Pace:
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
-        self._scale = scale_of(load.decoding, self._scale)
-        self._hindsight.turn_to(self._scale, now)
+        scale = scale_of(load.decoding, self._hindsight.scale)
+        self._hindsight.turn_to(scale, now)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)
@@ -196,7 +195,7 @@ class Pace:
         all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)
-        self.governor.decide(now, likely, optimistic, self._scale)
+        self.governor.decide(now, likely, optimistic, scale)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             optimistic = optimistic or forecast(tokens=all_accepted)
