@@ -320,12 +320,13 @@ class Drafting:
         held: set[Request] = set()
         due = {one for one in self._sessions.values() if one.is_due(now)}
         places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
+        trying = {one for one in places if one.pace.governor.is_trial_due(now)}
         for work in works:
             request = work.request
             binding = self._bindings.get(request)
             if binding is not None and not binding.session.pace.is_off:
                 return None
-            if binding is not None and (work.num_drafts > 0 or binding.session in due):
+            if binding is not None and (work.num_drafts > 0 or binding.session in trying):
                 held.add(request)
             if binding is None and due and request.num_speculative_tokens > 0:
                 takers = [session for session in self._takers(request, now) if session in due]
@@ -339,10 +340,10 @@ class Drafting:
     def may_go_on(self, request: Request) -> bool:
         """Whether a prompt may go on before its last rows have landed: it has its place at a drafter, if it gets one,
         and its features are sent whatever goes on."""
-        binding, now = self._bindings.get(request), time.monotonic()
-        if binding is not None:
-            return not (binding.session.pace.is_off and binding.session.is_due(now))
-        return request.num_speculative_tokens == 0 or not any(one.is_due(now) for one in self._takers(request, now))
+        if request.num_speculative_tokens == 0 or request in self._bindings:
+            return True
+        now = time.monotonic()
+        return not any(one.is_due(now) for one in self._takers(request, now))
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
@@ -390,19 +391,27 @@ class Drafting:
                 binding.wait_until = until
 
     def _scout(self, session: DraftSession, store: FeatureStore, now: float) -> None:
-        """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is."""
+        """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is.
+
+        How far shows by drafts that nobody waits for. How good they are shows where they are verified, for which a
+        sequence stays out of the steps that are launched meanwhile.
+        """
         governor = session.pace.governor
-        scouts = [one for one in session.bindings[:NUM_SCOUTS] if not one.request.is_in_flight]
-        # A message that is due and has nothing to say stays due, so that a sequence may get a place for it.
-        if session.unanswered or not (scouts or (session.closed_ids and not session.bindings)):
+        if session.unanswered or not governor.is_ping_due(now):
             return
-        if not governor.take_ping(now):
+        scouts = session.bindings[:NUM_SCOUTS]
+        is_trial = governor.is_trial_due(now) and any(one.request.is_decoding for one in scouts)
+        if is_trial:
+            scouts = [one for one in scouts if not one.request.is_in_flight]
+        # A message that has nothing to say stays due, so that a sequence may get a place for it, or stay out of a step.
+        if not (scouts or (session.closed_ids and not session.bindings)):
             return
+        governor.take_ping(now, is_trial=is_trial)
         for binding in session.bindings[NUM_SCOUTS:]:
             if binding.rows_behind > MAX_PAUSED_ROWS:
                 del self._bindings[binding.request]
                 self._close(binding)
-        self._sender.send_scouts(session, store, scouts, now)
+        self._sender.send_scouts(session, store, scouts, now, waits=is_trial)
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
         drafts = answer.drafts

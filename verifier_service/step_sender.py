@@ -54,13 +54,13 @@ class StepSender:
         if others:
             self._send_step(session, store, others, num_drafts)
 
-    def send_scouts(self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float) -> None:
-        """Sends new rows of a few sequences of a drafter that is asked for nothing; its answer is waited for now and
-        then."""
+    def send_scouts(
+        self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float, *, waits: bool
+    ) -> None:
+        """Sends new rows of a few sequences of a drafter that is asked for nothing; whether its answer is waited for."""
         pieces = self._pieces(session, scouts, now)
         if pieces or session.closed_ids:
-            governor = session.pace.governor
-            self._send_step(session, store, pieces, governor.trial_drafts, waits=governor.take_trial(now))
+            self._send_step(session, store, pieces, session.pace.governor.trial_drafts, waits=waits)
 
     def note_rows(self, requests: Sequence[Request]) -> None:
         """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
@@ -79,7 +79,8 @@ class StepSender:
         *,
         waits: bool = True,
     ) -> None:
-        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not."""
+        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not. Those
+        of a sequence that goes on meanwhile are of no use but for the time that they take."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
@@ -96,7 +97,7 @@ class StepSender:
             tokens += known[first + 1 : last + 1]
             drafts = 0
             # All rows are there, and the request decodes.
-            if len(request.prompt) <= last == len(known) - 1 and request.num_in_flight == 0:
+            if len(request.prompt) <= last == len(known) - 1 and not (waits and request.is_in_flight):
                 drafts = request.num_drafts_wanted
                 if drafts > num_drafts:
                     drafts = num_drafts

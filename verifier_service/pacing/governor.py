@@ -20,10 +20,10 @@ RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
 # A drafter whose drafts are slower than none goes on with so many sequences, which show when that changes.
 NUM_SCOUTS = 2
-# A drafter that is asked for nothing is sent a message so often, which shows how far it is. Where steps are launched
-# ahead, the sequences that the message is of stay out of one.
+# A drafter that is asked for nothing is sent a message so often, which shows how far it is, and its drafts are not
+# waited for.
 PING_EVERY_S = 0.2
-# The share of all sequences' time that may be spent on waiting for a drafter that is otherwise asked for nothing.
+# The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long.
 REST_S = (1.0, 30.0)
@@ -132,7 +132,7 @@ class Governor:
         optimistic
             What is expected if every draft were accepted; where that gains nothing there are no trials.
         stall_s
-            What a trial takes: the time that one sequence waits, divided by the sequences that run.
+            What a trial takes of each of its sequences.
         """
         can_gain = optimistic.rate(optimistic.best()) > RESUME_ABOVE * optimistic.without
         self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf
@@ -141,16 +141,12 @@ class Governor:
         """Whether a message is due to a drafter that is asked for nothing."""
         return now >= self._pinged + PING_EVERY_S
 
-    def take_ping(self, now: float) -> bool:
-        """The same; the next one is due later."""
-        is_due = self.is_ping_due(now)
-        if is_due:
-            self._pinged = now
-        return is_due
+    def is_trial_due(self, now: float) -> bool:
+        """Whether one is due whose answer may be waited for."""
+        return self.is_ping_due(now) and now >= self._tried + self._trial_every_s
 
-    def take_trial(self, now: float) -> bool:
-        """Whether the answer to a message that is due may be waited for."""
-        if now < self._tried + self._trial_every_s:
-            return False
-        self._tried = now
-        return True
+    def take_ping(self, now: float, *, is_trial: bool) -> None:
+        """Notes that the message is sent."""
+        self._pinged = now
+        if is_trial:
+            self._tried = now

@@ -202,7 +202,7 @@ class Pace:
             scouts = min(NUM_SCOUTS, load.sequences)
             drafts = self.governor.trial_drafts
             wait_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
-            self.governor.allow_trials(optimistic, wait_s * scouts / load.sequences)
+            self.governor.allow_trials(optimistic, wait_s)
 
     def pause(self) -> None:
         """What comes up to the next plan is not compared with a forecast."""
