@@ -280,7 +280,7 @@ class Drafting:
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-        return Load(own, session.stream.head.row_bytes, rows, tokens, behind, len(decoding))
+        return Load(own, session.stream.head.row_bytes, rows, tokens, behind, len(requests))
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""

@@ -161,6 +161,7 @@ class Engine:
         self._flight: Flight | None = None
         self._landed: Flight | None = None  # and not counted yet
         self._landed_at = 0.0  # monotonic time
+        self._had_prompts = False  # whether it had any, or a step with prompts was launched before it landed
         self._has_ended_some = False  # a failure has made room for others since the last look
         # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
@@ -536,6 +537,7 @@ class Engine:
                 flight.marks.drawn.synchronize()
             self._landed = flight
             self._landed_at = now = time.monotonic()
+            self._had_prompts = any(one is not None and one.has_prompts for one in (flight, self._flight))
             self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
@@ -604,7 +606,7 @@ class Engine:
             step_s, host_s = self.times.end_step(flight.marks)
             self.drafting.gate.count_step(
                 flight.num_rows,
-                has_prompts=not all(work.is_decoding for work in flight.works),
+                has_prompts=self._had_prompts,
                 step_s=step_s,
                 host_s=host_s,
                 verified=flight.verified,

@@ -33,6 +33,11 @@ class Flight:
         return any(drafts for _, drafts in self.verified)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether it has rows of any."""
+        return not all(work.is_decoding for work in self.works)
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing of it is left to wait for."""
         return self.marks is None or self.marks.drawn.query()

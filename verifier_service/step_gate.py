@@ -57,7 +57,10 @@ class StepGate:
         Parameters
         ----------
         rows
-            Of all its requests; the time of rows of prompts is of another kind and left out.
+            Of all its requests.
+        has_prompts
+            Whether some are of prompts, or of the next step, which was launched before this one had landed. Their time,
+            and what the host takes to launch them, are of another kind and left out.
         step_s, host_s
             Time of the step itself and of the host before it, waits left out; see `StepTimes`. Behind a step with
             prompts the host also sends their features and opens their sequences, which no plan changes.

@@ -57,7 +57,7 @@ class StepSender:
     def send_scouts(
         self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float, *, waits: bool
     ) -> None:
-        """Sends new rows of a few sequences of a drafter that is asked for nothing; whether its answer is waited for."""
+        """Sends new rows of a few sequences of a drafter that is asked for nothing, and waits for its answer or not."""
         pieces = self._pieces(session, scouts, now)
         if pieces or session.closed_ids:
             self._send_step(session, store, pieces, session.pace.governor.trial_drafts, waits=waits)

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,6 +250,38 @@ def test_a_drafter_that_is_asked_for_nothing_and_owes_an_answer_holds_nobody_up(
     own.engine.stop()
     assert len(stream.steps) >= 1
     assert own.num_ahead > 40
+
+
+def test_a_step_that_lands_when_one_with_prompts_has_been_launched_tells_nothing_of_others(target, monkeypatch):
+    """The host launches it meanwhile, which takes longer than a step without prompts."""
+    own = Watched(target)
+    told: list[bool] = []
+    gate = own.engine.drafting.gate
+    count_step = gate.count_step
+
+    def noted(rows: int, *, has_prompts: bool, **others: Any) -> None:
+        told.append(has_prompts)
+        count_step(rows, has_prompts=has_prompts, **others)
+
+    monkeypatch.setattr(gate, "count_step", noted)
+    launched: list[bool] = []
+    launch = own.engine._launch
+
+    def launching(works: Any) -> Any:
+        if len(launched) == 10:
+            own.submit([2, 7], k=0, max_tokens=30)
+        launched.append(not all(work.is_decoding for work in works))
+        return launch(works)
+
+    monkeypatch.setattr(own.engine, "_launch", launching)
+    one = own.submit([3, 1, 4], k=0, max_tokens=40)
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    assert sum(launched[5:]) == 1
+    counted = min(len(told), len(launched) - 1)
+    assert told[:counted] == [had or follows for had, follows in pairwise(launched)][:counted]
+    assert counted > 20
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

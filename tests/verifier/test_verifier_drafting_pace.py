@@ -12,7 +12,9 @@ from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
-from verifier_service.pacing.governor import PING_EVERY_S, REST_S
+from verifier_service.pacing.governor import PING_EVERY_S, REST_S, RESUME_AFTER
+from verifier_service.pacing.hindsight import scale_of
+from verifier_service.pacing.pace import PLAN_EVERY_S
 
 
 @pytest.fixture
@@ -395,6 +397,15 @@ def test_the_wait_for_trials_of_a_drafter_takes_a_percent_of_the_time(clock):
     assert any(any(step.num_drafts) for step in world.stream.steps[before:])
 
 
+def test_the_few_of_many_that_try_a_drafter_do_not_fall_behind(clock):
+    """A trial keeps them out of a step or two, and they wait no larger a share of their time than one alone would."""
+    world = far_world(clock, 32, trip_s=4e-3, acceptance=0.05)
+    world.step_sizes.clear()
+    world.run(5.0)
+    parted = sum(size < 32 for size in world.step_sizes)
+    assert 0 < parted < 0.02 * len(world.step_sizes)
+
+
 def test_sequences_left_behind_are_closed_and_opened_again_when_drafts_are_back(clock):
     world = far_world(clock)
     world.run(1.0)
@@ -422,34 +433,75 @@ def test_a_drafter_that_relapses_rests_longer_each_time(clock):
     assert rests == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=0.1)
 
 
+def decide(governor: Governor, now: float, gain: float, scale: int = 0, times: int = RESUME_AFTER) -> bool:
+    """Whether drafts are asked for after so many plans, all at one time."""
+    for _ in range(times):
+        governor.decide(now, forecast_of(gain), scale=scale)
+    return not governor.is_off
+
+
 def test_a_drafter_rests_at_the_scale_of_the_load_at_which_it_was_given_up(clock):
     governor = Governor(4, is_adaptive=True)
-    slow, fast = forecast_of(0.5), forecast_of(2.0)
-    governor.decide(clock.now, slow, scale=6)
-    assert governor.is_off
-    governor.decide(clock.now, fast, scale=6)
-    assert governor.is_off
-    governor.decide(clock.now, fast, scale=1)
-    assert not governor.is_off
-    governor.decide(clock.now, fast, scale=6)
-    assert governor.is_off
+    assert not decide(governor, clock.now, 0.5, 6, 1)
+    assert not decide(governor, clock.now, 2.0, 6)
+    assert decide(governor, clock.now, 2.0, 1)
+    assert not decide(governor, clock.now, 2.0, 6)
     clock.now += REST_S[0]
-    governor.decide(clock.now, fast, scale=1)
-    governor.decide(clock.now, fast, scale=6)
-    assert not governor.is_off
-    governor.decide(clock.now, slow, scale=6)  # so soon that it rests twice as long
-    for _ in range(2):
-        assert governor.is_off
-        clock.now += REST_S[0]
-        governor.decide(clock.now, fast, scale=6)
-    assert not governor.is_off
+    assert decide(governor, clock.now, 2.0, 1)
+    assert decide(governor, clock.now, 2.0, 6)
+    assert not decide(governor, clock.now, 0.5, 6, 1)  # so soon that it rests twice as long
+    clock.now += REST_S[0]
+    assert not decide(governor, clock.now, 2.0, 6)
+    clock.now += REST_S[0]
+    assert decide(governor, clock.now, 2.0, 6)
+
+
+def test_drafts_are_taken_up_again_where_they_gain_for_a_while_at_one_scale_of_the_load():
+    governor = Governor(4, is_adaptive=True)
+    assert not decide(governor, 1000.0, 0.5, 6, 1)
+    for _ in range(3):
+        assert not decide(governor, 2000.0, 2.0, 2, RESUME_AFTER - 1)
+        assert not decide(governor, 2000.0, 2.0, 1, RESUME_AFTER - 1)
+        assert not decide(governor, 2000.0, 1.0, 1, 1)
+        assert not decide(governor, 2000.0, 2.0, 1, RESUME_AFTER - 1)
+    assert decide(governor, 2000.0, 2.0, 1, 1)
+
+
+def test_drafts_of_no_use_to_many_stay_away_while_the_many_end_and_others_come(clock):
+    """For a moment a few are left, for whom drafts gain, 2.1 times in the steady state."""
+    heavy = Costs(trip_s=1e-3, unseen_s=0.4e-3)
+    assert adaptive(clock, 2, heavy).run(2.0) > 1.5 * adaptive(clock, 2, heavy).rate_without()
+    world = adaptive(clock, 32, heavy)
+    world.run(2.0)
+    assert num_drafts(world) == 0
+    for _ in range(4):
+        left = world.scene.requests[2:]
+        for one in left:
+            world.scene.end(one)
+            world.scene.free(one)
+        world.run(0.1)
+        assert num_drafts(world) == 0
+        for _ in left:
+            world.arrive()
+        world.run(0.2)
+
+
+def test_the_scale_of_the_load_is_that_of_all_requests_that_run(clock):
+    """Those whose prompts are computed draft in a moment."""
+    world = adaptive(clock, 1, Costs())
+    world.run(0.5)
+    pace = pace_of(world.drafting)
+    assert pace._hindsight.scale == scale_of(1)
+    for _ in range(15):
+        world.scene.admit(PROMPT_LENGTH, max_tokens=OUTPUT_LENGTH, k=K)
+    world.run(2 * PLAN_EVERY_S)
+    assert pace._hindsight.scale == scale_of(16)
 
 
 def test_a_plan_stays_until_another_is_clearly_better():
     governor = Governor(4, is_adaptive=True)
-    for gain, num_drafts_then in ((1.04, 4), (1.005, 0), (1.04, 0), (1.2, 4)):
-        governor.decide(1000.0 + 10 * gain, forecast_of(gain))
-        assert governor.plan.num_drafts == num_drafts_then, gain
+    for gain, has_drafts in ((1.04, True), (1.005, False), (1.04, False), (1.2, True)):
+        assert decide(governor, 1000.0 + 10 * gain, gain) is has_drafts, gain
 
 
 # Waiting and sending.

@@ -18,6 +18,9 @@ from verifier_service.pacing.plan import OFF, Forecast, Plan
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
+# They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
+# the few that are left, until the next ones come a moment later.
+RESUME_AFTER = 5
 # A drafter whose drafts are slower than none goes on with so many sequences, which show when that changes.
 NUM_SCOUTS = 2
 # A drafter that is asked for nothing is sent a message so often, which shows how far it is, and its drafts are not
@@ -53,6 +56,8 @@ class Governor:
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
         self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
+        self._scale = 0  # of the last plan
+        self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -83,6 +88,8 @@ class Governor:
         """
         if now < self._trying_until:
             return
+        if scale != self._scale:
+            self._scale, self._gains = scale, 0
         self._choose(now, forecast, optimistic, self._rests[scale])
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
@@ -105,7 +112,8 @@ class Governor:
         if not self.is_off and rest.resumed < rest.until <= now:
             rest.resumed = now  # they were taken up at another scale
         if self.is_off:
-            if gain > RESUME_ABOVE and now >= rest.until:
+            self._gains = self._gains + 1 if gain > RESUME_ABOVE else 0
+            if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
         elif now < rest.until:
             self._turn_off(now)
@@ -122,7 +130,7 @@ class Governor:
         self._turn_off(now)
 
     def _turn_off(self, now: float) -> None:
-        self.plan, self._tried, self._pinged = OFF, now, now
+        self.plan, self._tried, self._pinged, self._gains = OFF, now, now, 0
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:
         """Sets how often a sequence may wait for drafts that the plan does not ask for.

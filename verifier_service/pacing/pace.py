@@ -185,7 +185,7 @@ class Pace:
             return
         if self.is_off:
             self._steps_before = self.acceptance.num_steps
-        scale = scale_of(load.decoding, self._hindsight.scale)
+        scale = scale_of(load.running, self._hindsight.scale)
         self._hindsight.turn_to(scale, now)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)

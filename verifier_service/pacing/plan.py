@@ -23,7 +23,7 @@ class Load:
     other_rows: float = 0.0  # of a step
     other_tokens: float = 0.0
     behind: int = 0  # sequences of all drafters that lack rows there, and draft once they are there
-    decoding: int = 0  # sequences in all, which no plan changes
+    running: int = 0  # requests in all, those with prompts too, which no plan changes
 
     @property
     def small_step(self) -> float:
