@@ -4,8 +4,8 @@ Every call is captured in a CUDA graph together with calls on enough copies of t
 several times; a replay is timed with CUDA events, the median of several is divided by the number of calls. Drafts are
 accepted about 3 of 5 on average. The floor is every row read once (filters: and written once) at copy bandwidth.
 
-The rows "filters" are `process_logits` with top-k 50, top-p 0.9 and min-p 0.001 on all k + 1 rows, called eagerly, the
-host's work included; their peer is the reference, which sorts with torch.
+The filters are `process_logits` on all k + 1 rows of normally distributed logits, called eagerly, the host's work
+included; their peer is the reference, which sorts with torch.
 """
 
 from __future__ import annotations
@@ -153,7 +153,24 @@ GUMBEL = (
     Case("gumbel float64", "", {"use_fp64": True}, {}),
     Case("gumbel bfloat16", "", {"use_fp64": False}, {}, torch.bfloat16),
 )
-FILTERS = "filters"
+@dataclass(frozen=True)
+class FilterCase:
+    """Filters, and the logits' type."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+FILTERS = (
+    FilterCase("filters", torch.float32, 50, 0.9, 0.001),
+    FilterCase("filters bfloat16", torch.bfloat16, 50, 0.9, 0.001),
+    FilterCase("filter top-k 50 bfloat16", torch.bfloat16, top_k=50),
+    FilterCase("filter top-p 0.9 bfloat16", torch.bfloat16, top_p=0.9),
+    FilterCase("filter min-p 0.05 bfloat16", torch.bfloat16, min_p=0.05),
+)
 
 
 def measure_kernels(batch: int, peer: Peer | None, bandwidth: float, only: str) -> Iterator[Row]:
@@ -164,8 +181,9 @@ def measure_kernels(batch: int, peer: Peer | None, bandwidth: float, only: str) 
     for case in REJECTION:
         if only in case.name:
             yield _rejection_row(case, batch, peer, bandwidth)
-    if only in FILTERS:
-        yield _filter_row(batch, bandwidth)
+    for filters in FILTERS:
+        if only in filters.name:
+            yield _filter_row(filters, batch, bandwidth)
 
 
 def _rejection_row(case: Case, batch: int, peer: Peer | None, bandwidth: float) -> Row:
@@ -203,19 +221,19 @@ def _gumbel_row(case: Case, batch: int, peer: Peer | None, bandwidth: float) -> 
     return _row(case.name, batch, us, peer_us, logits[0].nbytes, bandwidth)
 
 
-def _filter_row(batch: int, bandwidth: float) -> Row:
+def _filter_row(case: FilterCase, batch: int, bandwidth: float) -> Row:
     g = torch.Generator(DEVICE).manual_seed(0)
-    logits = torch.randn(batch * (K + 1), V, device=DEVICE, generator=g) * 2
+    logits = (torch.randn(batch * (K + 1), V, device=DEVICE, generator=g) * 2).to(case.dtype)
     sampling = LogitsSampling(
         cu_rows=torch.arange(batch + 1, dtype=torch.int32) * (K + 1),
         temperature=torch.ones(batch),
-        top_k=torch.full((batch,), 50, dtype=torch.int32),
-        top_p=torch.full((batch,), 0.9),
-        min_p=torch.full((batch,), 0.001),
+        top_k=torch.full((batch,), case.top_k, dtype=torch.int32),
+        top_p=torch.full((batch,), case.top_p),
+        min_p=torch.full((batch,), case.min_p),
     )
     us = eager_time(lambda: process_logits(logits, sampling, backend="triton"))
     peer_us = eager_time(lambda: process_logits(logits, sampling, backend="reference"))
-    return _row(FILTERS, batch, us, peer_us, 2 * logits.nbytes, bandwidth)
+    return _row(case.name, batch, us, peer_us, 2 * logits.nbytes, bandwidth)
 
 
 def _row(

@@ -2,11 +2,13 @@
 
 Each filter keeps the logits from some value on: min-p those whose score reaches log min_p, top-k from the largest value
 that k logits reach, top-p (of what the others keep) from the largest value from which on the mass reaches top_p. The
-last two are found between one value that reaches what is needed and one that fails, on the bits of the logits' type,
-which order like integers, so that equal logits stay or go together. A pass over the row looks at three values between:
-first at a quarter, half and three quarters of the way from the mean to the largest logit, then at quarters of the bits.
-As soon as no more logits are left than a program can hold, it gathers them, and searches on without the rest of the
-row. A program takes a row, which stays in the second-level cache from pass to pass while the rows in work fit there.
+last two are found between one value that reaches what is needed and one that fails. A look at the row takes the sums
+from three values between on: first at quarters of the way between the two, then at quarters of the bits of the logits'
+type, which order like integers, so that equal logits stay or go together. When few logits lie between, they are
+gathered, and the search goes on among them, until there is one or none.
+
+A program takes a row, which stays in the second-level cache from look to look while the rows in work fit there. It
+reads tiles [THREADS, TURNS, VECTOR], VECTOR being 16 bytes of logits, so that a thread adds up what it holds by itself.
 """
 
 import torch
@@ -19,8 +21,9 @@ from draftwire_kernels.logits_sampling import LogitsSampling
 from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.transfer import upload
 
-LANES, TURNS = 2048, 4
-"""Logits that a program of 16 warps takes at a time: 16 bytes of float32 a thread, four times."""
+THREADS, HELD, BYTES = 512, 16, 16
+"""Of a program; logits that each holds at a time, and bytes that it loads at once."""
+_LOOKS_BY_VALUE = tl.constexpr(3)
 
 
 @triton.jit
@@ -42,10 +45,22 @@ def _float(order, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _load(logits, start, vocab, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """The next TURNS * LANES logits and their columns; -inf beyond the row."""
-    column = start + tl.arange(0, TURNS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+def _tile(logits, start, vocab, TURNS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """Logits [THREADS, TURNS, VECTOR] from column `start` on, and their columns; -inf beyond the row."""
+    turn = tl.arange(0, TURNS)[None, :, None] * (THREADS * VECTOR)
+    column = start + turn + tl.arange(0, THREADS)[:, None, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     return tl.load(logits + column, mask=column < vocab, other=-INFINITY), column
+
+
+@triton.jit
+def _by_thread(x):
+    """[THREADS]: sums of what each thread holds of a tile."""
+    return tl.sum(tl.sum(x, 2), 1)
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -55,160 +70,203 @@ def _mass(x, top, inverse):
 
 
 @triton.jit
-def _closer(reaches, fails, first, second, third, at_first, at_second, at_third, needed):
-    """Orders that reach and fail what is needed, after a look at three between them."""
-    first_reaches, second_reaches, third_reaches = at_first >= needed, at_second >= needed, at_third >= needed
-    fails = tl.where(first_reaches, tl.where(second_reaches, tl.where(third_reaches, fails, third), second), first)
-    reaches = tl.where(third_reaches, third, tl.where(second_reaches, second, tl.where(first_reaches, first, reaches)))
-    return reaches, fails
-
-
-@triton.jit
-def _quarters(reaches, fails):
-    """Three orders between two that are more than one apart."""
-    width = fails - reaches
-    return reaches + (width + 3) // 4, reaches + (width + 1) // 2, tl.minimum(reaches + (3 * width + 3) // 4, fails - 1)
-
-
-@triton.jit
-def _narrow(
+def _look(
     logits,
+    size,
+    vocab,
+    low,
+    middle,
+    high,
+    top,
+    inverse,
+    BY_MASS: tl.constexpr,
+    TURNS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Counts from each of three values on, then the masses; the counts again unless BY_MASS."""
+    from_low = tl.zeros([THREADS], tl.float32)
+    from_middle = tl.zeros([THREADS], tl.float32)
+    from_high = tl.zeros([THREADS], tl.float32)
+    mass_low = tl.zeros([THREADS], tl.float32)
+    mass_middle = tl.zeros([THREADS], tl.float32)
+    mass_high = tl.zeros([THREADS], tl.float32)
+    for start in range(0, size, TURNS * THREADS * VECTOR):
+        x = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
+        from_low += _by_thread(tl.where(x >= low, 1.0, 0.0))
+        from_middle += _by_thread(tl.where(x >= middle, 1.0, 0.0))
+        from_high += _by_thread(tl.where(x >= high, 1.0, 0.0))
+        if BY_MASS:
+            mass = _mass(x, top, inverse)
+            mass_low += _by_thread(tl.where(x >= low, mass, 0.0))
+            mass_middle += _by_thread(tl.where(x >= middle, mass, 0.0))
+            mass_high += _by_thread(tl.where(x >= high, mass, 0.0))
+    counts = tl.reduce((from_low, from_middle, from_high), 0, _add_three)
+    sums = counts
+    if BY_MASS:
+        sums = tl.reduce((mass_low, mass_middle, mass_high), 0, _add_three)
+    return counts, sums
+
+
+@triton.jit
+def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_there, needed):
+    """After a look at `order`: what reaches and what fails, with the counts from either on and the sum from `fails`."""
+    is_reached = sum_there >= needed
+    rises, falls = is_reached & (order > reaches), (sum_there < needed) & (order < fails)
+    reaches, count = tl.where(rises, order, reaches), tl.where(rises, count_there, count)
+    above, sum_above = tl.where(falls, count_there, above), tl.where(falls, sum_there, sum_above)
+    return reaches, count, tl.where(falls, order, fails), above, sum_above
+
+
+@triton.jit
+def _gather(source, memory, size, vocab, low, high, TURNS: tl.constexpr, LANES: tl.constexpr):
+    """Moves the logits from `low` to `high`, but for those of -inf, to the front of `memory`, -inf behind them; the
+    number of places they take, whole tiles. Each of LANES columns moves up by itself, so `memory` may be `source`."""
+    lane = tl.arange(0, LANES)
+    length = tl.zeros([LANES], tl.int32)
+    for start in range(0, size, TURNS * LANES):
+        column = start + tl.arange(0, TURNS)[:, None] * LANES + lane[None, :]
+        x = tl.load(source + column, mask=column < vocab, other=-INFINITY)
+        value = x.to(tl.float32)
+        is_kept = ((value >= low) & (value <= high) & (value > -INFINITY)).to(tl.int32)
+        place = length[None, :] + tl.cumsum(is_kept, 0) - 1
+        tl.store(memory + place * LANES + lane[None, :], x, mask=is_kept > 0)
+        length += tl.sum(is_kept, 0)
+    places = tl.cdiv(tl.max(length, 0), TURNS) * TURNS
+    for place in range(0, places):
+        column = place * LANES + lane
+        tl.store(memory + column, -INFINITY, mask=(place >= length) & (column < vocab))
+    tl.debug_barrier()
+    return places * LANES
+
+
+@triton.jit
+def _search(
+    source,
+    memory,  # [vocab], may be `source`
+    size,  # of `source`: `vocab`, or whole tiles
     vocab,
     reaches,  # order that reaches what is needed, or the result where none does
     count,  # of the logits from it on, but for those of -inf
     fails,
-    needed,
+    needed,  # BY_MASS: share of the mass from `reaches` on
+    bottom,  # about where to begin to look
     top,
-    mean,
     inverse,
+    keeps_above,  # gather all from `reaches` on, not only what is in question
     BY_MASS: tl.constexpr,
     TURNS: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """`reaches`, `count` and `fails` after as many passes over the row as it takes until few logits are left."""
-    dtype: tl.constexpr = logits.dtype.element_ty
-    first = _order((mean + 0.25 * (top - mean)).to(dtype))
-    second = _order((mean + 0.5 * (top - mean)).to(dtype))
-    third = _order((mean + 0.75 * (top - mean)).to(dtype))
-    while (count > TURNS * LANES) & (fails - reaches > 1):
+    """The last order that reaches what is needed, or that of the smallest logit from there on; the count from it on;
+    and where all logits from it on are, if `keeps_above`, and the size of that."""
+    dtype: tl.constexpr = source.dtype.element_ty
+    above, sum_above = count * 0, count * 0  # from `fails` on
+    count_aside, sum_aside = count * 0, count * 0  # from `fails` on as it was when `source` was gathered
+    turn = 0
+    while (fails - reaches > 1) & (count - above > 1):
+        remaining = tl.where(keeps_above, count, count - above)
+        if (size > TURNS * THREADS * VECTOR) & (8 * remaining <= size):
+            high = tl.where(keeps_above, INFINITY, _float(fails - 1, dtype))
+            size = _gather(source, memory, size, vocab, _float(reaches, dtype), high, TURNS, THREADS * VECTOR)
+            source = memory
+            count_aside, sum_aside = tl.where(keeps_above, 0.0, above), tl.where(keeps_above, 0.0, sum_above)
+        if turn < _LOOKS_BY_VALUE:
+            low = tl.maximum(_float(reaches, dtype), bottom)
+            quarter = (tl.minimum(_float(fails - 1, dtype), top) - low) / 4
+            first, second = _order((low + quarter).to(dtype)), _order((low + 2 * quarter).to(dtype))
+            third = _order((low + 3 * quarter).to(dtype))
+        else:
+            width = fails - reaches
+            first, second = reaches + (width + 3) // 4, reaches + (width + 1) // 2
+            third = reaches + (3 * width + 3) // 4
         first = tl.maximum(reaches + 1, tl.minimum(first, fails - 1))
+        if BY_MASS:
+            first = tl.where(turn == 0, reaches, first)  # the whole mass
         second = tl.maximum(reaches + 1, tl.minimum(second, fails - 1))
         third = tl.maximum(reaches + 1, tl.minimum(third, fails - 1))
-        low, middle, high = _float(first, dtype), _float(second, dtype), _float(third, dtype)
-        above_low = tl.zeros([LANES], tl.float32)
-        above_middle = tl.zeros([LANES], tl.float32)
-        above_high = tl.zeros([LANES], tl.float32)
-        mass_low = tl.zeros([LANES], tl.float32)
-        mass_middle = tl.zeros([LANES], tl.float32)
-        mass_high = tl.zeros([LANES], tl.float32)
-        for start in range(0, vocab, TURNS * LANES):
-            x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-            above_low += tl.sum(tl.where(x >= low, 1.0, 0.0), 0)
-            above_middle += tl.sum(tl.where(x >= middle, 1.0, 0.0), 0)
-            above_high += tl.sum(tl.where(x >= high, 1.0, 0.0), 0)
-            if BY_MASS:
-                mass = _mass(x, top, inverse)
-                mass_low += tl.sum(tl.where(x >= low, mass, 0.0), 0)
-                mass_middle += tl.sum(tl.where(x >= middle, mass, 0.0), 0)
-                mass_high += tl.sum(tl.where(x >= high, mass, 0.0), 0)
-        in_low, in_middle, in_high = tl.sum(above_low, 0), tl.sum(above_middle, 0), tl.sum(above_high, 0)
+        counts, sums = _look(
+            source, size, vocab, _float(first, dtype), _float(second, dtype), _float(third, dtype), top, inverse,
+            BY_MASS, TURNS, THREADS, VECTOR,
+        )  # fmt: skip
         if BY_MASS:
-            sums = tl.sum(mass_low, 0), tl.sum(mass_middle, 0), tl.sum(mass_high, 0)
-        else:
-            sums = in_low, in_middle, in_high
-        reaches, fails = _closer(reaches, fails, first, second, third, sums[0], sums[1], sums[2], needed)
-        count = tl.where(reaches == first, in_low, count)
-        count = tl.where(reaches == second, in_middle, count)
-        count = tl.where(reaches == third, in_high, count)
-        first, second, third = _quarters(reaches, fails)
-    return reaches, count, fails
+            needed = tl.where(turn == 0, needed * sums[0], needed)
+        reaches, count, fails, above, sum_above = _closer(
+            reaches, count, fails, above, sum_above, first, count_aside + counts[0], sum_aside + sums[0], needed
+        )
+        reaches, count, fails, above, sum_above = _closer(
+            reaches, count, fails, above, sum_above, second, count_aside + counts[1], sum_aside + sums[1], needed
+        )
+        reaches, count, fails, above, sum_above = _closer(
+            reaches, count, fails, above, sum_above, third, count_aside + counts[2], sum_aside + sums[2], needed
+        )
+        turn += 1
+    if fails - reaches > 1:
+        last = tl.full([THREADS], -INFINITY, tl.float32)
+        for start in range(0, size, TURNS * THREADS * VECTOR):
+            x = _tile(source, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
+            x = tl.where(x <= _float(fails - 1, dtype), x, -INFINITY)
+            last = tl.maximum(last, tl.max(tl.max(x, 2), 1))
+        reaches = tl.maximum(reaches, _order(tl.max(last, 0).to(dtype)))
+    return reaches, count, source, size
 
 
 @triton.jit
-def _gather(logits, gathered, vocab, value, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """[TURNS * LANES] float32: the logits above -inf from `value` on, no more than that many, and -inf behind them.
-    `gathered` is memory for them."""
-    lane = tl.arange(0, TURNS * LANES)
-    count = tl.zeros([], tl.int32)
-    for start in range(0, vocab, TURNS * LANES):
-        x = tl.load(logits + start + lane, mask=start + lane < vocab, other=-INFINITY)
-        is_kept = (x.to(tl.float32) >= value) & (x.to(tl.float32) > -INFINITY)
-        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(gathered + place, x, mask=is_kept)
-        count += tl.sum(is_kept.to(tl.int32), 0)
-    tl.debug_barrier()
-    x = tl.load(gathered + lane, mask=lane < count, other=-INFINITY)
-    tl.debug_barrier()
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _settle(x, part, reaches, fails, needed, DTYPE: tl.constexpr):
-    """The last order from which on the sum of `part` reaches what is needed."""
-    while fails - reaches > 1:
-        first, second, third = _quarters(reaches, fails)
-        at_first = tl.sum(tl.where(x >= _float(first, DTYPE), part, 0.0), 0)
-        at_second = tl.sum(tl.where(x >= _float(second, DTYPE), part, 0.0), 0)
-        at_third = tl.sum(tl.where(x >= _float(third, DTYPE), part, 0.0), 0)
-        reaches, fails = _closer(reaches, fails, first, second, third, at_first, at_second, at_third, needed)
-    return reaches
-
-
-@triton.jit
-def _threshold(logits, memory, vocab, temperature, log_min_p, top_k, top_p, TURNS: tl.constexpr, LANES: tl.constexpr):
+def _threshold(
+    logits,
+    memory,
+    vocab,
+    temperature,
+    log_min_p,
+    top_k,
+    top_p,
+    TURNS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """The smallest logit that the filters keep; -inf where they keep all, or the row has a NaN."""
     dtype: tl.constexpr = logits.dtype.element_ty
     threshold = tl.full([], -INFINITY, tl.float32)
-    largest = tl.full([LANES], -INFINITY, tl.float32)
-    sums = tl.zeros([LANES], tl.float32)
-    finite = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocab, TURNS * LANES):
-        x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-        largest = tl.maximum(largest, maximum_or_nan(x, 0), propagate_nan=tl.PropagateNan.ALL)
-        sums += tl.sum(tl.where(x > -INFINITY, x, 0.0), 0)
-        finite += tl.sum(tl.where(x > -INFINITY, 1.0, 0.0), 0)
-    top = tl.minimum(maximum_or_nan(largest, 0), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-    if top > -INFINITY:
+    largest = tl.full([THREADS], -INFINITY, tl.float32)
+    sums = tl.zeros([THREADS], tl.float32)
+    finite = tl.zeros([THREADS], tl.float32)
+    for start in range(0, vocab, TURNS * THREADS * VECTOR):
+        x = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
+        most = maximum_or_nan(maximum_or_nan(x, 2), 1)
+        largest = tl.maximum(largest, most, propagate_nan=tl.PropagateNan.ALL)
+        sums += _by_thread(tl.where(x > -INFINITY, x, 0.0))
+        finite += _by_thread(tl.where(x > -INFINITY, 1.0, 0.0))
+    most = maximum_or_nan(largest, 0)
+    if most > -INFINITY:
+        top = tl.minimum(most, MAX_FLOAT)
         count = tl.sum(finite, 0)
-        mean = tl.sum(sums, 0) / count
         inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
         if log_min_p > -INFINITY:
-            lowest = tl.full([LANES], INFINITY, tl.float32)
-            kept = tl.zeros([LANES], tl.float32)
-            for start in range(0, vocab, TURNS * LANES):
-                x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
+            lowest = tl.full([THREADS], INFINITY, tl.float32)
+            kept = tl.zeros([THREADS], tl.float32)
+            for start in range(0, vocab, TURNS * THREADS * VECTOR):
+                x = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
                 is_kept = tl.div_rn(x - top, temperature + x * 0) >= log_min_p
-                lowest = tl.minimum(lowest, tl.min(tl.where(is_kept, x, INFINITY), 0))
-                kept += tl.sum(tl.where(is_kept, 1.0, 0.0), 0)
+                lowest = tl.minimum(lowest, tl.min(tl.min(tl.where(is_kept, x, INFINITY), 2), 1))
+                kept += _by_thread(tl.where(is_kept, 1.0, 0.0))
             threshold = tl.minimum(tl.min(lowest, 0), top)
             count = tl.sum(kept, 0)
-        reaches, fails = _order(threshold.to(dtype)), _order(top.to(dtype)) + 1
+        reaches, fails = _order(threshold.to(dtype)), _order(most.to(dtype)) + 1
+        source, size = logits, vocab
         if top_k > 0:
-            reaches, count, end = _narrow(
-                logits, vocab, reaches, count, fails, top_k, top, mean, inverse, False, TURNS, LANES
-            )
-            if end - reaches > 1:
-                x = _gather(logits, memory, vocab, _float(reaches, dtype), TURNS, LANES)
-                one = tl.where(x > -INFINITY, 1.0, 0.0)
-                reaches = _settle(x, one, reaches, end, top_k, dtype)
-                count = tl.sum(tl.where(x >= _float(reaches, dtype), one, 0.0), 0)
+            mean = tl.sum(sums, 0) / tl.sum(finite, 0)
+            reaches, count, source, size = _search(
+                source, memory, size, vocab, reaches, count, fails, top_k, mean, top, inverse, top_p < 1, False,
+                TURNS, THREADS, VECTOR,
+            )  # fmt: skip
         if top_p < 1:
-            end = fails
-            needed = top_p * 0
-            if count > TURNS * LANES:
-                total = tl.zeros([LANES], tl.float32)
-                for start in range(0, vocab, TURNS * LANES):
-                    x = _load(logits, start, vocab, TURNS, LANES)[0].to(tl.float32)
-                    total += tl.sum(tl.where(x >= _float(reaches, dtype), _mass(x, top, inverse), 0.0), 0)
-                needed = top_p * tl.sum(total, 0)
-                reaches, count, end = _narrow(
-                    logits, vocab, reaches, count, fails, needed, top, mean, inverse, True, TURNS, LANES
-                )
-            if end - reaches > 1:
-                x = _gather(logits, memory, vocab, _float(reaches, dtype), TURNS, LANES)
-                mass = _mass(x, top, inverse)
-                needed = tl.where(needed > 0, needed, top_p * tl.sum(mass, 0))
-                reaches = _settle(x, mass, reaches, end, needed, dtype)
+            # All that lies lower has too little mass to matter.
+            bottom = top - tl.log2(count / (1 - top_p)) / inverse
+            reaches, count, source, size = _search(
+                source, memory, size, vocab, reaches, count, fails, top_p, bottom, top, inverse, False, True,
+                TURNS, THREADS, VECTOR,
+            )  # fmt: skip
         threshold = _float(reaches, dtype)
     return threshold
 
@@ -222,7 +280,8 @@ def filter_kernel(
     parameters,  # [4, R] float32: temperature; log min_p, -inf for none; top_k, 0 for none; top_p, 1 for none
     num_rows,
     TURNS: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -233,9 +292,11 @@ def filter_kernel(
     top_p = tl.load(parameters + 3 * num_rows + row)
     threshold = tl.full([], -INFINITY, tl.float32)
     if (temperature > 0) & ((log_min_p > -INFINITY) | (top_k > 0) | (top_p < 1)):
-        threshold = _threshold(logits, filtered, vocab, temperature, log_min_p, top_k, top_p, TURNS, LANES)
-    for start in range(0, vocab, TURNS * LANES):
-        x, column = _load(logits, start, vocab, TURNS, LANES)
+        threshold = _threshold(
+            logits, filtered, vocab, temperature, log_min_p, top_k, top_p, TURNS, THREADS, VECTOR
+        )
+    for start in range(0, vocab, TURNS * THREADS * VECTOR):
+        x, column = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)
         kept = tl.where(x.to(tl.float32) < threshold, -INFINITY, x.to(tl.float32))
         tl.store(filtered + column, kept.to(x.dtype), mask=column < vocab)
 
@@ -256,7 +317,8 @@ def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> T
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     filtered = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    lanes = min(max(triton.next_power_of_2(triton.cdiv(logits.shape[1], TURNS)), 32), LANES)
+    vector = BYTES // logits.element_size()
+    threads = min(max(triton.next_power_of_2(triton.cdiv(logits.shape[1], HELD)), 32), THREADS)
     with torch.cuda.device(logits.device if logits.is_cuda else -1):
         filter_kernel[(logits.shape[0],)](
             logits,
@@ -265,8 +327,9 @@ def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> T
             logits.shape[1],
             upload(parameters, logits.device).contiguous(),
             logits.shape[0],
-            TURNS=TURNS,
-            LANES=lanes,
-            num_warps=max(lanes // 128, 1),
+            TURNS=HELD // vector,
+            THREADS=threads,
+            VECTOR=vector,
+            num_warps=threads // 32,
         )
     return filtered
