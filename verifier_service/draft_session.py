@@ -76,6 +76,11 @@ class DraftSession:
         return len(self.bindings) < most
 
     @property
+    def scouts(self) -> list[Binding]:
+        """The few by which it is looked after while it is asked for nothing."""
+        return self.bindings[:NUM_SCOUTS]
+
+    @property
     def unanswered_bytes(self) -> int:
         """Bytes of features that are on their way unanswered."""
         return sum(message.num_bytes for message in self.unanswered.values())

@@ -183,7 +183,7 @@ class Drafting:
             if session.is_draining:
                 continue
             if session.pace.is_off:
-                self._scout(session, store, now)
+                self._scout(session, store, requests, now)
             elif session.has_room:
                 self._sender.send(session, store, now)
             else:
@@ -320,13 +320,14 @@ class Drafting:
         held: set[Request] = set()
         due = {one for one in self._sessions.values() if one.is_due(now)}
         places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
-        trying = {one for one in places if one.pace.governor.is_trial_due(now)}
+        trying = [one for one in places if one.pace.governor.is_trial_due(now)]
+        tried = {scout.request for session in trying for scout in session.scouts if self._can_be_tried(scout)}
         for work in works:
             request = work.request
             binding = self._bindings.get(request)
             if binding is not None and not binding.session.pace.is_off:
                 return None
-            if binding is not None and (work.num_drafts > 0 or binding.session in trying):
+            if binding is not None and (work.num_drafts > 0 or request in tried):
                 held.add(request)
             if binding is None and due and request.num_speculative_tokens > 0:
                 takers = [session for session in self._takers(request, now) if session in due]
@@ -390,7 +391,7 @@ class Drafting:
             if wants_drafts and binding.asked_length != len(request.tokens) and binding.wait_until is None:
                 binding.wait_until = until
 
-    def _scout(self, session: DraftSession, store: FeatureStore, now: float) -> None:
+    def _scout(self, session: DraftSession, store: FeatureStore, requests: Sequence[Request], now: float) -> None:
         """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is.
 
         How far shows by drafts that nobody waits for. How good they are shows where they are verified, for which a
@@ -399,19 +400,30 @@ class Drafting:
         governor = session.pace.governor
         if session.unanswered or not governor.is_ping_due(now):
             return
-        scouts = session.bindings[:NUM_SCOUTS]
-        is_trial = governor.is_trial_due(now) and any(one.request.is_decoding for one in scouts)
+        if len(session.bindings) < NUM_SCOUTS and any(self._may_join(session, one, now) for one in requests):
+            return  # the message stays due until the request has landed, and has its place
+        scouts = session.scouts
+        is_trial = governor.is_trial_due(now) and any(map(self._can_be_tried, scouts))
         if is_trial:
-            scouts = [one for one in scouts if not one.request.is_in_flight]
-        # A message that has nothing to say stays due, so that a sequence may get a place for it, or stay out of a step.
+            scouts = [one for one in scouts if self._can_be_tried(one) and not one.request.is_in_flight]
         if not (scouts or (session.closed_ids and not session.bindings)):
             return
-        governor.take_ping(now, is_trial=is_trial)
         for binding in session.bindings[NUM_SCOUTS:]:
             if binding.rows_behind > MAX_PAUSED_ROWS:
                 del self._bindings[binding.request]
                 self._close(binding)
-        self._sender.send_scouts(session, store, scouts, now, waits=is_trial)
+        has_asked = self._sender.send_scouts(session, store, scouts, now, waits=is_trial)
+        governor.take_ping(now, is_trial=is_trial and has_asked)
+
+    def _can_be_tried(self, scout: Binding) -> bool:
+        """Whether its drafts can be verified, when the step that it may be in has landed."""
+        request = scout.request
+        return request.is_decoding and request.num_drafts_wanted > 0 and scout.rows_behind <= MAX_PAUSED_ROWS
+
+    def _may_join(self, session: DraftSession, request: Request, now: float) -> bool:
+        """Whether a request in flight gets a place there when it has landed."""
+        is_free = request.num_speculative_tokens > 0 and request not in self._bindings
+        return is_free and request.is_in_flight and session in self._takers(request, now)
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
         drafts = answer.drafts

@@ -161,7 +161,7 @@ class Engine:
         self._flight: Flight | None = None
         self._landed: Flight | None = None  # and not counted yet
         self._landed_at = 0.0  # monotonic time
-        self._had_prompts = False  # whether it had any, or a step with prompts was launched before it landed
+        self._was_delayed = False  # whether a step with prompts was launched before it landed
         self._has_ended_some = False  # a failure has made room for others since the last look
         # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
         self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
@@ -537,7 +537,7 @@ class Engine:
                 flight.marks.drawn.synchronize()
             self._landed = flight
             self._landed_at = now = time.monotonic()
-            self._had_prompts = any(one is not None and one.has_prompts for one in (flight, self._flight))
+            self._was_delayed = self._flight is not None and self._flight.has_prompts
             self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
@@ -606,7 +606,8 @@ class Engine:
             step_s, host_s = self.times.end_step(flight.marks)
             self.drafting.gate.count_step(
                 flight.num_rows,
-                has_prompts=self._had_prompts,
+                has_prompts=flight.has_prompts,
+                is_delayed=self._was_delayed,
                 step_s=step_s,
                 host_s=host_s,
                 verified=flight.verified,

@@ -46,6 +46,7 @@ class StepGate:
         rows: int,
         *,
         has_prompts: bool,
+        is_delayed: bool = False,
         step_s: float,
         host_s: float,
         verified: Mapping[tuple[str, int], int] = MappingProxyType({}),
@@ -57,10 +58,10 @@ class StepGate:
         Parameters
         ----------
         rows
-            Of all its requests.
-        has_prompts
-            Whether some are of prompts, or of the next step, which was launched before this one had landed. Their time,
-            and what the host takes to launch them, are of another kind and left out.
+            Of all its requests; the time of rows of prompts is of another kind and left out.
+        is_delayed
+            Whether the host launched a step with prompts before it took this one's tokens. That takes longer than a
+            step without, and is no part of what this one took.
         step_s, host_s
             Time of the step itself and of the host before it, waits left out; see `StepTimes`. Behind a step with
             prompts the host also sends their features and opens their sequences, which no plan changes.
@@ -72,12 +73,13 @@ class StepGate:
             Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
             and so is that for rows sent before it.
         """
-        if self._landed is not None and not (has_prompts or self._had_prompts):
+        if self._landed is not None and not (has_prompts or self._had_prompts or is_delayed):
             self._seconds += landed - self._landed
             self._verified.update(verified)
             self._steps += 1
         has_drafts = any(drafts for _, drafts in verified)
-        self._learn(rows, step_s, host_s, is_beside, has_prompts=has_prompts, has_drafts=has_drafts)
+        if not has_prompts:
+            self._learn(rows, step_s, host_s, is_beside, has_drafts=has_drafts, is_delayed=is_delayed)
         self._feature_rows = 0
         self._had_prompts, self._landed = has_prompts, landed
 
@@ -89,11 +91,9 @@ class StepGate:
         return Output(self._verified.copy(), self._steps, self._seconds)
 
     def _learn(
-        self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_prompts: bool, has_drafts: bool
+        self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_drafts: bool, is_delayed: bool
     ) -> None:
         cost, now = self.target_cost, time.monotonic()
-        if has_prompts:
-            return
         if is_beside is None:
             cost.observe(rows, self._feature_rows, step_s + host_s, now)
             return
@@ -101,7 +101,7 @@ class StepGate:
         is_turn = take_turns and is_beside and has_drafts and cost.is_known
         if not is_turn:
             cost.observe(rows, 0, step_s, now)
-        if self._had_prompts:
+        if self._had_prompts or is_delayed:
             return
         if is_turn:
             cost.observe_turn(rows, step_s, host_s, now)

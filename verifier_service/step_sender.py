@@ -56,11 +56,13 @@ class StepSender:
 
     def send_scouts(
         self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float, *, waits: bool
-    ) -> None:
-        """Sends new rows of a few sequences of a drafter that is asked for nothing, and waits for its answer or not."""
+    ) -> bool:
+        """Sends new rows of a few sequences of a drafter that is asked for nothing, and waits for its answer or not;
+        whether it was asked for drafts."""
         pieces = self._pieces(session, scouts, now)
-        if pieces or session.closed_ids:
-            self._send_step(session, store, pieces, session.pace.governor.trial_drafts, waits=waits)
+        if not pieces and not session.closed_ids:
+            return False
+        return self._send_step(session, store, pieces, session.pace.governor.trial_drafts, waits=waits)
 
     def note_rows(self, requests: Sequence[Request]) -> None:
         """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
@@ -78,9 +80,9 @@ class StepSender:
         num_drafts: int,
         *,
         waits: bool = True,
-    ) -> None:
-        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not. Those
-        of a sequence that goes on meanwhile are of no use but for the time that they take."""
+    ) -> bool:
+        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not;
+        whether any is. Drafts of a sequence that goes on meanwhile are of no use but for the time that they take."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
@@ -126,6 +128,7 @@ class StepSender:
             binding.wait_until = message.wait_until if waits else None
         self._times.count_sent(carrier, num_rows, num_bytes)
         self._gate.count_sent(num_rows)
+        return bool(asked)
 
     def _features(
         self,

@@ -1,4 +1,4 @@
-"""Rows of more logits than the filters' kernel gathers, and what the oracle keeps of them."""
+"""Rows of so many logits that the filters' kernel gathers some of them, and what the oracle keeps of them."""
 
 import numpy as np
 import sampling_oracle as oracle
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILTERS = (
     Options(top_k=5),
     Options(top_k=50, top_p=0.8, min_p=0.01),
-    Options(top_k=9000),  # more than the kernel gathers
+    Options(top_k=9000),  # more than the kernel gathers if they are in question
     Options(top_k=9000, top_p=0.7),
     Options(top_p=0.5, temperature=0.7),
     Options(top_p=0.98, temperature=3.0),

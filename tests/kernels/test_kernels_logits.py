@@ -85,6 +85,47 @@ class TestFilters:
         assert process_logits(ROW, sampling) is ROW
         assert process_logits(ROW, one_row_each(1)) is ROW
 
+    @pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
+    def test_zeros_stay_or_go_together_whatever_their_sign(self, dtype: torch.dtype) -> None:
+        """Values are searched among floats and their bits, where -0 is another than 0."""
+        row = torch.tensor([[4.0, 0.0, -1.0, -11.0, -12.0]], dtype=dtype)
+        assert kept(process_logits(row, one_row_each(1, top_k=int32(3)))) == [[0, 1, 2]]
+        signs = torch.tensor([[4.0, 0.0, -0.0, -1.0, -0.0, -11.0, 0.0]], dtype=dtype)
+        assert kept(process_logits(signs, one_row_each(1, top_k=int32(2)))) == [[0, 1, 2, 4, 6]]
+        largest = torch.tensor([[-0.0, -1.0, -3.0, -2.0, -4.0]], dtype=dtype)
+        assert kept(process_logits(largest, one_row_each(1, top_k=int32(2)))) == [[0, 1]]
+
+    @pytest.mark.parametrize("more", [2, 10, 20])
+    def test_many_zeros_are_counted_once(self, more: int) -> None:
+        """With a mean of -4 and a largest of 4 one of the values that are looked at first is 0."""
+        rest = -1 - torch.arange(2000) / 32
+        rest[-1] = -20000 * 4 - 500 * 4 - rest[:-1].sum()
+        row = torch.cat([torch.full((500,), 4.0), torch.zeros(17500), rest])[None]
+        assert row.double().mean() == -4
+        assert len(kept(process_logits(row, one_row_each(1, top_k=int32(18000 + more))))[0]) == 18000 + more
+
+    def test_an_infinite_logit_passes_min_p(self) -> None:
+        row = torch.tensor([[3.4028234663852886e38, INF, 0.0, 1.0]])
+        for others in ({"top_k": int32(2)}, {"top_p": torch.tensor([0.9])}):
+            out = process_logits(row, one_row_each(1, min_p=torch.tensor([0.5]), **others))
+            assert (out > -INF).tolist() == [[True, True, False, False]]
+
+    def test_at_an_infinite_temperature_the_search_ends(self) -> None:
+        row = torch.tensor([[1.0, 2.0, 3.0, -INF, 0.0]])
+        out = process_logits(row, one_row_each(1, temperature=torch.tensor([INF]), top_p=torch.tensor([0.5])))
+        assert 2 in kept(out)[0]
+
+    @pytest.mark.parametrize("stride", [2048, 4096])
+    @pytest.mark.parametrize("top_p", [1.0, 0.9])
+    def test_what_is_left_may_be_of_few_columns(self, stride: int, top_p: float) -> None:
+        """Of those by which the kernel gathers."""
+        row = torch.full((1, 50 * stride), -INF)
+        row[0, 5::stride] = torch.randn(50, generator=torch.Generator().manual_seed(3))
+        out = kept(process_logits(row, one_row_each(1, top_k=int32(20), top_p=torch.tensor([top_p]))))
+        best = row[0].sort(descending=True)
+        within = best.values[:20].softmax(0).cumsum(0) < top_p
+        assert out == [sorted(best.indices[: min(20, 1 + int(within.sum()))].tolist())]
+
     def test_each_filter_sees_what_the_one_before_left(self) -> None:
         """top-p 0.75 of all would keep three tokens; of the two that top-k left, it keeps both; of one, one."""
         p = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(2, -1)

@@ -26,6 +26,7 @@ from verifier_service.emission import Emission, response
 from verifier_service.flight import Flight
 from verifier_service.output import Piece
 from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
+from verifier_service.pacing import governor as governor_module
 from verifier_service.pacing.governor import Governor
 from verifier_service.pacing.plan import OFF
 from verifier_service.sampler import Drawn
@@ -238,6 +239,32 @@ def test_a_drafter_that_is_asked_for_nothing_keeps_nobody_out_of_a_step_but_for_
     assert max(len(step.sequence_ids) for step in stream.steps) <= NUM_SCOUTS
 
 
+def test_a_place_at_a_drafter_that_is_asked_for_nothing_is_taken_by_another_request(target, monkeypatch):
+    """One of the two that have one ends, and others are always in flight."""
+    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
+    monkeypatch.setattr(governor_module, "PING_EVERY_S", 0.01)
+    own = Watched(target)
+    own.connect()
+    places: list[tuple[int, int]] = []
+    flush = own.engine.drafting.flush
+
+    def noted(requests: Any, *args: Any, **kwargs: Any) -> None:
+        flush(requests, *args, **kwargs)
+        places.append((len(requests), own.engine.drafting.sequences_at("drafter:1")))
+
+    monkeypatch.setattr(own.engine.drafting, "flush", noted)
+    launch = own.engine._launch
+    monkeypatch.setattr(own.engine, "_launch", lambda works: (time.sleep(0.004), launch(works))[1])
+    requests = [own.submit([3, 1, 4, i], max_tokens=15 if i == 0 else 55) for i in range(4)]
+    own.engine.start()
+    for one in requests:
+        own.tokens(one)
+    own.engine.stop()
+    when_three = [count for running, count in places if running == 3]
+    assert len(when_three) > 30
+    assert when_three.count(NUM_SCOUTS) > 0.6 * len(when_three)
+
+
 def test_a_drafter_that_is_asked_for_nothing_and_owes_an_answer_holds_nobody_up(target, monkeypatch):
     monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
     monkeypatch.setattr(Governor, "is_ping_due", lambda *_: True)
@@ -252,16 +279,15 @@ def test_a_drafter_that_is_asked_for_nothing_and_owes_an_answer_holds_nobody_up(
     assert own.num_ahead > 40
 
 
-def test_a_step_that_lands_when_one_with_prompts_has_been_launched_tells_nothing_of_others(target, monkeypatch):
-    """The host launches it meanwhile, which takes longer than a step without prompts."""
+def test_a_step_that_lands_when_one_with_prompts_has_been_launched_counts_as_delayed(target, monkeypatch):
     own = Watched(target)
-    told: list[bool] = []
+    told: list[tuple[bool, bool]] = []
     gate = own.engine.drafting.gate
     count_step = gate.count_step
 
-    def noted(rows: int, *, has_prompts: bool, **others: Any) -> None:
-        told.append(has_prompts)
-        count_step(rows, has_prompts=has_prompts, **others)
+    def noted(rows: int, *, has_prompts: bool, is_delayed: bool, **others: Any) -> None:
+        told.append((has_prompts, is_delayed))
+        count_step(rows, has_prompts=has_prompts, is_delayed=is_delayed, **others)
 
     monkeypatch.setattr(gate, "count_step", noted)
     launched: list[bool] = []
@@ -280,7 +306,7 @@ def test_a_step_that_lands_when_one_with_prompts_has_been_launched_tells_nothing
     own.engine.stop()
     assert sum(launched[5:]) == 1
     counted = min(len(told), len(launched) - 1)
-    assert told[:counted] == [had or follows for had, follows in pairwise(launched)][:counted]
+    assert told[:counted] == list(pairwise(launched))[:counted]
     assert counted > 20
 
 

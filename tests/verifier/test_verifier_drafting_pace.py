@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import drafting_scene
 import pytest
@@ -316,8 +317,8 @@ def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
     world.run(5.0)
     assert num_drafts(world) == 0
     world.costs.trip_s = 0.2e-3
-    world.run(15.0)
-    assert world.run(3.0) > 1.1 * world.rate_without()
+    world.run(20.0)
+    assert world.run(5.0) > 1.1 * world.rate_without()
 
 
 def test_what_a_drafter_has_brought_is_forgotten_when_it_goes(clock):
@@ -395,6 +396,41 @@ def test_the_wait_for_trials_of_a_drafter_takes_a_percent_of_the_time(clock):
     before = len(world.stream.steps)
     assert world.run(5.0) > 0.975 * world.rate_without()
     assert any(any(step.num_drafts) for step in world.stream.steps[before:])
+
+
+def test_a_trial_alone_keeps_requests_out_of_a_step_and_no_more_than_it_is_of(clock):
+    """All have a place at a drafter that was given up a moment ago."""
+    world = adaptive(clock, 8, Costs(trip_s=30e-3))
+    world.run(0.2)
+    governor = pace_of(world.drafting).governor
+    governor._turn_off(clock.now)
+    works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
+    world.drafter.answers.clear()
+    world.drafting._sessions[world.stream].unanswered.clear()
+    assert world.drafting.held_back(works) == set()
+    clock.now += PING_EVERY_S
+    assert governor.is_ping_due(clock.now)
+    assert world.drafting.held_back(works) == set()
+    governor._trial_every_s = PING_EVERY_S
+    assert world.drafting.held_back(works) == {one.request for one in world.drafting._sessions[world.stream].scouts}
+
+
+@pytest.mark.parametrize("obstacle", ["last token", "rows that take several messages"])
+def test_a_trial_that_could_ask_for_no_drafts_is_not_counted(clock, obstacle, monkeypatch):
+    world = far_world(clock, 2, trip_s=4e-3, acceptance=0.05)
+    governor = pace_of(world.drafting).governor
+    world.run(0.15)
+    clock.now += 10.0
+    assert governor.is_trial_due(clock.now)
+    if obstacle == "last token":
+        for one in world.scene.requests:
+            one.max_length = len(one.tokens) + 1
+    else:
+        monkeypatch.setattr(Pace, "backlog_rows", lambda *_: 1)
+    before = len(world.stream.steps)
+    world.scene.flush()
+    assert len(world.stream.steps) == before + 1
+    assert governor.is_trial_due(clock.now + PING_EVERY_S)
 
 
 def test_the_few_of_many_that_try_a_drafter_do_not_fall_behind(clock):

@@ -618,6 +618,8 @@ def test_steps_with_prompts_and_those_behind_them_are_no_output():
         gate.count_step(5, has_prompts=has_prompts, landed=landed, **costs)
     assert gate.output(["one"]) == Output(Counter({("one", 4): 6, ("", 0): 3}), 3, 3.0)
     assert gate.output(["gone"]) == gate.output(["one"]) == Output(Counter({("", 0): 3}), 3, 3.0)
+    gate.count_step(5, has_prompts=False, is_delayed=True, landed=landed + 9.0, **costs)
+    assert gate.output(["one"]).seconds == 3.0
 
 
 def test_nothing_is_known_before_enough_has_been_seen():

@@ -140,7 +140,7 @@ class Governor:
         optimistic
             What is expected if every draft were accepted; where that gains nothing there are no trials.
         stall_s
-            What a trial takes of each of its sequences.
+            What a trial takes of the time of each of its sequences.
         """
         can_gain = optimistic.rate(optimistic.best()) > RESUME_ABOVE * optimistic.without
         self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf

@@ -21,6 +21,9 @@ PATIENCE_DEVIATIONS = 4.0
 # Fewer rows of prompts and histories than this are not worth a message while others are on their way.
 LEAST_BACKLOG_ROWS = 16
 MOST_ROWS = 1 << 30
+# Steps without its sequences that a trial lasts longer than its drafts are waited for, where others go on: the rest of
+# one, and one that is launched before it is known how many drafts were accepted. Accepted drafts make up for them.
+TRIAL_STEPS = 2
 # Where no drafts are asked for, they may keep the link busy for so long.
 IDLE_BACKLOG_S = 0.05
 
@@ -201,8 +204,10 @@ class Pace:
             optimistic = optimistic or forecast(tokens=all_accepted)
             scouts = min(NUM_SCOUTS, load.sequences)
             drafts = self.governor.trial_drafts
-            wait_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
-            self.governor.allow_trials(optimistic, wait_s)
+            stall_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
+            if load.running > scouts:
+                stall_s += max(0.0, TRIAL_STEPS - (tokens[drafts] - 1.0)) * self._step_s
+            self.governor.allow_trials(optimistic, stall_s)
 
     def pause(self) -> None:
         """What comes up to the next plan is not compared with a forecast."""

@@ -3,12 +3,13 @@
 Each filter keeps the logits from some value on: min-p those whose score reaches log min_p, top-k from the largest value
 that k logits reach, top-p (of what the others keep) from the largest value from which on the mass reaches top_p. The
 last two are found between one value that reaches what is needed and one that fails. A look at the row takes the sums
-from three values between on: first at quarters of the way between the two, then at quarters of the bits of the logits'
-type, which order like integers, so that equal logits stay or go together. When few logits lie between, they are
-gathered, and the search goes on among them, until there is one or none.
+from three values between on: in the first looks these part the values evenly, then the bits of the logits' type, which
+order like integers, so that equal logits stay or go together. When few logits lie between, they are gathered, and the
+search goes on among them, until there is one or none.
 
 A program takes a row, which stays in the second-level cache from look to look while the rows in work fit there. It
 reads tiles [THREADS, TURNS, VECTOR], VECTOR being 16 bytes of logits, so that a thread adds up what it holds by itself.
+What is gathered other threads read: each look ends in a reduction over all threads, and each gathering in a barrier.
 """
 
 import torch
@@ -16,19 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwire_kernels.gpu.scan import INFINITY, LOG2_E, MAX_FLOAT, maximum_or_nan
+from draftwire_kernels.gpu.scan import INFINITY, MAX_FLOAT, inverse_of, maximum_or_nan
 from draftwire_kernels.logits_sampling import LogitsSampling
 from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.transfer import upload
 
 THREADS, HELD, BYTES = 512, 16, 16
 """Of a program; logits that each holds at a time, and bytes that it loads at once."""
+MIN_FLOAT = tl.constexpr(1.1754943508222875e-38)
+NAN = tl.constexpr(float("nan"))
 _LOOKS_BY_VALUE = tl.constexpr(3)
 
 
 @triton.jit
 def _order(x):
-    """int64 that orders as the float `x` does (-0 just below 0)."""
+    """int64 that orders as the float `x` does, -0 just below 0, though they are equal as floats."""
     width: tl.constexpr = x.dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
     bits = x.to(integer, bitcast=True)
@@ -54,7 +57,7 @@ def _tile(logits, start, vocab, TURNS: tl.constexpr, THREADS: tl.constexpr, VECT
 
 @triton.jit
 def _by_thread(x):
-    """[THREADS]: sums of what each thread holds of a tile."""
+    """[THREADS]: the sum over each row [TURNS, VECTOR] of a tile, which one thread holds."""
     return tl.sum(tl.sum(x, 2), 1)
 
 
@@ -112,23 +115,24 @@ def _look(
 def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_there, needed):
     """After a look at `order`: what reaches and what fails, with the counts from either on and the sum from `fails`."""
     is_reached = sum_there >= needed
-    rises, falls = is_reached & (order > reaches), (sum_there < needed) & (order < fails)
+    rises, falls = is_reached & (order > reaches), ~is_reached & (order < fails)
     reaches, count = tl.where(rises, order, reaches), tl.where(rises, count_there, count)
     above, sum_above = tl.where(falls, count_there, above), tl.where(falls, sum_there, sum_above)
     return reaches, count, tl.where(falls, order, fails), above, sum_above
 
 
 @triton.jit
-def _gather(source, memory, size, vocab, low, high, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """Moves the logits from `low` to `high`, but for those of -inf, to the front of `memory`, -inf behind them; the
-    number of places they take, whole tiles. Each of LANES columns moves up by itself, so `memory` may be `source`."""
+def _gather(source, memory, size, vocab, low, end, TURNS: tl.constexpr, LANES: tl.constexpr):
+    """Moves the logits from `low` on that do not reach `end`, but for those of -inf, to the front of `memory`, -inf
+    behind them; the number of places they take, whole tiles. Each of LANES columns moves up by itself, so `memory` may
+    be `source`."""
     lane = tl.arange(0, LANES)
     length = tl.zeros([LANES], tl.int32)
     for start in range(0, size, TURNS * LANES):
         column = start + tl.arange(0, TURNS)[:, None] * LANES + lane[None, :]
         x = tl.load(source + column, mask=column < vocab, other=-INFINITY)
         value = x.to(tl.float32)
-        is_kept = ((value >= low) & (value <= high) & (value > -INFINITY)).to(tl.int32)
+        is_kept = ((value >= low) & ~(value >= end) & (value > -INFINITY)).to(tl.int32)
         place = length[None, :] + tl.cumsum(is_kept, 0) - 1
         tl.store(memory + place * LANES + lane[None, :], x, mask=is_kept > 0)
         length += tl.sum(is_kept, 0)
@@ -150,7 +154,7 @@ def _search(
     count,  # of the logits from it on, but for those of -inf
     fails,
     needed,  # BY_MASS: share of the mass from `reaches` on
-    bottom,  # about where to begin to look
+    bottom,  # where the first looks begin, if that is above `reaches`
     top,
     inverse,
     keeps_above,  # gather all from `reaches` on, not only what is in question
@@ -162,15 +166,16 @@ def _search(
     """The last order that reaches what is needed, or that of the smallest logit from there on; the count from it on;
     and where all logits from it on are, if `keeps_above`, and the size of that."""
     dtype: tl.constexpr = source.dtype.element_ty
-    above, sum_above = count * 0, count * 0  # from `fails` on
+    above, sum_above = count * 0, count * 0  # from `fails` on; beyond +inf, where there is none, that is a NaN
     count_aside, sum_aside = count * 0, count * 0  # from `fails` on as it was when `source` was gathered
+    limit = count * 0 + size  # an eighth of it is gathered
     turn = 0
     while (fails - reaches > 1) & (count - above > 1):
         remaining = tl.where(keeps_above, count, count - above)
-        if (size > TURNS * THREADS * VECTOR) & (8 * remaining <= size):
-            high = tl.where(keeps_above, INFINITY, _float(fails - 1, dtype))
-            size = _gather(source, memory, size, vocab, _float(reaches, dtype), high, TURNS, THREADS * VECTOR)
-            source = memory
+        if (size > TURNS * THREADS * VECTOR) & (8 * remaining <= limit):
+            end = tl.where(keeps_above, NAN, _float(fails, dtype))
+            size = _gather(source, memory, size, vocab, _float(reaches, dtype), end, TURNS, THREADS * VECTOR)
+            source, limit = memory, remaining
             count_aside, sum_aside = tl.where(keeps_above, 0.0, above), tl.where(keeps_above, 0.0, sum_above)
         if turn < _LOOKS_BY_VALUE:
             low = tl.maximum(_float(reaches, dtype), bottom)
@@ -206,7 +211,7 @@ def _search(
         last = tl.full([THREADS], -INFINITY, tl.float32)
         for start in range(0, size, TURNS * THREADS * VECTOR):
             x = _tile(source, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
-            x = tl.where(x <= _float(fails - 1, dtype), x, -INFINITY)
+            x = tl.where(x >= _float(fails, dtype), -INFINITY, x)
             last = tl.maximum(last, tl.max(tl.max(x, 2), 1))
         reaches = tl.maximum(reaches, _order(tl.max(last, 0).to(dtype)))
     return reaches, count, source, size
@@ -238,16 +243,17 @@ def _threshold(
         sums += _by_thread(tl.where(x > -INFINITY, x, 0.0))
         finite += _by_thread(tl.where(x > -INFINITY, 1.0, 0.0))
     most = maximum_or_nan(largest, 0)
+    most = tl.where(most == 0, 0.0, most)  # -0 reaches the order behind its own, which is that of 0
     if most > -INFINITY:
         top = tl.minimum(most, MAX_FLOAT)
         count = tl.sum(finite, 0)
-        inverse = tl.minimum(LOG2_E / temperature, MAX_FLOAT)
+        inverse = tl.maximum(inverse_of(temperature), MIN_FLOAT)  # times -inf it is -inf
         if log_min_p > -INFINITY:
             lowest = tl.full([THREADS], INFINITY, tl.float32)
             kept = tl.zeros([THREADS], tl.float32)
             for start in range(0, vocab, TURNS * THREADS * VECTOR):
                 x = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)[0].to(tl.float32)
-                is_kept = tl.div_rn(x - top, temperature + x * 0) >= log_min_p
+                is_kept = tl.div_rn(tl.minimum(x, MAX_FLOAT) - top, temperature + tl.zeros_like(x)) >= log_min_p
                 lowest = tl.minimum(lowest, tl.min(tl.min(tl.where(is_kept, x, INFINITY), 2), 1))
                 kept += _by_thread(tl.where(is_kept, 1.0, 0.0))
             threshold = tl.minimum(tl.min(lowest, 0), top)
