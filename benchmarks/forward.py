@@ -4,8 +4,8 @@
 
 A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
 graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
-CUDA graph, measured in the same process; their ratio. Then the kernels of one step, and what the start takes with an
-empty and with a filled cache of compiled code.
+CUDA graph, measured in the same process; their ratio. Then the same of prompts, which have no graph, the kernels of
+one step, and what the start takes with an empty and with a filled cache of compiled code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from verifier_service.target_runner import StepRows, TargetRunner
 
 SHAPE = Path(__file__).resolve().parent / "shapes" / "llama-3.1-8b"
 BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
-PREFILL_ROWS = 512
+PROMPTS = "1x512,1x2048"
 DEVICE = torch.device("cuda:0")
 START = "start: "  # the line of a child process that holds what its start took
 
@@ -48,7 +48,8 @@ START = "start: "  # the line of a child process that holds what its start took
 @click.command()
 @click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True, help="With a config.json.")
 @click.option("--batches", default=BATCHES, show_default=True)
-@click.option("--context", default=512, show_default=True, help="Rows of each sequence before the step.")
+@click.option("--prompts", default=PROMPTS, show_default=True, help="The same of steps with prompts alone.")
+@click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
 @click.option("--max-num-seqs", default=64, show_default=True)
 @click.option("--max-model-len", type=int, help="Most positions of a sequence. Default: the target's own.")
 @click.option("--rows-per-sequence", default=5, show_default=True)
@@ -59,6 +60,7 @@ START = "start: "  # the line of a child process that holds what its start took
 def main(
     target: Path,
     batches: str,
+    prompts: str,
     context: int,
     max_num_seqs: int,
     max_model_len: int | None,
@@ -82,11 +84,11 @@ def main(
         result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
         with torch.inference_mode():
             result["batches"] = [_measure(config, runner, batch, context) for batch in parse_batches(batches)]
+            result["prompts"] = [_measure(config, runner, batch, 0) for batch in parse_batches(prompts)]
             result["kernels"] = {
                 f"{count}x{rows}": _kernels(runner, decode_step(count, rows, context))
                 for count, rows in parse_batches(profiled)
             }
-        result["prefill_ms"] = _time(lambda: runner.run(decode_step(1, PREFILL_ROWS, 0)))[0]
         if not skip_warm_start:
             result["start"]["warm"] = _warm_start()
     _print(result, console)
@@ -256,17 +258,17 @@ def _kernels(runner: TargetRunner, step: StepRows, most: int = 15) -> list[dict[
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"forward pass, {result['context']} rows of context, milliseconds")
-    for column in ("sequences x rows", "forward", "alone, wall", "host", "linear layers", "ratio"):
-        table.add_column(column, justify="right")
-    for row in result["batches"]:
-        table.add_row(
-            f"{row['sequences']} x {row['rows'] // row['sequences']}",
-            *(f"{row[name]:.2f}" for name in ("forward_ms", "wall_ms", "host_ms", "linear_ms")),
-            f"{row['ratio']:.2f}",
-        )
-    console.print(table)
-    console.print(f"a prompt of {PREFILL_ROWS} rows: {result['prefill_ms']:.2f} ms")
+    for part, context in (("batches", result["context"]), ("prompts", 0)):
+        table = Table(title=f"forward pass, {context} rows of context, milliseconds")
+        for column in ("sequences x rows", "forward", "alone, wall", "host", "linear layers", "ratio"):
+            table.add_column(column, justify="right")
+        for row in result[part]:
+            table.add_row(
+                f"{row['sequences']} x {row['rows'] // row['sequences']}",
+                *(f"{row[name]:.2f}" for name in ("forward_ms", "wall_ms", "host_ms", "linear_ms")),
+                f"{row['ratio']:.2f}",
+            )
+        console.print(table)
     for name, rows in result["kernels"].items():
         table = Table(title=f"kernels of a step of {name}")
         for column in ("microseconds", "launches", "kernel"):
