@@ -321,7 +321,7 @@ class Drafting:
         due = {one for one in self._sessions.values() if one.is_due(now)}
         places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
         trying = [one for one in places if one.pace.governor.is_trial_due(now)]
-        tried = {scout.request for session in trying for scout in session.scouts if self._can_be_tried(scout)}
+        tried = {scout.request for session in trying for scout in session.scouts if _can_be_tried(scout)}
         for work in works:
             request = work.request
             binding = self._bindings.get(request)
@@ -403,9 +403,9 @@ class Drafting:
         if len(session.bindings) < NUM_SCOUTS and any(self._may_join(session, one, now) for one in requests):
             return  # the message stays due until the request has landed, and has its place
         scouts = session.scouts
-        is_trial = governor.is_trial_due(now) and any(map(self._can_be_tried, scouts))
+        is_trial = governor.is_trial_due(now) and any(map(_can_be_tried, scouts))
         if is_trial:
-            scouts = [one for one in scouts if self._can_be_tried(one) and not one.request.is_in_flight]
+            scouts = [one for one in scouts if _can_be_tried(one) and not one.request.is_in_flight]
         if not (scouts or (session.closed_ids and not session.bindings)):
             return
         for binding in session.bindings[NUM_SCOUTS:]:
@@ -414,11 +414,6 @@ class Drafting:
                 self._close(binding)
         has_asked = self._sender.send_scouts(session, store, scouts, now, waits=is_trial)
         governor.take_ping(now, is_trial=is_trial and has_asked)
-
-    def _can_be_tried(self, scout: Binding) -> bool:
-        """Whether its drafts can be verified, when the step that it may be in has landed."""
-        request = scout.request
-        return request.is_decoding and request.num_drafts_wanted > 0 and scout.rows_behind <= MAX_PAUSED_ROWS
 
     def _may_join(self, session: DraftSession, request: Request, now: float) -> bool:
         """Whether a request in flight gets a place there when it has landed."""
@@ -535,3 +530,9 @@ class Drafting:
             del self._bindings[binding.request]
         session.bindings.clear()
         session.sequences.clear()
+
+
+def _can_be_tried(scout: Binding) -> bool:
+    """Whether its drafts can be verified, when the step that it may be in has landed."""
+    request = scout.request
+    return request.is_decoding and request.num_drafts_wanted > 0 and scout.rows_behind <= MAX_PAUSED_ROWS

@@ -153,6 +153,8 @@ GUMBEL = (
     Case("gumbel float64", "", {"use_fp64": True}, {}),
     Case("gumbel bfloat16", "", {"use_fp64": False}, {}, torch.bfloat16),
 )
+
+
 @dataclass(frozen=True)
 class FilterCase:
     """Filters, and the logits' type."""

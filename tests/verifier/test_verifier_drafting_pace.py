@@ -13,9 +13,9 @@ from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
-from verifier_service.pacing.governor import PING_EVERY_S, REST_S, RESUME_AFTER
+from verifier_service.pacing.governor import PING_EVERY_S, REST_S, RESUME_AFTER, TRIAL_SHARE
 from verifier_service.pacing.hindsight import scale_of
-from verifier_service.pacing.pace import PLAN_EVERY_S
+from verifier_service.pacing.pace import PLAN_EVERY_S, TRIAL_STEPS
 
 
 @pytest.fixture
@@ -442,6 +442,21 @@ def test_the_few_of_many_that_try_a_drafter_do_not_fall_behind(clock):
     assert 0 < parted < 0.02 * len(world.step_sizes)
 
 
+@pytest.mark.parametrize("tokens", [1.0, 2.0, 5.0])
+def test_a_trial_counts_the_steps_that_others_take_meanwhile_but_for_the_tokens_that_it_brings(clock, tokens):
+    """One sequence alone misses none."""
+    takes_s = {}
+    for sequences in (1, 32):
+        world = far_world(clock, sequences, trip_s=4e-3, acceptance=0.05)
+        pace = pace_of(world.drafting)
+        pace.acceptance.expected_tokens = lambda: [1.0, *[tokens] * K, tokens]  # type: ignore[method-assign]
+        world.run(1.1 * PLAN_EVERY_S)
+        assert pace.is_off
+        takes_s[sequences] = pace.governor._trial_every_s * TRIAL_SHARE
+    missed = max(0.0, TRIAL_STEPS - (tokens - 1.0))
+    assert takes_s[32] - takes_s[1] == pytest.approx(missed * pace._step_s, abs=1e-3)
+
+
 def test_sequences_left_behind_are_closed_and_opened_again_when_drafts_are_back(clock):
     world = far_world(clock)
     world.run(1.0)
@@ -504,7 +519,7 @@ def test_drafts_are_taken_up_again_where_they_gain_for_a_while_at_one_scale_of_t
 
 
 def test_drafts_of_no_use_to_many_stay_away_while_the_many_end_and_others_come(clock):
-    """For a moment a few are left, for whom drafts gain, 2.1 times in the steady state."""
+    """For a moment a few are left, for whom drafts gain."""
     heavy = Costs(trip_s=1e-3, unseen_s=0.4e-3)
     assert adaptive(clock, 2, heavy).run(2.0) > 1.5 * adaptive(clock, 2, heavy).rate_without()
     world = adaptive(clock, 32, heavy)
