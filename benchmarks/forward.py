@@ -4,8 +4,9 @@
 
 A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
 graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
-CUDA graph, measured in the same process; their ratio. Then the same of prompts, which have no graph, the kernels of
-one step, and what the start takes with an empty and with a filled cache of compiled code.
+CUDA graph, measured in the same process; their ratio. Then the same of steps with prompts alone, which have no graph
+where they are longer than --max-prefill-rows, the kernels of one step, and what the start takes with an empty and with
+a filled cache of compiled code.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from verifier_service.target_runner import StepRows, TargetRunner
 
 SHAPE = Path(__file__).resolve().parent / "shapes" / "llama-3.1-8b"
 BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
-PROMPTS = "1x512,1x2048"
+PROMPTS = "1x64,1x128,1x256,1x512"
 DEVICE = torch.device("cuda:0")
 START = "start: "  # the line of a child process that holds what its start took
 
@@ -51,6 +52,7 @@ START = "start: "  # the line of a child process that holds what its start took
 @click.option("--prompts", default=PROMPTS, show_default=True, help="The same of steps with prompts alone.")
 @click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
 @click.option("--max-num-seqs", default=64, show_default=True)
+@click.option("--max-prefill-rows", default=512, show_default=True)
 @click.option("--max-model-len", type=int, help="Most positions of a sequence. Default: the target's own.")
 @click.option("--rows-per-sequence", default=5, show_default=True)
 @click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
@@ -63,6 +65,7 @@ def main(
     prompts: str,
     context: int,
     max_num_seqs: int,
+    max_prefill_rows: int,
     max_model_len: int | None,
     rows_per_sequence: int,
     profiled: str,
@@ -77,7 +80,7 @@ def main(
         if not start_only:
             use_compile_cache(f"{scratch}/torch")
             os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-        runner, start = _start(target, context, max_num_seqs, max_model_len, rows_per_sequence)
+        runner, start = _start(target, context, max_num_seqs, max_prefill_rows, max_model_len, rows_per_sequence)
         if start_only:
             print(START + json.dumps(start), flush=True)
             return
@@ -103,7 +106,12 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 
 def _start(
-    directory: Path, context: int, max_num_seqs: int, max_model_len: int | None, rows_per_sequence: int
+    directory: Path,
+    context: int,
+    max_num_seqs: int,
+    max_prefill_rows: int,
+    max_model_len: int | None,
+    rows_per_sequence: int,
 ) -> tuple[TargetRunner, dict[str, float]]:
     """What the verifier does before it serves, and the seconds and GiB of each part."""
     make_current(DEVICE)
@@ -125,7 +133,7 @@ def _start(
     blocks = max_num_seqs * blocks_for(context + rows_per_sequence) + 1
     cache = KVCache(target.layer_shapes, blocks, target.dtype, DEVICE)
     longest = blocks_for(target.max_model_len)
-    runner = TargetRunner(target, cache, max_num_seqs, rows_per_sequence, longest)
+    runner = TargetRunner(target, cache, max_num_seqs, rows_per_sequence, max_prefill_rows, longest)
     timed("capture", runner.capture)
     return runner, start
 

@@ -138,7 +138,7 @@ def _measure(target: Path, device_name: str, size: int, batches: str, context: i
     began = time.monotonic()
     with Followers(options, device) if size > 1 else nullcontext() as followers:
         started, num_blocks = start_target(options, config, device, ALONE if followers is None else followers.rank)
-        runner = start_runner(started, num_blocks, MAX_NUM_SEQS, NUM_DRAFTS)
+        runner = start_runner(started, num_blocks, MAX_NUM_SEQS, NUM_DRAFTS, options.max_prefill_rows)
         run = runner.run if followers is None else followers.lead(runner.run)
         start_s = time.monotonic() - began
 

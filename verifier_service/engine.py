@@ -127,7 +127,9 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
-        runner = start_runner(target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens)
+        runner = start_runner(
+            target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
+        )
         self._run_rows = runner.run if followers is None else followers.lead(runner.run)
         self._cache = runner.cache
         self._stores: dict[FeatureKind, FeatureStore] = {}

@@ -197,7 +197,9 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
         _join(dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_NO_TIMEOUT), rank, device)
         config = parse_speculative_config(options.speculative_config)
         target, num_blocks = start_target(options, config, device, rank)
-        runner = start_runner(target, num_blocks, options.max_num_seqs, config.num_speculative_tokens)
+        runner = start_runner(
+            target, num_blocks, options.max_num_seqs, config.num_speculative_tokens, options.max_prefill_rows
+        )
         while True:
             runner.run(_receive())
     except DraftwireError as error:

@@ -9,20 +9,23 @@ from itertools import chain, takewhile
 
 # Up to so many rows padding costs little: of an 8B target on an H200 1 took 4.55 ms, 40 took 5.05 and 160 took 6.34.
 _FEW_ROWS = 40
+# Two where one would do, because the compiler takes a size of one for a constant.
+LEAST_ROWS = 2
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A batch of a fixed size: at most `max_rows` of one sequence, and room for `rows_each` of each on average."""
+    """A batch of a fixed size: at most `max_rows` of one sequence, and logits of at most `num_logit_rows`."""
 
     num_sequences: int
     max_rows: int
-    rows_each: int
+    num_rows: int
+    num_logit_rows: int
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the batch; two where one would do, because the compiler takes a size of one for a constant."""
-        return max(self.num_sequences * self.rows_each, 2)
+    def has_all_logits(self) -> bool:
+        """Whether all rows have logits, not chosen ones."""
+        return self.num_logit_rows == self.num_rows
 
 
 def sequence_counts(most: int) -> list[int]:
@@ -33,37 +36,62 @@ def sequence_counts(most: int) -> list[int]:
     return [*takewhile(lambda count: count < most, counts), most]
 
 
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows up to `most`: padding adds less than 64 rows to few, and from 256 on at most an eighth."""
+    counts = [64]
+    while counts[-1] < most:
+        counts.append(counts[-1] + max(1 << counts[-1].bit_length() >> 4, 32))
+    return [*takewhile(lambda count: count < most, counts), most]
+
+
 class Buckets:
     """All buckets of an engine.
 
     A step without drafts has one row a sequence. One with drafts has up to `rows_per_sequence`, and so many rows in all
     as its drafts want: where that makes a difference to the forward pass there are buckets for fewer in the mean, for
-    steps in which few sequences have drafts, or all have few.
+    steps in which few sequences have drafts, or all have few. A step with more rows of a sequence has prompts: its
+    bucket goes by its rows alone, and has logits of as many as could be wanted.
+
+    Attributes
+    ----------
+    decoding, with_prompts
+        From the largest on, so that the memory of one serves the next.
     """
 
-    def __init__(self, max_num_seqs: int, rows_per_sequence: int) -> None:
+    def __init__(self, max_num_seqs: int, rows_per_sequence: int, max_rows: int) -> None:
+        """`max_rows` is the most rows of a step."""
         self._counts = sequence_counts(max_num_seqs)
-        self._buckets = [_of(count, rows_per_sequence) for count in self._counts]
+        self._decoding = [_of(count, rows_per_sequence) for count in self._counts]
+        self.decoding = sorted(chain.from_iterable(self._decoding), key=_size, reverse=True)
+        self._row_counts = row_counts(max_rows)
+        wanted = max(max_num_seqs * rows_per_sequence, LEAST_ROWS)
+        self.with_prompts = [Bucket(max_num_seqs, rows, rows, min(rows, wanted)) for rows in self._row_counts[::-1]]
 
-    def __iter__(self) -> Iterator[Bucket]:
-        """From the largest on, so that the memory of one serves the next."""
-        every = chain.from_iterable(self._buckets)
-        return iter(sorted(every, key=lambda bucket: (bucket.num_rows, bucket.num_sequences), reverse=True))
-
-    def find(self, num_sequences: int, num_rows: int, max_rows: int) -> Bucket | None:
-        """The smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one; None if none."""
+    def find(self, num_sequences: int, num_rows: int, max_rows: int, num_logit_rows: int) -> Bucket | None:
+        """The smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one, and that many
+        rows with logits; None if there is none."""
         place = bisect_left(self._counts, num_sequences)
         if place == len(self._counts):
             return None
-        fitting = (one for one in self._buckets[place] if one.max_rows >= max_rows and one.num_rows >= num_rows)
-        return next(fitting, None)
+        for bucket in self._decoding[place]:
+            if bucket.max_rows >= max_rows and bucket.num_rows >= num_rows:
+                return bucket
+        place = bisect_left(self._row_counts, num_rows)
+        if place == len(self._row_counts) or self.with_prompts[-1 - place].num_logit_rows < num_logit_rows:
+            return None
+        return self.with_prompts[-1 - place]
+
+
+def _size(bucket: Bucket) -> tuple[int, int]:
+    return bucket.num_rows, bucket.num_sequences
 
 
 def _of(count: int, most: int) -> list[Bucket]:
     """The buckets for `count` sequences of up to `most` rows, the smallest first."""
     means = takewhile(lambda rows: rows < most, _rising()) if count * most > _FEW_ROWS else ()
-    with_drafts = [Bucket(count, min(most, count * rows), rows) for rows in (*means, most) if most > 1]
-    return [Bucket(count, 1, 1), *with_drafts]
+    sizes = [(1, 1), *((min(most, count * rows), rows) for rows in (*means, most) if most > 1)]
+    numbers = ((max_rows, max(count * rows, LEAST_ROWS)) for max_rows, rows in sizes)
+    return [Bucket(count, max_rows, num_rows, num_rows) for max_rows, num_rows in numbers]
 
 
 def _rising() -> Iterator[int]:

@@ -1,12 +1,11 @@
-"""Runs the target over an engine's steps: decode steps as CUDA graphs, the others compiled, all eagerly on a CPU."""
+"""Runs the target over an engine's steps: as CUDA graphs on a GPU, eagerly on a CPU."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +20,10 @@ from draftwire.devices import record_event, upload
 from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
 from draftwire.stream_hold import StreamHold
 from verifier_service.target import Target
-from verifier_service.target_buckets import Bucket, Buckets
+from verifier_service.target_buckets import LEAST_ROWS, Bucket, Buckets
 
 logger = logging.getLogger(__name__)
 
-# Compiled code asks for at least so many rows' logits; more of them are thrown away.
-_LEAST_LOGIT_ROWS = 2
 _CPU = torch.device("cpu")
 
 
@@ -103,15 +100,16 @@ class HeldStep:
 class TargetRunner:
     """The target, its cache and the graphs that were captured over both.
 
-    A graph covers everything from token ids to the logits of all rows and the states that features are made of. Graphs
-    share their memory: what one computes lies there until the next is replayed, whichever features are read meanwhile.
+    A graph covers everything from token ids to the logits and the states that features are made of. Graphs share their
+    memory: what one computes lies there until the next is replayed, whichever features are read meanwhile. A step that
+    fits none, which an engine does not have, is computed without.
 
     Attributes
     ----------
     cache
         Keys and values; of a split target, those of this rank's heads.
     pass_seconds
-        Time of the graphs' forward passes by their rows, with no context; empty before they are captured.
+        Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured.
     """
 
     def __init__(
@@ -120,20 +118,24 @@ class TargetRunner:
         cache: KVCache,
         max_num_seqs: int,
         rows_per_sequence: int,
+        max_prefill_rows: int,
         max_blocks_per_sequence: int,
     ) -> None:
         """
         Parameters
         ----------
         max_num_seqs, rows_per_sequence
-            Most sequences of a decode step, and most rows of one of them: its last token and the drafts.
+            Most sequences of a step, and most rows of one that decodes: its last token and the drafts.
+        max_prefill_rows
+            Most rows of prompts in a step.
         max_blocks_per_sequence
             Most blocks of the cache that a sequence has.
         """
         self._target = target
         self.cache = cache
-        self._buckets = Buckets(max_num_seqs, rows_per_sequence)
-        self._max_num_seqs = max_num_seqs
+        most_rows = max_num_seqs * rows_per_sequence + max_prefill_rows
+        most_rows = min(most_rows, max_num_seqs * max_blocks_per_sequence * BLOCK_SIZE)
+        self._buckets = Buckets(max_num_seqs, rows_per_sequence, most_rows)
         self._max_blocks = max_blocks_per_sequence
         self._graphs: dict[Bucket, _Graph] = {}
         self._hold: StreamHold | None = None
@@ -141,27 +143,21 @@ class TargetRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the graphs, with a progress bar, and compiles what steps without one need; not on a CPU.
-
-        The target is compiled by then.
-        """
+        """Captures the graphs, with a progress bar; not on a CPU. The target is compiled by then."""
         if self._target.device.type != "cuda":
             return
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
-        buckets = list(self._buckets)
-        inputs = _Inputs(max(b.num_rows for b in buckets), self._max_num_seqs, self._max_blocks, self._target.device)
         self._hold = _make_hold(self._target.device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._target.device)
         console = Console(stderr=True)
-        for bucket in track(buckets, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
+        every = []
+        for buckets in (self._buckets.with_prompts, self._buckets.decoding):
+            inputs = _Inputs(buckets, self._max_blocks, self._target.device)  # a step copies what the largest holds
+            every += [(bucket, inputs) for bucket in buckets]
+        for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
             self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
+        for bucket in self._buckets.decoding:
             self.pass_seconds[bucket.num_rows] = self._measured(bucket)
-        for step in track(
-            list(self._prompts()), "steps with prompts", console=console, disable=not console.is_terminal
-        ):
-            self.run(step)
-        torch.cuda.synchronize(self._target.device)
-        torch.cuda.empty_cache()  # what the runs outside of the captures took
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
         logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
 
@@ -169,22 +165,14 @@ class TargetRunner:
         """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
         taken = []
         for _ in range(3):
-            output = self._graphs[bucket].run(_padding([(0, bucket.rows_each)] * bucket.num_sequences))
+            rows_each = min(bucket.max_rows, bucket.num_rows // bucket.num_sequences)
+            output = self._graphs[bucket].run(_padding([rows_each] * bucket.num_sequences))
             ended = record_event(self._target.device)
             assert output.began is not None
             assert ended is not None
             ended.synchronize()
             taken.append(output.began.elapsed_time(ended) / 1000)
         return min(taken)
-
-    def _prompts(self) -> Iterator[StepRows]:
-        """Steps of padding that use the forms of the attention kernels that steps with prompts take: a short or a
-        long piece of a prompt, at its begin or far into it, beside few and many sequences."""
-        far = max(self._max_blocks - 1, 1) * BLOCK_SIZE
-        counts = {min(2**i, self._max_num_seqs) for i in range(self._max_num_seqs.bit_length() + 1)}
-        for count, rows in product(sorted(counts), sorted({min(rows, far) for rows in (8, 16, 32, 64, 256)})):
-            for start in sorted({0, far - rows}):
-                yield _padding([(start, rows)] + [(0, 1)] * (count - 1))
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
     @torch.inference_mode()
@@ -196,7 +184,7 @@ class TargetRunner:
         device = self._target.device
         batch = RaggedBatch(step.sequences, device)
         wanted = len(step.logit_rows)
-        logit_rows = np.concatenate([step.logit_rows, np.zeros(max(_LEAST_LOGIT_ROWS - wanted, 0), np.int64)])
+        logit_rows = np.concatenate([step.logit_rows, np.zeros(max(LEAST_ROWS - wanted, 0), np.int64)])
         token_ids, positions, rows = upload([step.token_ids, step.positions, logit_rows], device)
         if step.drawn is not None:
             step.drawn.write(token_ids)
@@ -218,7 +206,7 @@ class TargetRunner:
 
     def _graph(self, step: StepRows) -> _Graph | None:
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
-        bucket = self._buckets.find(len(step.sequences), len(step.positions), max_rows)
+        bucket = self._buckets.find(len(step.sequences), len(step.positions), max_rows, len(step.logit_rows))
         return None if bucket is None else self._graphs.get(bucket)
 
 
@@ -233,10 +221,14 @@ def _make_hold(device: torch.device) -> StreamHold | None:
     return hold
 
 
-def start_runner(target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int) -> TargetRunner:
-    """A runner with a cache of `num_blocks` blocks for steps of up to `num_drafts` drafts, its graphs captured."""
+def start_runner(
+    target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int, max_prefill_rows: int
+) -> TargetRunner:
+    """A runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs` sequences
+    with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
     cache = KVCache(target.layer_shapes, num_blocks, target.dtype, target.device)
-    runner = TargetRunner(target, cache, max_num_seqs, num_drafts + 1, blocks_for(target.max_model_len))
+    longest = blocks_for(target.max_model_len)
+    runner = TargetRunner(target, cache, max_num_seqs, num_drafts + 1, max_prefill_rows, longest)
     runner.capture()
     return runner
 
@@ -246,25 +238,34 @@ class _Loaded(NamedTuple):
 
     token_ids: Tensor  # [rows of the bucket] int64
     positions: Tensor
+    logit_rows: Tensor  # [logit rows of the bucket] int64
     batch: RaggedBatch
     slots_on_host: np.ndarray  # of the step's own rows
 
 
 class _Inputs:
-    """What graphs read, at fixed addresses."""
+    """What the graphs of some buckets read, at fixed addresses."""
 
-    def __init__(self, max_rows: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        self._token_ids, self._positions = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
-        self._batch = BatchBuffers(max_rows, max_num_seqs, max_blocks, device)
+    def __init__(self, buckets: Sequence[Bucket], max_blocks: int, device: torch.device) -> None:
+        most_rows = max(bucket.num_rows for bucket in buckets)
+        most_sequences = max(bucket.num_sequences for bucket in buckets)
+        self._token_ids, self._positions, self._chosen_rows = torch.zeros(
+            3, most_rows, dtype=torch.int64, device=device
+        )
+        self._all_rows = torch.arange(most_rows, device=device)
+        self._batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
 
     def load(self, step: StepRows, bucket: Bucket) -> _Loaded:
         """Copies all but the token ids of a step that fits the bucket; rows of padding are at position 0."""
-        padded = bucket.num_rows
+        padded, num_logit_rows = bucket.num_rows, bucket.num_logit_rows
         positions = self._positions[:padded]
         positions.copy_(_staged(step.positions, padded), non_blocking=True)
+        logit_rows = (self._all_rows if bucket.has_all_logits else self._chosen_rows)[:num_logit_rows]
+        if not bucket.has_all_logits:
+            logit_rows.copy_(_staged(step.logit_rows, num_logit_rows), non_blocking=True)
         own = RaggedBatch(step.sequences, _CPU)
         batch = self._batch.load(own, padded, bucket.num_sequences, max_rows=bucket.max_rows)
-        return _Loaded(self._token_ids[:padded], positions, batch, own.slot_mapping.numpy())
+        return _Loaded(self._token_ids[:padded], positions, logit_rows, batch, own.slot_mapping.numpy())
 
 
 def _staged(values: np.ndarray, padded: int) -> Tensor:
@@ -285,18 +286,17 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            padding = _padding([(0, bucket.rows_each)] * bucket.num_sequences)
-            token_ids, positions, batch, _ = inputs.load(padding, bucket)
+            token_ids, positions, rows, batch, _ = inputs.load(_padding([]), bucket)
             token_ids.zero_()
-            rows = torch.arange(bucket.num_rows, device=target.device)
-            target.forward(token_ids, positions, cache, batch, rows)  # kernels are built outside of the capture
+            # Kernels are built outside of the capture, and what that takes of memory is given back to it.
+            target.forward(token_ids, positions, cache, batch, rows)
+            torch.cuda.empty_cache()
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 output = target.forward(token_ids, positions, cache, batch, rows)
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._rows = rows
         self._logits = _unowned(output.logits)
         self._states = [_unowned(state) for state in output.states]
         self._slots = batch.slot_mapping
@@ -307,7 +307,7 @@ class _Graph:
         return self._replay(step, loaded, _staged(step.token_ids, self._bucket.num_rows))
 
     def hold(self, step: StepRows, hold: StreamHold) -> HeldStep:
-        """Launches the same, which begins when the token ids are there."""
+        """Launches the same, which begins when the token ids are there; all rows have logits."""
         loaded = self._inputs.load(step, self._bucket)
         token_ids = _staged(step.token_ids, self._bucket.num_rows)
         hold.stop()
@@ -327,20 +327,20 @@ class _Graph:
         loaded.token_ids.copy_(token_ids, non_blocking=True)
         if step.drawn is not None:
             step.drawn.write(loaded.token_ids)
-        began = record_event(self._rows.device)
+        began = record_event(self._slots.device)
         self._graph.replay()
         num_rows = len(step.positions)
+        num_logit_rows = num_rows if self._bucket.has_all_logits else len(step.logit_rows)
         slots, slots_on_host = self._slots[:num_rows], loaded.slots_on_host
-        output = StepOutput(self._logits[:num_rows], self._states, slots, slots_on_host, began)
-        return output.with_logits_of(step.logit_rows)
+        output = StepOutput(self._logits[:num_logit_rows], self._states, slots, slots_on_host, began)
+        return output.with_logits_of(step.logit_rows) if self._bucket.has_all_logits else output
 
 
-def _padding(sequences: Sequence[tuple[int, int]]) -> StepRows:
-    """A step of sequences (start, rows) that is written to the block of padding."""
-    placed = [SequenceRows([0] * blocks_for(start + rows), start, rows) for start, rows in sequences]
-    num_rows = sum(rows for _, rows in sequences)
-    rows = np.zeros(num_rows, np.int64)
-    return StepRows(rows, rows, placed, np.arange(num_rows))
+def _padding(counts: Sequence[int]) -> StepRows:
+    """A step of sequences with so many rows each that is written to the block of padding."""
+    rows = np.zeros(sum(counts), np.int64)
+    sequences = [SequenceRows([0] * blocks_for(count), 0, count) for count in counts]
+    return StepRows(rows, rows, sequences, np.arange(len(rows)))
 
 
 class _Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -267,7 +268,9 @@ def test_a_service_that_ends_meanwhile_is_named_with_its_log(monkeypatch):
     )
     assert result.exit_code == 1
     told = " ".join(result.output.split())
-    assert f"the verifier ended with status -{signal.SIGABRT.value}; its log: " in told
+    # To name the Python code, the frames of threads that still run are read, and reading one in mid-change may fault.
+    statuses = f"{signal.SIGABRT.value}|{signal.SIGSEGV.value}"
+    assert re.search(f"the verifier ended with status -({statuses}); its log: ", told)
     assert "Fatal Python error: Aborted" in told
 
 

@@ -88,7 +88,7 @@ class Served:
         self.tokens = [torch.randint(3, target.vocab_size, (length,), generator=generator) for length in lengths]
         pool = BlockPool(40)
         cache = KVCache(target.layer_shapes, 40, target.dtype, target.device)
-        self._runner = TargetRunner(target, cache, 3, 8, blocks_for(CONTEXT))
+        self._runner = TargetRunner(target, cache, 3, 8, CONTEXT, blocks_for(CONTEXT))
         self._runner.capture()
         self._blocks = [pool.allocate(blocks_for(length)) or [] for length in lengths]
 

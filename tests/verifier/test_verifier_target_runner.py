@@ -1,4 +1,4 @@
-"""Steps through the runner: eager on a CPU; on a GPU compiled, and as CUDA graphs where they decode."""
+"""Steps through the runner: eager on a CPU; on a GPU as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 CONTEXT = 256
 K = 4
 MAX_NUM_SEQS = 10
+PREFILL = 400
 VOCAB_SIZE = 2048
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -36,7 +37,7 @@ def target(request) -> Target:
 @pytest.fixture(scope="module")
 def runner(target) -> TargetRunner:
     cache = KVCache(target.layer_shapes, 200, target.dtype, target.device)
-    runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, blocks_for(CONTEXT))
+    runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, PREFILL, blocks_for(CONTEXT))
     runner.capture()
     return runner
 
@@ -158,7 +159,7 @@ def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(mo
 @pytest.mark.parametrize("target", DEVICES[1:], indirect=True)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
-def test_steps_with_prompts_find_all_kernels_compiled(runner):
+def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, runner, monkeypatch):
     from draftwire_kernels.gpu.paged_attention import attention_kernel, combine_kernel
 
     kernels = (attention_kernel, combine_kernel)
@@ -166,19 +167,70 @@ def test_steps_with_prompts_find_all_kernels_compiled(runner):
     def count_forms() -> int:
         return sum(len(forms) for kernel in kernels for forms, *_ in kernel.device_caches.values())
 
+    monkeypatch.setattr(target, "forward", None)  # which a graph does without
     rng = random.Random(5)
     before = count_forms()
     assert before > 0
     for _ in range(100):
-        pool = BlockPool(200)
-        sequences = [Sequence([], pool) for _ in range(rng.randint(1, MAX_NUM_SEQS))]
+        pool, room = BlockPool(200), PREFILL
         pieces = []
-        for i, sequence in enumerate(sequences):
+        for i in range(rng.randint(1, MAX_NUM_SEQS)):
+            sequence = Sequence([], pool)
             count = rng.randint(6, 150) if i == 0 or rng.random() < 0.3 else rng.randint(1, K + 1)
+            if count > room:
+                break
+            room -= count
             sequence.num_computed = rng.randint(0, CONTEXT - count)
             pieces.append((sequence, [5] * count))
-        run(runner, pieces)
+        run(runner, pieces, all_logits=False)
     assert count_forms() == before
+
+
+@pytest.mark.usefixtures("no_recompilation")
+@torch.inference_mode()
+def test_steps_with_prompts_beside_drafts_are_those_of_each_sequence_alone(model, target, runner):
+    """Prompts in several pieces, whose last rows alone have logits, as all rows of those that decode have."""
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 200, 33, 64, 90)]
+    alone = [
+        model(torch.tensor([s.tokens], device=model.device), output_hidden_states=True, use_cache=False)
+        for s in sequences
+    ]
+    layers = [1, target.num_layers]
+    rng = random.Random(7)
+    while any(s.num_computed < len(s.tokens) for s in sequences):
+        left = [s for s in sequences if s.num_computed < len(s.tokens)]
+        pieces, logit_rows, room = [], [], PREFILL
+        for sequence in rng.sample(left, rng.randint(1, len(left))):
+            is_decoding = sequence.num_computed > 0 and rng.random() < 0.4
+            count = rng.randint(1, K + 1) if is_decoding else rng.randint(1, 150)
+            count = min(count, room, len(sequence.tokens) - sequence.num_computed)
+            begin = PREFILL - room
+            logit_rows += range(begin if is_decoding else begin + count - 1, begin + count)
+            pieces.append((sequence, sequence.num_computed, count))
+            room -= count
+            if room == 0:
+                break
+        step = StepRows(
+            np.concatenate([np.array(s.tokens[start : start + count]) for s, start, count in pieces]),
+            np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
+            [SequenceRows(s.blocks, start, count) for s, start, count in pieces],
+            np.array(logit_rows),
+        )
+        output = runner.run(step)
+        expected = [alone[sequences.index(s)] for s, _, _ in pieces]
+        ranges = [slice(start, start + count) for _, start, count in pieces]
+        logits = torch.cat([one.logits[0, rows] for one, rows in zip(expected, ranges, strict=True)])
+        torch.testing.assert_close(output.logits, logits[logit_rows], rtol=1e-3, atol=1e-3)
+        states = [
+            torch.cat([one.hidden_states[layer][0, rows] for layer in layers], -1)
+            for one, rows in zip(expected, ranges, strict=True)
+        ]
+        torch.testing.assert_close(output.features(layers), torch.cat(states), rtol=1e-3, atol=1e-3)
+        slots = [s.blocks[i // 16] * 16 + i % 16 for s, start, count in pieces for i in range(start, start + count)]
+        assert output.slots.tolist() == output.slots_on_host.tolist() == slots
+        for sequence, _, count in pieces:
+            sequence.num_computed += count
 
 
 @torch.inference_mode()
@@ -235,6 +287,7 @@ def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count)
 
 
 def test_on_a_gpu_a_step_that_no_graph_computes_is_not_held(target, runner):
-    rows = np.zeros(K + 2, np.int64)
-    held = runner.hold(StepRows(rows, rows, [SequenceRows([1], 0, K + 2)], rows))
+    num_rows = MAX_NUM_SEQS * (K + 1) + 1  # more logits than a step has
+    rows = np.zeros(num_rows, np.int64)
+    held = runner.hold(StepRows(rows, rows, [SequenceRows([1] * 4, 0, num_rows)], rows))
     assert (held is None) == (target.device.type == "cuda")

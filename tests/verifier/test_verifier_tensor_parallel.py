@@ -175,7 +175,7 @@ def whole(options) -> Target:
 
 def run_both(whole: Target, split: Target, followers: Followers, steps: list[StepRows]) -> list[list[StepOutput]]:
     """What both compute in each step."""
-    runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K) for target in (whole, split)]
+    runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT) for target in (whole, split)]
     runs = runners[0].run, followers.lead(runners[1].run)
     return [[run(step) for run in runs] for step in steps]
 

@@ -109,7 +109,9 @@ def _short(problem: Problem, multiprocessors: int, tuning: Tuning) -> Launch:
 def _long(problem: Problem, least_rows: int, multiprocessors: int, tuning: Tuning) -> Launch:
     tiles = ceil_div(problem.num_rows, tuning.block_m // problem.group)
     places = tiles + problem.num_sequences - 1
-    division = _division(problem, places, problem.num_rows, multiprocessors, tuning)
+    # Of these so many have rows, because few sequences can be long.
+    most_tiles = min(places, tiles + problem.num_rows // least_rows)
+    division = _division(problem, most_tiles, problem.num_rows, multiprocessors, tuning)
     is_searched = problem.num_sequences > 1
     grid = (places, 1, division[1]) if is_searched else (1, tiles, division[1])
     return Launch(tuning, False, least_rows, problem.num_rows, grid, is_searched, *division, problem.num_rows)
