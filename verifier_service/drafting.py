@@ -92,7 +92,7 @@ class Drafting:
         self._accepted: Counter[str] = Counter()
         self._audit = Audit(use_fp64=config.use_fp64_gumbel)  # by address too: a new stream forgets nothing
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
-        self._unlearnt: list[tuple[DraftSession, Message, Answered]] = []
+        self._unlearnt: list[tuple[DraftSession, Message, Answered, bool]] = []
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self.gate = StepGate(self._sessions, self._bindings, profile or Profile())
@@ -443,14 +443,14 @@ class Drafting:
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
-        self._unlearnt.append((session, message, answer))
+        self._unlearnt.append((session, message, answer, self.gate.ran_between(message.sent, answer.received)))
 
     def _learn(self) -> None:
         """Counts the answers, and learns what they tell of their drafters. Not as they come: a step may begin with
         their drafts."""
-        for session, message, answer in self._unlearnt:
+        for session, message, answer, is_beside in self._unlearnt:
             received, drafts = max(answer.received, message.sent), answer.drafts
-            session.pace.take_answer(message, received, drafts.compute_time_s)
+            session.pace.take_answer(message, received, drafts.compute_time_s, is_beside=is_beside)
             if message.sequences:
                 session.breaker.take_answer(received - max(message.sent, session.last_received), received)
             session.last_received = received

@@ -524,10 +524,12 @@ class Engine:
             ahead = self.drafting.begin_features(sampling, pending.num_emitted, self._stores)
         num_rows, is_beside = len(output.slots_on_host), self._flight is not None
         verified = self.drafting.count_by_drafter(works)
+        self.drafting.gate.note_launch()
         return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, verified=verified)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
+        self.drafting.gate.note_landing()
         self.drafting.take_ahead(flight.ahead)
         try:
             self.times.enter(Phase.SAMPLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -26,6 +26,8 @@ class StepGate:
         self.target_cost = TargetCost(profile)
         self._sessions = sessions
         self._bindings = bindings
+        self._launched: deque[float] = deque()  # when the steps that run were; monotonic times
+        self._ran_until = -math.inf  # when the last of those that have ended did
         self._feature_rows = 0  # sent since the last step was counted
         self._had_prompts = False  # whether that had any
         self._landed: float | None = None  # when its tokens were there
@@ -36,6 +38,24 @@ class StepGate:
         self._parts = False  # whether the next step is to take a part of those that are ready
         self._held_since: float | None = None
         self._held_until: float | None = None
+
+    def note_launch(self) -> None:
+        """Notes that a step runs."""
+        self._launched.append(time.monotonic())
+
+    def note_landing(self) -> None:
+        """Notes that the step that was launched first has ended."""
+        self._launched.popleft()
+        self._ran_until = time.monotonic()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step runs."""
+        return len(self._launched) > 0
+
+    def ran_between(self, begin: float, end: float) -> bool:
+        """Whether a step ran between two monotonic times, of which the first is after the last landing but one."""
+        return self._ran_until > begin or (self.is_running and self._launched[0] < end)
 
     def count_sent(self, feature_rows: int) -> None:
         """Notes rows that the drafters were sent, which take some of the engine's time."""

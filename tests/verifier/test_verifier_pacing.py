@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,7 @@ def tokens_at(rate: float, k: int = 4) -> list[float]:
 
 def test_a_line_is_learnt_from_noisy_observations():
     noise = random.Random(0)
-    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    estimate = LinearEstimate((1.0, 0.0), (0.1, 0.1))
     for i in range(200):
         x = noise.choice([1, 10, 100])
         estimate.observe((1.0, x), (5 + 0.02 * x) * noise.uniform(0.95, 1.05), 0.01 * i)
@@ -85,7 +86,7 @@ def test_a_step_costs_something_even_where_its_features_take_the_blame_for_all()
 
 
 def test_the_slope_learnt_before_is_kept_while_the_load_does_not_change():
-    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    estimate = LinearEstimate((1.0, 0.0), (0.1, 0.1))
     for i in range(20):
         x = (1, 100)[i % 2]
         estimate.observe((1.0, x), 5 + 0.05 * x, 0.01 * i)
@@ -96,7 +97,7 @@ def test_the_slope_learnt_before_is_kept_while_the_load_does_not_change():
 
 
 def test_a_single_outlier_moves_nothing_and_a_change_is_believed_after_a_few():
-    estimate = LinearEstimate((1.0, 0.0), 0.1)
+    estimate = LinearEstimate((1.0, 0.0), (0.1, 0.1))
     for i in range(50):
         estimate.observe((1.0, 10), 1.0 + 0.02 * (i % 2), 0.01 * i)
     estimate.observe((1.0, 10), 50.0, 0.5)
@@ -220,6 +221,74 @@ def test_the_rate_counts_the_hosts_time_where_it_is_not_hidden():
     assert own.rate(Plan(4)) == pytest.approx(64 * 3.05 / (9.6e-3 + 2.7e-3 + 1.5e-3), rel=0.02)
     assert own.rate(Plan(4, 2)) == pytest.approx(64 * 3.05 / (2 * 6.4e-3), rel=0.02)
     assert own.without == pytest.approx(64 / 5.7e-3, rel=0.02)
+
+
+def answers(drafter: DrafterCost, compute_s: float, now: float, count: int, *, is_beside: bool) -> float:
+    """Has it take so many, 10 ms apart; when the last one came."""
+    for _ in range(count):
+        now += 0.01
+        drafter.observe(1e-3 + compute_s, ROW_BYTES, 32, 4, 32, compute_s, now, is_beside=is_beside)
+    return now
+
+
+def test_what_a_drafter_takes_longer_beside_steps_is_a_cost_of_its_own():
+    drafter = DrafterCost()
+    now = 0.0
+    for _ in range(10):
+        now = answers(drafter, 2e-3, now, 5, is_beside=False)
+        now = answers(drafter, 5e-3, now, 5, is_beside=True)
+    assert drafter.compute_s(32, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.05)
+    assert drafter.compute_s(32, 4, 32, is_beside=True) == pytest.approx(5e-3, rel=0.05)
+
+
+def test_answers_beside_steps_say_little_of_those_alone():
+    """A drafter that takes four times as long beside prompts, and from then on is always beside steps."""
+    drafter = DrafterCost()
+    now = answers(drafter, 2e-3, 0.0, 50, is_beside=False)
+    now = answers(drafter, 8e-3, now, 500, is_beside=True)
+    assert drafter.compute_s(32, 4, 32, is_beside=True) == pytest.approx(8e-3, rel=0.05)
+    assert drafter.compute_s(32, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.15)
+    answers(drafter, 1e-3, now, 500, is_beside=True)  # less than it took alone: that is less by now
+    assert drafter.compute_s(32, 4, 32, is_beside=True) == pytest.approx(1e-3, rel=0.05)
+    assert drafter.compute_s(32, 4, 32, is_beside=False) < 1.05e-3
+
+
+def test_a_drafter_that_is_slow_beside_steps_is_not_left_to_turns():
+    """Where sequences take turns, all its answers are."""
+    target = learnt_target(4.5e-3, 6e-6)
+    drafter = DrafterCost()
+    now = answers(drafter, 1.5e-3, 0.0, 50, is_beside=False)
+    answers(drafter, 9e-3, now, 100, is_beside=True)
+    forecast = Forecast(Load(32, 1), tokens_at(0.75), target, drafter)
+    assert forecast.best(4) == Plan(4, 1)
+    among_others = Forecast(Load(32, 1, other_rows=32.0, other_tokens=32.0), tokens_at(0.75), target, drafter)
+    alone_s = 4.5e-3 + 6e-6 * (32 * 5 + 32) + 1e-3 + 1.5e-3
+    tokens = 32 * tokens_at(0.75)[4] + 32
+    assert among_others.rate(Plan(4, 1)) == pytest.approx(tokens / (alone_s + 7.5e-3), rel=0.05)
+
+
+def test_the_gate_knows_whether_a_step_ran_while_an_answer_was_awaited(monkeypatch):
+    now = SimpleNamespace(monotonic=lambda: now.value, value=0.0)
+    monkeypatch.setattr(step_gate, "time", now)
+    gate = StepGate({}, {}, Profile())
+
+    def at(time: float, note: Callable[[], None]) -> None:
+        now.value = time
+        note()
+
+    assert not gate.ran_between(0.0, 100.0)
+    at(1.0, gate.note_launch)
+    assert gate.is_running
+    assert gate.ran_between(0.5, 1.5)
+    assert not gate.ran_between(0.5, 0.9)
+    at(2.0, gate.note_launch)
+    at(3.0, gate.note_landing)
+    assert gate.is_running
+    assert gate.ran_between(3.0, 4.0)
+    at(5.0, gate.note_landing)
+    assert not gate.is_running
+    assert gate.ran_between(4.0, 6.0)
+    assert not gate.ran_between(5.0, 6.0)
 
 
 @pytest.mark.parametrize(

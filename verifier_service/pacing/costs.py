@@ -12,11 +12,12 @@ from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
 
 # Observations after which an estimate decides.
 ENOUGH = 8
-# How far costs may move in a second, as shares: those of a target, those of a link that others use too, and those of
-# the host, which follow the load.
+# How far costs may move in a second, as shares: those of a target, those of a link that others use too, those of the
+# host, which follow the load, and what a drafter takes longer beside a step of the target, which goes by what that is.
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
+BESIDE_DRIFT = 2.0
 # What sequences that take turns cost each other, as a share of the shortest step, where nothing has shown it: a GPU
 # computes slower back to back than with breaks (a pass of 160 rows of the 8B shape on an H200 by 5 %). What was seen is
 # half forgotten after each so many seconds in which they take none.
@@ -41,8 +42,8 @@ _Rows = TypeVar("_Rows", float, np.ndarray)
 class _LazyEstimate:
     """A `LinearEstimate` that works observations in when it is read, so that this can be done when there is time."""
 
-    def __init__(self, shares: Sequence[float], drift: float) -> None:
-        self._estimate = LinearEstimate(shares, drift)
+    def __init__(self, shares: Sequence[float], drifts: Sequence[float]) -> None:
+        self._estimate = LinearEstimate(shares, drifts)
         self._news: list[tuple[tuple[float, ...], float, float]] = []
 
     def observe(self, causes: tuple[float, ...], seconds: float, now: float) -> None:
@@ -105,10 +106,8 @@ class TargetCost:
         self._profile = profile or Profile()
         # The first step is as long as its pass, if that was measured.
         shares = (0.0, 1.0, 0.0) if self._profile.is_measured else (1.0, 0.0, 0.0)
-        self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
-        self._lead = _LazyEstimate((1.0,), HOST_DRIFT)
-        self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
-        self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._estimate = _LazyEstimate(shares, [TARGET_DRIFT] * 3)
+        self._lead, self._beside, self._turn = (_LazyEstimate((1.0,), (HOST_DRIFT,)) for _ in range(3))
         self._explored = 0.0
         self.lead_seen = math.inf
         self._turn_seen = -math.inf
@@ -190,14 +189,27 @@ class TargetCost:
 
 
 class DrafterCost:
-    """Time from a message to its answer: round trip + bytes + the computing time that the drafter tells."""
+    """Time from a message to its answer: round trip + bytes + the computing time that the drafter tells.
+
+    A drafter may compute on the target's own device: what that adds where a step runs meanwhile is a cost of its own.
+    Else sequences that take turns, whose answers always come beside steps, would not show that they are slower by it.
+    """
 
     def __init__(self) -> None:
-        self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
-        self._compute = _LazyEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
+        self._link = _LazyEstimate((1.0, 0.0), [LINK_DRIFT] * 2)
+        self._compute = _LazyEstimate((0.2, 0.8, 0.0, 0.0, 0.0), [*[LINK_DRIFT] * 4, BESIDE_DRIFT])
 
     def observe(
-        self, seconds: float, num_bytes: int, rows: int, drafts: int, sequences: int, compute_s: float, now: float
+        self,
+        seconds: float,
+        num_bytes: int,
+        rows: int,
+        drafts: int,
+        sequences: int,
+        compute_s: float,
+        now: float,
+        *,
+        is_beside: bool = False,
     ) -> None:
         """Takes an answer.
 
@@ -211,9 +223,11 @@ class DrafterCost:
             Drafts wanted of each sequence, and of how many.
         compute_s
             As the drafter tells it.
+        is_beside
+            Whether the target computed a step in that time.
         """
         self._link.observe((1.0, num_bytes), max(0.0, seconds - compute_s), now)
-        self._compute.observe((1.0, drafts, drafts * sequences, rows), compute_s, now)
+        self._compute.observe((1.0, drafts, drafts * sequences, rows, is_beside), compute_s, now)
 
     def settle(self) -> None:
         """Works in the answers taken, which the next use would do."""
@@ -238,17 +252,22 @@ class DrafterCost:
 
     @property
     def compute(self) -> tuple[float, float, float, float]:
-        """Seconds of an answer, of each draft position, of each draft and of each row."""
-        fixed, per_position, per_draft, per_row = self._compute.read().weights
+        """Seconds of an answer, of each draft position, of each draft and of each row, while no step runs."""
+        fixed, per_position, per_draft, per_row, _ = self._compute.read().weights
         return fixed, per_position, per_draft, per_row
+
+    @property
+    def beside_s(self) -> float:
+        """Expected time by which an answer takes longer while a step runs."""
+        return self._compute.read().weights[4]
 
     def transfer_s(self, num_bytes: int) -> float:
         """Expected time on the link, both ways."""
         return self._link.read().predict((1.0, num_bytes))
 
-    def compute_s(self, rows: int, drafts: int, sequences: int) -> float:
-        """Expected computing time."""
-        return self._compute.read().predict((1.0, drafts, drafts * sequences, rows))
+    def compute_s(self, rows: int, drafts: int, sequences: int, *, is_beside: bool) -> float:
+        """Expected computing time, beside a step or while none runs."""
+        return self._compute.read().predict((1.0, drafts, drafts * sequences, rows, is_beside))
 
 
 class Acceptance:

@@ -81,19 +81,30 @@ class Pace:
         return self.governor.plan
 
     def send(
-        self, now: float, num_bytes: int, rows: int, drafts: int, sequences: int, *, waits: bool = True
+        self,
+        now: float,
+        num_bytes: int,
+        rows: int,
+        drafts: int,
+        sequences: int,
+        *,
+        waits: bool = True,
+        is_beside: bool = False,
     ) -> Message:
-        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`."""
+        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`. `is_beside` tells
+        whether a step runs meanwhile."""
         queued_s = max(0.0, self._link_free - now)
         self._link_free = now + queued_s + self.cost.link[1] * num_bytes
         expected = 0.0
         if self.cost.is_known:
             begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
-            expected = self._last_expected = begins + self.cost.compute_s(rows, drafts, sequences)
+            expected = self._last_expected = begins + self.cost.compute_s(
+                rows, drafts, sequences, is_beside=is_beside or self.plan.num_groups > 1
+            )
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
         return Message(now, queued_s, num_bytes, rows, drafts, sequences, expected, wait_until)
 
-    def take_answer(self, message: Message, received: float, compute_s: float) -> None:
+    def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool = False) -> None:
         """Learns from an answer.
 
         Parameters
@@ -102,6 +113,8 @@ class Pace:
             Monotonic time at which it came.
         compute_s
             Computing time, as the drafter tells it.
+        is_beside
+            Whether a step ran between the two.
         """
         arrived = message.sent + message.queued_s
         behind_s = max(0.0, self._last_answer - arrived - self.cost.transfer_s(message.num_bytes))
@@ -114,6 +127,7 @@ class Pace:
             message.sequences,
             min(compute_s, received - message.sent),
             received,
+            is_beside=is_beside,
         )
 
     def expect(self, message: Message) -> Expected | None:
@@ -143,7 +157,8 @@ class Pace:
         if drafts == 0 or not self.cost.is_known:
             return math.inf
         rows = round(sequences * self.acceptance.expected_tokens()[drafts])
-        return self.cost.transfer_s(rows * row_bytes) + self.cost.compute_s(rows, drafts, sequences)
+        compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self.plan.num_groups > 1)
+        return self.cost.transfer_s(rows * row_bytes) + compute_s
 
     def backlog_rows(self, now: float, row_bytes: int) -> int:
         """How many rows of prompts and histories may be sent now, so that they delay no drafts.
@@ -204,8 +219,10 @@ class Pace:
             optimistic = optimistic or forecast(tokens=all_accepted)
             scouts = min(NUM_SCOUTS, load.sequences)
             drafts = self.governor.trial_drafts
-            stall_s = self.cost.transfer_s(0) + self.cost.compute_s(scouts, drafts, scouts)
-            if load.running > scouts:
+            has_others = load.running > scouts
+            compute_s = self.cost.compute_s(scouts, drafts, scouts, is_beside=has_others)
+            stall_s = self.cost.transfer_s(0) + compute_s
+            if has_others:
                 stall_s += max(0.0, TRIAL_STEPS - (tokens[drafts] - 1.0)) * self._step_s
             self.governor.allow_trials(optimistic, stall_s)
 

@@ -95,6 +95,7 @@ class Forecast:
         trip, per_byte = drafter.link
         per_answer, per_position, per_draft, per_drafter_row = drafter.compute
         compute = per_answer + per_position * drafts + (per_draft * drafts * count + per_drafter_row * emitted) / groups
+        compute += np.where((groups > 1) | (load.other_rows > 0), drafter.beside_s, 0.0)
         wire = per_byte * load.row_bytes * emitted / groups
         latency = trip + wire + compute
         round_s = groups * step + np.maximum(0.0, latency + target.lead_s - (groups - 1) * step)
