@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,10 @@ def main(
             return
         result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
         with torch.inference_mode():
-            result["batches"] = [_measure(config, runner, batch, context) for batch in parse_batches(batches)]
-            result["prompts"] = [_measure(config, runner, batch, 0) for batch in parse_batches(prompts)]
+            result["batches"] = [
+                _measure(config, runner, decode_step(*batch, context)) for batch in parse_batches(batches)
+            ]
+            result["prompts"] = [_measure(config, runner, _prompts_step(*batch)) for batch in parse_batches(prompts)]
             result["kernels"] = {
                 f"{count}x{rows}": _kernels(runner, decode_step(count, rows, context))
                 for count, rows in parse_batches(profiled)
@@ -172,14 +175,18 @@ def decode_step(count: int, rows: int, context: int) -> StepRows:
     )
 
 
-def _measure(config: dict[str, Any], runner: TargetRunner, batch: tuple[int, int], context: int) -> dict[str, Any]:
-    step = decode_step(*batch, context)
+def _prompts_step(count: int, rows: int) -> StepRows:
+    """As many whole prompts of so many rows, whose last rows' logits are wanted."""
+    return replace(decode_step(count, rows, 0), logit_rows=np.arange(1, count + 1) * rows - 1)
+
+
+def _measure(config: dict[str, Any], runner: TargetRunner, step: StepRows) -> dict[str, Any]:
     forward_ms, wall_ms = _time(lambda: runner.run(step))
     host_ms = _host_ms(lambda: runner.run(step))
-    num_rows = batch[0] * batch[1]
+    num_rows = len(step.positions)
     linear_ms = _linear_ms(config, num_rows)
     return {
-        "sequences": batch[0],
+        "sequences": len(step.sequences),
         "rows": num_rows,
         "forward_ms": forward_ms,
         "wall_ms": wall_ms,

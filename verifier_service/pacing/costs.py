@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import TypeVar
 
 import numpy as np
@@ -12,12 +13,15 @@ from verifier_service.pacing.estimate import CLOCK_S, LinearEstimate
 
 # Observations after which an estimate decides.
 ENOUGH = 8
-# How far costs may move in a second, as shares: those of a target, those of a link that others use too, those of the
-# host, which follow the load, and what a drafter takes longer beside a step of the target, which goes by what that is.
+# How far costs may move in a second, as shares: those of a target, those of a link that others use too, and those of
+# the host, or of a device that others use too, which follow the load.
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
-BESIDE_DRIFT = 2.0
+# Where so many answers beside steps in a row are sooner, by so many standard deviations, than those for which nothing
+# else ran, those are sooner by now too.
+SOONER_DEVIATIONS = 2.0
+SOONER_IN_A_ROW = 3
 # What sequences that take turns cost each other, as a share of the shortest step, where nothing has shown it: a GPU
 # computes slower back to back than with breaks (a pass of 160 rows of the 8B shape on an H200 by 5 %). What was seen is
 # half forgotten after each so many seconds in which they take none.
@@ -42,8 +46,8 @@ _Rows = TypeVar("_Rows", float, np.ndarray)
 class _LazyEstimate:
     """A `LinearEstimate` that works observations in when it is read, so that this can be done when there is time."""
 
-    def __init__(self, shares: Sequence[float], drifts: Sequence[float]) -> None:
-        self._estimate = LinearEstimate(shares, drifts)
+    def __init__(self, shares: Sequence[float], drift: float) -> None:
+        self._estimate = LinearEstimate(shares, drift)
         self._news: list[tuple[tuple[float, ...], float, float]] = []
 
     def observe(self, causes: tuple[float, ...], seconds: float, now: float) -> None:
@@ -106,8 +110,10 @@ class TargetCost:
         self._profile = profile or Profile()
         # The first step is as long as its pass, if that was measured.
         shares = (0.0, 1.0, 0.0) if self._profile.is_measured else (1.0, 0.0, 0.0)
-        self._estimate = _LazyEstimate(shares, [TARGET_DRIFT] * 3)
-        self._lead, self._beside, self._turn = (_LazyEstimate((1.0,), (HOST_DRIFT,)) for _ in range(3))
+        self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
+        self._lead = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
         self.lead_seen = math.inf
         self._turn_seen = -math.inf
@@ -191,13 +197,18 @@ class TargetCost:
 class DrafterCost:
     """Time from a message to its answer: round trip + bytes + the computing time that the drafter tells.
 
-    A drafter may compute on the target's own device: what that adds where a step runs meanwhile is a cost of its own.
-    Else sequences that take turns, whose answers always come beside steps, would not show that they are slower by it.
+    A drafter may compute on the target's own device: by how much it takes longer while a step runs is a cost of its own
+    (`beside_s`), and not what it takes alone. For answers to sequences that take turns always come beside steps, and
+    would never show that one group is faster.
     """
 
     def __init__(self) -> None:
-        self._link = _LazyEstimate((1.0, 0.0), [LINK_DRIFT] * 2)
-        self._compute = _LazyEstimate((0.2, 0.8, 0.0, 0.0, 0.0), [*[LINK_DRIFT] * 4, BESIDE_DRIFT])
+        self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
+        self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
+        self._beside = LinearEstimate((1.0,), HOST_DRIFT)
+        self._num_alone = 0  # answers for which nothing else ran
+        self._num_sooner = 0  # others, the last ones, that came sooner nevertheless
+        self._news: list[tuple[tuple[float, ...], float, float, bool]] = []
 
     def observe(
         self,
@@ -227,12 +238,22 @@ class DrafterCost:
             Whether the target computed a step in that time.
         """
         self._link.observe((1.0, num_bytes), max(0.0, seconds - compute_s), now)
-        self._compute.observe((1.0, drafts, drafts * sequences, rows, is_beside), compute_s, now)
+        self._news.append(((1.0, drafts, drafts * sequences, rows), compute_s, now, is_beside))
 
     def settle(self) -> None:
         """Works in the answers taken, which the next use would do."""
         self._link.read()
-        self._compute.read()
+        for causes, compute_s, now, is_beside in self._news:
+            self._num_alone += not is_beside
+            longer_s = compute_s - self._compute.predict(causes)
+            if is_beside and self._num_alone >= ENOUGH:
+                self._beside.observe((1.0,), longer_s, now)
+                is_sooner = longer_s < -SOONER_DEVIATIONS * self._compute.noise
+                self._num_sooner = self._num_sooner + 1 if is_sooner else 0
+                if self._num_sooner < SOONER_IN_A_ROW:
+                    continue
+            self._compute.observe(causes, compute_s, now)
+        self._news.clear()
 
     @property
     def is_known(self) -> bool:
@@ -253,13 +274,15 @@ class DrafterCost:
     @property
     def compute(self) -> tuple[float, float, float, float]:
         """Seconds of an answer, of each draft position, of each draft and of each row, while no step runs."""
-        fixed, per_position, per_draft, per_row, _ = self._compute.read().weights
+        self.settle()
+        fixed, per_position, per_draft, per_row = self._compute.weights
         return fixed, per_position, per_draft, per_row
 
     @property
     def beside_s(self) -> float:
         """Expected time by which an answer takes longer while a step runs."""
-        return self._compute.read().weights[4]
+        self.settle()
+        return self._beside.weights[0]
 
     def transfer_s(self, num_bytes: int) -> float:
         """Expected time on the link, both ways."""
@@ -267,7 +290,8 @@ class DrafterCost:
 
     def compute_s(self, rows: int, drafts: int, sequences: int, *, is_beside: bool) -> float:
         """Expected computing time, beside a step or while none runs."""
-        return self._compute.read().predict((1.0, drafts, drafts * sequences, rows, is_beside))
+        alone_s = sum(map(mul, self.compute, (1.0, drafts, drafts * sequences, rows)))
+        return alone_s + (self.beside_s if is_beside else 0.0)
 
 
 class Acceptance:

@@ -27,16 +27,16 @@ class LinearEstimate:
     learnt at one load is there when the load comes back. Coefficients are costs, hence never negative.
     """
 
-    def __init__(self, shares: Sequence[float], drifts: Sequence[float]) -> None:
+    def __init__(self, shares: Sequence[float], drift: float) -> None:
         """
         Parameters
         ----------
         shares
             [d], adding up to at most 1: how the first observation is split among the causes.
-        drifts
-            [d], how far each coefficient may move in a second, as a share of its size.
+        drift
+            How far a coefficient may move in a second, as a share of its size.
         """
-        self._drifts = tuple(drifts)
+        self._drift_share = drift
         self.count = 0
         self.weights = [0.0] * len(shares)
         self._shares = tuple(shares)
@@ -89,9 +89,9 @@ class LinearEstimate:
     def _drift(self, now: float) -> None:
         elapsed = now - self._now if self.count else 0.0
         self._now = now
-        for i, (weight, spread, drift) in enumerate(zip(self.weights, self._spread, self._drifts, strict=True)):
+        for i, (weight, spread) in enumerate(zip(self.weights, self._spread, strict=True)):
             own = self._covariance[i]
-            step = drift * max(weight, FLOOR * spread)
+            step = self._drift_share * max(weight, FLOOR * spread)
             own[i] += min(step**2 * elapsed, max(0.0, spread**2 - own[i]))
 
     def _correct(self, causes: Sequence[float], seconds: float) -> None:
@@ -118,13 +118,11 @@ class LinearEstimate:
         self._variance = max(self._variance, (LEAST_NOISE * self._size) ** 2)
 
     def _loosen(self, causes: Sequence[float], residual: float) -> None:
-        """Makes room for a change. What may move most of all that is there has changed, or else what is always there;
-        whether it was another cause shows when the load does. Where it would have to cost less than nothing, all causes
-        that are there may have.
+        """Makes room for a change. What is always there has changed; whether it was another cause shows when the load
+        does. Where it would have to cost less than nothing, all causes that are there may have.
         """
-        freest = max((i for i, cause in enumerate(causes) if cause > 0), key=lambda i: self._drifts[i])
-        if residual >= -self.weights[freest] * causes[freest]:
-            self._covariance[freest][freest] += (residual / causes[freest]) ** 2
+        if residual >= -self.weights[0] * causes[0]:
+            self._covariance[0][0] += residual**2
             return
         for i, (weight, cause) in enumerate(zip(self.weights, causes, strict=True)):
             if cause > 0:
