@@ -296,7 +296,7 @@ class Engine:
         drafted = [] if flight is None else [work.request for work in flight.works if work.num_drafts > 0]
         requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
         has_launched = flight is not None or self._pass_ahead.is_pending
-        if gate.is_held(requests, launches_meanwhile=not (has_launched or self.scheduler.may_admit)):
+        if gate.is_held(requests, has_launched=has_launched, may_admit=self.scheduler.may_admit):
             return []
 
         def can_go(request: Request) -> bool:

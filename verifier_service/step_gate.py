@@ -48,14 +48,9 @@ class StepGate:
         self._launched.popleft()
         self._ran_until = time.monotonic()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a step runs."""
-        return len(self._launched) > 0
-
     def ran_between(self, begin: float, end: float) -> bool:
         """Whether a step ran between two monotonic times, of which the first is after the last landing but one."""
-        return self._ran_until > begin or (self.is_running and self._launched[0] < end)
+        return self._ran_until > begin or (bool(self._launched) and self._launched[0] < end)
 
     def count_sent(self, feature_rows: int) -> None:
         """Notes rows that the drafters were sent, which take some of the engine's time."""
@@ -243,16 +238,23 @@ class StepGate:
         first = min((until for until in waits if until is not None), default=math.inf)
         return first if self._held_until is None else min(first, self._held_until)
 
-    def is_held(self, requests: Sequence[Request], *, launches_meanwhile: bool) -> bool:
+    def is_held(self, requests: Sequence[Request], *, has_launched: bool, may_admit: bool) -> bool:
         """Whether the next step waits a moment for drafts, so that one step does for two; see `pacing.grouping`.
 
-        Where sequences take turns, it also decides who leaves the step to others. `launches_meanwhile` tells whether
-        the engine, which has launched nothing, would launch a step that waits for drafts, if that is one of all.
+        Where sequences take turns, it also decides who leaves the step to others.
+
+        Parameters
+        ----------
+        has_launched
+            Whether there is a step that the engine has launched. Else it would launch one that waits for drafts, if
+            that is one of all.
+        may_admit
+            Whether a request that is not among `requests` may begin in the step.
         """
         now = time.monotonic()
         self._held_until = None
         self._deferred.clear()
-        is_waiting = False
+        is_waiting, has_prompts = False, may_admit
         num_undrafted = 0
         drafted: dict[DraftSession, list[Binding]] = {}
         for request in requests:
@@ -263,16 +265,20 @@ class StepGate:
                 is_waiting = True
             elif request.is_decoding:
                 num_undrafted += 1
+            else:
+                has_prompts = True
+        has_ready = num_undrafted > 0 or bool(drafted)
         self._take_turns(drafted)
         if is_waiting and not self._deferred:
-            has_ready = num_undrafted > 0 or bool(drafted)
+            launches_meanwhile = not (has_launched or may_admit)
             is_hidden = launches_meanwhile and has_ready and self.expected_drafts(requests) is not None
             lead_s = self.target_cost.lead_s if is_hidden else 0.0
             self._held_until = self._hold_until(now, drafted, num_undrafted, lead_s)
         if self._held_until is None:
             self._held_since = None
             return False
-        self._held_since = self._held_since or now
+        if has_ready or has_prompts:  # else nothing has waited yet
+            self._held_since = self._held_since or now
         return True
 
     def _take_turns(self, drafted: dict[DraftSession, list[Binding]]) -> None:

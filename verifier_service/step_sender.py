@@ -120,10 +120,7 @@ class StepSender:
         session.stream.send(step, features)
         # The rest is done while the drafter computes.
         asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
-        is_beside = self._gate.is_running
-        message = session.pace.send(
-            sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits, is_beside=is_beside
-        )
+        message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
         session.unanswered[step.step_id] = message
         for binding, drafts in asked:
             binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)

@@ -96,7 +96,8 @@ class World:
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
-            works = [] if self.drafting.gate.is_held(self.scene.requests, launches_meanwhile=True) else self._ready()
+            is_held = self.drafting.gate.is_held(self.scene.requests, has_launched=False, may_admit=False)
+            works = [] if is_held else self._ready()
             if works:
                 self._step(works)
             else:

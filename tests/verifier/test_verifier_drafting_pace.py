@@ -16,6 +16,7 @@ from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
 from verifier_service.pacing.governor import PING_EVERY_S, REST_S, RESUME_AFTER, TRIAL_SHARE
 from verifier_service.pacing.hindsight import scale_of
 from verifier_service.pacing.pace import PLAN_EVERY_S, TRIAL_STEPS
+from verifier_service.request import Request
 
 
 @pytest.fixture
@@ -93,11 +94,43 @@ def test_a_step_that_is_held_ends_its_wait_at_the_draft_deadline(clock):
     world.scene.flush()
     sent = clock.now
     one.drafts, world.drafting._bindings[one].wait_until = None, None
-    assert world.drafting.gate.is_held(world.scene.requests, launches_meanwhile=True)
+    assert world.drafting.gate.is_held(world.scene.requests, has_launched=False, may_admit=False)
     assert clock.now < world.drafting.next_deadline() <= sent + 2.5e-3
     clock.now = sent + 2.5e-3
-    assert not world.drafting.gate.is_held(world.scene.requests, launches_meanwhile=True)
+    assert not world.drafting.gate.is_held(world.scene.requests, has_launched=False, may_admit=False)
     assert all(world.drafting.gate.is_ready(other) for other in others)
+
+
+def test_a_group_whose_drafts_were_late_waits_for_those_of_another_that_are_near(clock):
+    """As where a drafter computes on the target's own device and has none ready before a step there has ended: waiting
+    with nothing that could go counts for nothing."""
+    world = World(clock, 8, Costs(trip_s=1e-3))
+    world.run(0.3)
+    gate, requests, fixed_s = world.drafting.gate, world.scene.requests, world.drafting.gate.target_cost.fixed
+    late, flying = requests[:4], requests[4:]
+
+    def ask(some: list[Request], draft_s: float) -> None:
+        world.costs.draft_s = draft_s
+        for request in some:
+            world.scene.verify(request, 9)
+        world.scene.flush()
+
+    def is_held(some: list[Request], after_s: float) -> bool:
+        clock.now += after_s
+        world._deliver()
+        return gate.is_held(some, has_launched=True, may_admit=False)
+
+    ask(late, 1.2 * fixed_s / K)
+    assert is_held(late, 0.1 * fixed_s)
+    assert is_held(late, 0.3 * fixed_s)
+    clock.now += 0.3 * fixed_s
+    ask(flying, 0.35e-3)
+    clock.now = world.drafter.answers[0][0]  # when the first drafts come
+    assert is_held(requests, 0.0)
+    assert all(request.drafts for request in late)
+    assert not any(request.drafts for request in flying)
+    world.drafter.answers.clear()
+    assert not is_held(requests, fixed_s)
 
 
 def test_sequences_without_drafts_wait_for_those_that_come_while_the_host_launches_the_joint_step(clock):
@@ -111,12 +144,12 @@ def test_sequences_without_drafts_wait_for_those_that_come_while_the_host_launch
     for request in requests:
         world.scene.verify(request, 9)
     world.scene.flush()
-    assert not gate.is_held(requests, launches_meanwhile=True)  # nothing is known of what a launch takes
+    assert not gate.is_held(requests, has_launched=False, may_admit=False)  # nothing is known of what a launch takes
     gate.target_cost.observe_host(1.5e-3, clock.now, is_beside=False)
-    assert gate.is_held(requests, launches_meanwhile=True)
-    assert not gate.is_held(requests, launches_meanwhile=False)
+    assert gate.is_held(requests, has_launched=False, may_admit=False)
+    assert not gate.is_held(requests, has_launched=True, may_admit=False)
     world.scene.admit(PROMPT_LENGTH, k=0)  # its prompt is not computed: the joint step is launched with its drafts
-    assert not gate.is_held(requests, launches_meanwhile=True)
+    assert not gate.is_held(requests, has_launched=False, may_admit=False)
 
 
 @pytest.mark.parametrize("trip_s", [0.2e-3, 3e-3, 12e-3])

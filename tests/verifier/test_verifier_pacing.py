@@ -262,6 +262,27 @@ def test_a_drafter_that_is_sooner_beside_steps_than_it_was_alone_is_so_alone_too
     assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.05)
 
 
+@pytest.mark.parametrize("cold_s", [0.1, 1.5])
+def test_a_drafter_that_begins_cold_is_known_for_what_it_is_after_a_few_answers(cold_s):
+    drafter = DrafterCost()
+    now = answers(drafter, cold_s, 0.0, 2, is_beside=False)
+    now = answers(drafter, 2e-3, now, 4, is_beside=False)
+    assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.1)
+    now = answers(drafter, 2e-3, now, 8, is_beside=False)
+    answers(drafter, 1.2e-3, now, 50, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(1.2e-3, rel=0.05)
+
+
+def test_prompts_say_nothing_of_what_drafts_take_alone():
+    drafter, now = DrafterCost(), 0.0
+    for _ in range(50):
+        now += 0.01
+        drafter.observe(1e-3, ROW_BYTES, 256, 0, 0, 0.5e-3, now)
+    answers(drafter, 3e-3, now, 50, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(3e-3, rel=0.1)
+    assert drafter.beside_s == 0.0
+
+
 def test_what_is_known_of_a_drafter_whose_answers_always_come_beside_steps_is_what_it_takes():
     """As where several drafters alternate."""
     drafter = DrafterCost()
@@ -305,15 +326,12 @@ def test_the_gate_knows_whether_a_step_ran_while_an_answer_was_awaited(monkeypat
 
     assert not gate.ran_between(0.0, 100.0)
     at(1.0, gate.note_launch)
-    assert gate.is_running
     assert gate.ran_between(0.5, 1.5)
     assert not gate.ran_between(0.5, 0.9)
     at(2.0, gate.note_launch)
     at(3.0, gate.note_landing)
-    assert gate.is_running
     assert gate.ran_between(3.0, 4.0)
     at(5.0, gate.note_landing)
-    assert not gate.is_running
     assert gate.ran_between(4.0, 6.0)
     assert not gate.ran_between(5.0, 6.0)
 

@@ -18,10 +18,9 @@ ENOUGH = 8
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
-# Where so many answers beside steps in a row are sooner, by so many standard deviations, than those for which nothing
-# else ran, those are sooner by now too.
-SOONER_DEVIATIONS = 2.0
-SOONER_IN_A_ROW = 3
+# Where so many answers beside steps in a row are sooner than those for which nothing else ran, those are sooner by now
+# too.
+SOONER_IN_A_ROW = 16
 # What sequences that take turns cost each other, as a share of the shortest step, where nothing has shown it: a GPU
 # computes slower back to back than with breaks (a pass of 160 rows of the 8B shape on an H200 by 5 %). What was seen is
 # half forgotten after each so many seconds in which they take none.
@@ -206,7 +205,7 @@ class DrafterCost:
         self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
         self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
         self._beside = LinearEstimate((1.0,), HOST_DRIFT)
-        self._num_alone = 0  # answers for which nothing else ran
+        self._num_alone = 0  # answers with drafts for which nothing else ran
         self._num_sooner = 0  # others, the last ones, that came sooner nevertheless
         self._news: list[tuple[tuple[float, ...], float, float, bool]] = []
 
@@ -244,12 +243,11 @@ class DrafterCost:
         """Works in the answers taken, which the next use would do."""
         self._link.read()
         for causes, compute_s, now, is_beside in self._news:
-            self._num_alone += not is_beside
+            self._num_alone += not is_beside and causes[1] > 0
             longer_s = compute_s - self._compute.predict(causes)
             if is_beside and self._num_alone >= ENOUGH:
                 self._beside.observe((1.0,), longer_s, now)
-                is_sooner = longer_s < -SOONER_DEVIATIONS * self._compute.noise
-                self._num_sooner = self._num_sooner + 1 if is_sooner else 0
+                self._num_sooner = self._num_sooner + 1 if longer_s < 0.0 else 0
                 if self._num_sooner < SOONER_IN_A_ROW:
                     continue
             self._compute.observe(causes, compute_s, now)

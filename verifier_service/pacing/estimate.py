@@ -16,6 +16,10 @@ LEAST_NOISE = 0.01
 NOISE_WEIGHT = 0.05
 # A coefficient near 0 moves as one of this share of the most that it could be.
 FLOOR = 0.02
+# Among the first few observations: where one takes less than this share of what those before it say, they were of a
+# cold start, and are forgotten.
+FIRST_FEW = 8
+COLD_SHARE = 0.25
 # What the clock cannot tell from nothing.
 CLOCK_S = 1e-6
 
@@ -36,12 +40,16 @@ class LinearEstimate:
         drift
             How far a coefficient may move in a second, as a share of its size.
         """
-        self._drift_share = drift
-        self.count = 0
-        self.weights = [0.0] * len(shares)
         self._shares = tuple(shares)
-        self._spread = [0.0] * len(shares)  # of each coefficient, when nothing is known of it
-        self._covariance = [[0.0] * len(shares) for _ in shares]
+        self._drift_share = drift
+        self._begin()
+
+    def _begin(self) -> None:
+        num_causes = len(self._shares)
+        self.count = 0
+        self.weights = [0.0] * num_causes
+        self._spread = [0.0] * num_causes  # of each coefficient, when nothing is known of it
+        self._covariance = [[0.0] * num_causes for _ in range(num_causes)]
         self._variance = 0.0  # of an observation around the line
         self._size = 0.0  # of an observation
         self._now = 0.0
@@ -71,6 +79,8 @@ class LinearEstimate:
             [d], none negative, the first above 0.
         """
         seconds = max(seconds, CLOCK_S)
+        if self.count < FIRST_FEW and seconds < COLD_SHARE * self.predict(causes):
+            self._begin()
         if self.count == 0:
             self._variance, self._size = (FIRST_NOISE * seconds) ** 2, seconds
         self._reveal(causes, seconds)

@@ -38,7 +38,8 @@ class Message:
     rows: int
     drafts: int  # wanted of each sequence that wants any
     sequences: int  # that want drafts
-    expected: float  # monotonic time of the answer; 0 when nothing is known
+    compute_s: float  # expected of the drafter
+    expected: float  # monotonic time of the answer, as it was when the message was sent; 0 when nothing is known
     wait_until: float  # monotonic time until which its drafts are waited for
 
 
@@ -68,7 +69,9 @@ class Pace:
         self._steps_before = 0  # verify steps that were counted before drafts were taken up
         self._link_free = 0.0  # when the bytes sent so far are through
         self._last_expected = 0.0
-        self._last_answer = 0.0
+        self._last_answer = 0.0  # of which something is learnt
+        self._heard = 0.0  # when the last answer came
+        self._has_others = False  # whether there are rows of others in each step
 
     @property
     def is_off(self) -> bool:
@@ -81,28 +84,27 @@ class Pace:
         return self.governor.plan
 
     def send(
-        self,
-        now: float,
-        num_bytes: int,
-        rows: int,
-        drafts: int,
-        sequences: int,
-        *,
-        waits: bool = True,
-        is_beside: bool = False,
+        self, now: float, num_bytes: int, rows: int, drafts: int, sequences: int, *, waits: bool = True
     ) -> Message:
-        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`. `is_beside` tells
-        whether a step runs meanwhile."""
+        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`."""
         queued_s = max(0.0, self._link_free - now)
         self._link_free = now + queued_s + self.cost.link[1] * num_bytes
-        expected = 0.0
+        compute_s = expected = 0.0
         if self.cost.is_known:
             begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
-            expected = self._last_expected = begins + self.cost.compute_s(
-                rows, drafts, sequences, is_beside=is_beside or self.plan.num_groups > 1
-            )
+            compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
+            expected = self._last_expected = begins + compute_s
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
-        return Message(now, queued_s, num_bytes, rows, drafts, sequences, expected, wait_until)
+        return Message(now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until)
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether steps run while the drafter computes, as planned."""
+        return self.plan.num_groups > 1 or self._has_others
+
+    def note_answer(self, received: float) -> None:
+        """Notes that an answer has come, of which something is learnt later: those behind it come after it."""
+        self._heard = max(self._heard, received)
 
     def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool = False) -> None:
         """Learns from an answer.
@@ -136,8 +138,9 @@ class Pace:
             return None
         tokens = message.sequences * self.acceptance.expected_tokens()[message.drafts]
         group = Group(message.sequences * (message.drafts + 1), tokens)
-        latest = message.expected + LATE_DEVIATIONS * self.cost.jitter
-        return Expected(group, message.expected, min(latest, message.wait_until))
+        expected = max(message.expected, self._heard + message.compute_s)
+        latest = expected + LATE_DEVIATIONS * self.cost.jitter
+        return Expected(group, expected, min(latest, message.wait_until))
 
     def patience_s(self, num_drafts: int, expected_s: float = 0.0) -> float:
         """How long drafts that are asked for now, and expected in so many seconds, are waited for.
@@ -157,7 +160,7 @@ class Pace:
         if drafts == 0 or not self.cost.is_known:
             return math.inf
         rows = round(sequences * self.acceptance.expected_tokens()[drafts])
-        compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self.plan.num_groups > 1)
+        compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
         return self.cost.transfer_s(rows * row_bytes) + compute_s
 
     def backlog_rows(self, now: float, row_bytes: int) -> int:
@@ -193,7 +196,7 @@ class Pace:
         expected
             Tokens of a verify step of 0, 1, .. drafts, by drafter.
         """
-        self._planned = now
+        self._planned, self._has_others = now, load.other_rows > 0
         if load.sequences == 0 or not target.is_known:
             self._hindsight.pause()
             return
