@@ -164,8 +164,8 @@ class TargetRunner:
     def _measured(self, bucket: Bucket) -> float:
         """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
         taken = []
+        rows_each = min(bucket.max_rows, bucket.num_rows // bucket.num_sequences, self._max_blocks * BLOCK_SIZE)
         for _ in range(3):
-            rows_each = min(bucket.max_rows, bucket.num_rows // bucket.num_sequences)
             output = self._graphs[bucket].run(_padding([rows_each] * bucket.num_sequences))
             ended = record_event(self._target.device)
             assert output.began is not None

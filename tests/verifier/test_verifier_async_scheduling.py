@@ -27,6 +27,7 @@ from verifier_service.flight import Flight
 from verifier_service.output import Piece
 from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
 from verifier_service.pacing import governor as governor_module
+from verifier_service.pacing.costs import DrafterCost
 from verifier_service.pacing.governor import Governor
 from verifier_service.pacing.plan import OFF
 from verifier_service.sampler import Drawn
@@ -202,6 +203,31 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     assert own.num_ahead == 0
     causes = Counter({one.cause: one.tokens for one in own.engine.counters().fallbacks})
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
+
+
+@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside"])
+def test_what_a_drafter_takes_is_learnt_with_whether_a_step_ran_meanwhile(target, has_other, monkeypatch):
+    """Beside a request without drafts, which is in every step."""
+    told: list[bool] = []
+    observe = DrafterCost.observe
+
+    def noted(*args: Any, is_beside: bool, **others: Any) -> None:
+        told.append(is_beside)
+        observe(*args, is_beside=is_beside, **others)
+
+    monkeypatch.setattr(DrafterCost, "observe", noted)
+    own = Watched(target)
+    answer_late(own.connect(), 0.01)
+    drafted = own.submit(max_tokens=40)
+    other = own.submit([2, 7], max_tokens=55, k=0) if has_other else None
+    own.engine.start()
+    own.tokens(drafted)
+    if other is not None:
+        own.tokens(other)
+    own.engine.stop()
+    assert len(told) > 5
+    assert told[1:4] == [has_other] * 3
+    assert not told[-1]  # the other one has ended
 
 
 @pytest.mark.parametrize("is_trial", [False, True], ids=["message", "trial"])

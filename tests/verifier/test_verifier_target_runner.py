@@ -176,10 +176,9 @@ def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, run
         pieces = []
         for i in range(rng.randint(1, MAX_NUM_SEQS)):
             sequence = Sequence([], pool)
-            count = rng.randint(6, 150) if i == 0 or rng.random() < 0.3 else rng.randint(1, K + 1)
-            if count > room:
-                break
-            room -= count
+            has_prompt = room > 0 and (i == 0 or rng.random() < 0.3)
+            count = min(rng.randint(6, 150), room) if has_prompt else rng.randint(1, K + 1)
+            room -= count if has_prompt else 0
             sequence.num_computed = rng.randint(0, CONTEXT - count)
             pieces.append((sequence, [5] * count))
         run(runner, pieces, all_logits=False)
@@ -200,17 +199,17 @@ def test_steps_with_prompts_beside_drafts_are_those_of_each_sequence_alone(model
     rng = random.Random(7)
     while any(s.num_computed < len(s.tokens) for s in sequences):
         left = [s for s in sequences if s.num_computed < len(s.tokens)]
-        pieces, logit_rows, room = [], [], PREFILL
+        pieces, logit_rows, num_rows, room = [], [], 0, PREFILL
         for sequence in rng.sample(left, rng.randint(1, len(left))):
             is_decoding = sequence.num_computed > 0 and rng.random() < 0.4
-            count = rng.randint(1, K + 1) if is_decoding else rng.randint(1, 150)
-            count = min(count, room, len(sequence.tokens) - sequence.num_computed)
-            begin = PREFILL - room
-            logit_rows += range(begin if is_decoding else begin + count - 1, begin + count)
+            count = rng.randint(1, K + 1) if is_decoding else min(rng.randint(1, 150), room)
+            count = min(count, len(sequence.tokens) - sequence.num_computed)
+            if count == 0:
+                continue
+            room -= 0 if is_decoding else count
+            logit_rows += range(num_rows if is_decoding else num_rows + count - 1, num_rows + count)
             pieces.append((sequence, sequence.num_computed, count))
-            room -= count
-            if room == 0:
-                break
+            num_rows += count
         step = StepRows(
             np.concatenate([np.array(s.tokens[start : start + count]) for s, start, count in pieces]),
             np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),

@@ -110,7 +110,7 @@ def _long(problem: Problem, least_rows: int, multiprocessors: int, tuning: Tunin
     tiles = ceil_div(problem.num_rows, tuning.block_m // problem.group)
     places = tiles + problem.num_sequences - 1
     # Of these so many have rows, because few sequences can be long.
-    most_tiles = min(places, tiles + problem.num_rows // least_rows)
+    most_tiles = min(places, tiles + max(problem.num_rows // least_rows, 1) - 1)
     division = _division(problem, most_tiles, problem.num_rows, multiprocessors, tuning)
     is_searched = problem.num_sequences > 1
     grid = (places, 1, division[1]) if is_searched else (1, tiles, division[1])
