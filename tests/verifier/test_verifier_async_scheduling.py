@@ -209,13 +209,13 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
 def test_what_a_drafter_takes_is_learnt_with_whether_a_step_ran_meanwhile(target, has_other, monkeypatch):
     """Beside a request without drafts, which is in every step."""
     told: list[bool] = []
-    observe = DrafterCost.observe
+    observe = DrafterCost.observe_compute
 
     def noted(*args: Any, is_beside: bool, **others: Any) -> None:
         told.append(is_beside)
         observe(*args, is_beside=is_beside, **others)
 
-    monkeypatch.setattr(DrafterCost, "observe", noted)
+    monkeypatch.setattr(DrafterCost, "observe_compute", noted)
     own = Watched(target)
     answer_late(own.connect(), 0.01)
     drafted = own.submit(max_tokens=40)

@@ -22,6 +22,7 @@ from verifier_service.pacing import (
     Hindsight,
     Load,
     Output,
+    Pace,
     Plan,
     Profile,
     TargetCost,
@@ -45,6 +46,23 @@ def learnt_target(fixed_s: float = FIXED_S, row_s: float = ROW_S) -> TargetCost:
     return target
 
 
+def observe(
+    drafter: DrafterCost,
+    seconds: float,
+    num_bytes: int,
+    rows: int,
+    drafts: int,
+    sequences: int,
+    compute_s: float,
+    now: float,
+    *,
+    is_beside: bool = False,
+) -> None:
+    """Has it take an answer that came after so many seconds."""
+    drafter.observe_link(seconds - compute_s, num_bytes, now)
+    drafter.observe_compute(compute_s, rows, drafts, sequences, now, is_beside=is_beside)
+
+
 def learnt_drafter(trip_s: float, byte_s: float = 1e-9, draft_s: float = 0.35e-3) -> DrafterCost:
     """A drafter that is `trip_s` away and takes `draft_s` for each draft position."""
     drafter = DrafterCost()
@@ -53,7 +71,7 @@ def learnt_drafter(trip_s: float, byte_s: float = 1e-9, draft_s: float = 0.35e-3
         num_bytes = ROW_BYTES * rows
         compute_s = draft_s * drafts
         seconds = trip_s + byte_s * num_bytes + compute_s
-        drafter.observe(seconds, num_bytes, rows, drafts, sequences, compute_s, 0.01 * i)
+        observe(drafter, seconds, num_bytes, rows, drafts, sequences, compute_s, 0.01 * i)
     return drafter
 
 
@@ -127,11 +145,11 @@ def test_a_trip_that_grows_longer_is_no_slower_byte():
     """A drafter that answered large messages is far for a while and near again, seen through small ones alone."""
     drafter = learnt_drafter(1e-3, byte_s=8e-9)
     for i in range(30):
-        drafter.observe(11e-3 + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 10 + 0.5 * i)
+        observe(drafter, 11e-3 + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 10 + 0.5 * i)
     far, near = 11e-3, 1e-3
     assert drafter.transfer_s(100 * ROW_BYTES) == pytest.approx(far + 8e-9 * 100 * ROW_BYTES, rel=0.15)
     for i in range(30):
-        drafter.observe(near + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 30 + 0.5 * i)
+        observe(drafter, near + 8e-9 * ROW_BYTES + 1e-3, ROW_BYTES, 1, 4, 1, 1e-3, 30 + 0.5 * i)
     assert drafter.transfer_s(100 * ROW_BYTES) == pytest.approx(near + 8e-9 * 100 * ROW_BYTES, rel=0.3)
 
 
@@ -229,7 +247,7 @@ def answers(
     """Has it take so many, 10 ms apart; when the last one came."""
     for _ in range(count):
         now += 0.01
-        drafter.observe(1e-3 + compute_s, ROW_BYTES, 3 * sequences, 4, sequences, compute_s, now, is_beside=is_beside)
+        observe(drafter, 1e-3 + compute_s, ROW_BYTES, 3 * sequences, 4, sequences, compute_s, now, is_beside=is_beside)
     return now
 
 
@@ -277,7 +295,7 @@ def test_prompts_say_nothing_of_what_drafts_take_alone():
     drafter, now = DrafterCost(), 0.0
     for _ in range(50):
         now += 0.01
-        drafter.observe(1e-3, ROW_BYTES, 256, 0, 0, 0.5e-3, now)
+        observe(drafter, 1e-3, ROW_BYTES, 256, 0, 0, 0.5e-3, now)
     answers(drafter, 3e-3, now, 50, is_beside=True)
     assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(3e-3, rel=0.1)
     assert drafter.beside_s == 0.0
@@ -313,6 +331,60 @@ def test_a_drafter_that_is_slow_beside_steps_is_not_left_to_turns():
     among_others = Forecast(Load(32, 1, other_rows=32.0, other_tokens=32.0), tokens, target, drafter)
     round_s = FIXED_S + ROW_S * (32 * 5 + 32) + 1e-3 + drafter.compute_s(96, 4, 32, is_beside=True)
     assert among_others.rate(Plan(4, 1)) == pytest.approx((32 * tokens[4] + 32) / round_s, rel=0.01)
+
+
+class Answers:
+    """Of a drafter that answers messages in order, told to its pace."""
+
+    def __init__(self) -> None:
+        self.pace = Pace(4, None)
+
+    def tell(self, sent: float, received: float, compute_s: float, rows: int = 3) -> None:
+        """A message that wants 4 drafts of a sequence was sent and answered then."""
+        message = self.pace.send(sent, ROW_BYTES, rows, 4, 1)
+        self.pace.take_answer(message, received, compute_s, is_beside=False)
+
+    @property
+    def known(self) -> tuple[float, float]:
+        """What it says of a message's way and of computing for it."""
+        return self.pace.cost.transfer_s(ROW_BYTES), self.pace.cost.compute_s(3, 4, 1, is_beside=False)
+
+
+def test_a_message_that_a_drafter_takes_together_with_a_longer_one_says_nothing_of_computing():
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+        answers.tell(0.1 * i + 50e-3, 0.1 * i + 71e-3, 20e-3, rows=512)
+        answers.tell(0.1 * i + 50.1e-3, 0.1 * i + 71.1e-3, 20e-3)  # the drafter tells the time of both
+    assert answers.known == pytest.approx((1e-3, 2e-3), rel=0.05)
+
+
+def test_a_message_that_waits_for_the_drafter_says_nothing_of_its_way():
+    """Each second one is sent when the drafter has just got another."""
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+        answers.tell(0.1 * i + 0.1e-3, 0.1 * i + 5.2e-3, 2e-3)
+    assert answers.known == pytest.approx((1e-3, 2e-3), rel=0.05)
+    assert answers.pace.cost.jitter < 0.1e-3
+
+
+def test_a_way_that_grows_longer_than_the_time_between_messages_is_learnt():
+    answers = Answers()
+    for i in range(100):
+        way_s = 1e-3 if i < 20 else 20e-3
+        answers.tell(6e-3 * i, 6e-3 * i + 2e-3 + way_s, 2e-3)
+    assert answers.known == pytest.approx((20e-3, 2e-3), rel=0.05)
+
+
+def test_a_message_without_rows_says_nothing_of_computing():
+    answers, others = Answers(), Answers()
+    for i in range(50):
+        message = answers.pace.send(0.1 * i, 0, 0, 0, 0)
+        answers.pace.take_answer(message, 0.1 * i + 1e-3, 0.0, is_beside=False)
+        for one in (answers, others):
+            one.tell(0.1 * i + 50e-3, 0.1 * i + 53e-3, 2e-3)
+    assert answers.pace.cost.compute == others.pace.cost.compute
 
 
 def test_the_gate_knows_whether_a_step_ran_while_an_answer_was_awaited(monkeypatch):
@@ -537,7 +609,7 @@ def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read
     settled, late = DrafterCost(), DrafterCost()
     for i in range(50):
         for one in (settled, late):
-            one.observe(2e-3 + 1e-4 * (i % 3), ROW_BYTES * (1 + i % 5), 1 + i % 5, 4, 1, 1e-3, 0.01 * i)
+            observe(one, 2e-3 + 1e-4 * (i % 3), ROW_BYTES * (1 + i % 5), 1 + i % 5, 4, 1, 1e-3, 0.01 * i)
         settled.settle()
     assert (settled.link, settled.compute, settled.jitter) == (late.link, late.compute, late.jitter)
 
@@ -742,7 +814,7 @@ def test_nothing_is_known_before_enough_has_been_seen():
     assert not drafter.is_known
     for i in range(8):
         target.observe(5, 0, 5e-3, 0.01 * i)
-        drafter.observe(2e-3, 100, 5, 4, 1, 1e-3, 0.01 * i)
+        observe(drafter, 2e-3, 100, 5, 4, 1, 1e-3, 0.01 * i)
     assert target.is_known
     assert drafter.is_known
 

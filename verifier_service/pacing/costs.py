@@ -209,35 +209,25 @@ class DrafterCost:
         self._num_sooner = 0  # others, the last ones, that came sooner nevertheless
         self._news: list[tuple[tuple[float, ...], float, float, bool]] = []
 
-    def observe(
-        self,
-        seconds: float,
-        num_bytes: int,
-        rows: int,
-        drafts: int,
-        sequences: int,
-        compute_s: float,
-        now: float,
-        *,
-        is_beside: bool = False,
+    def observe_link(self, seconds: float, num_bytes: int, now: float) -> None:
+        """Takes the time from a message of so many bytes until its answer, computing and time in queues taken off."""
+        self._link.observe((1.0, num_bytes), max(0.0, seconds), now)
+
+    def observe_compute(
+        self, seconds: float, rows: int, drafts: int, sequences: int, now: float, *, is_beside: bool
     ) -> None:
-        """Takes an answer.
+        """Takes a drafter's computing time.
 
         Parameters
         ----------
-        seconds
-            From the message until the answer, time in queues behind other messages taken off.
-        num_bytes, rows
+        rows
             Of the message.
         drafts, sequences
             Drafts wanted of each sequence, and of how many.
-        compute_s
-            As the drafter tells it.
         is_beside
             Whether the target computed a step in that time.
         """
-        self._link.observe((1.0, num_bytes), max(0.0, seconds - compute_s), now)
-        self._news.append(((1.0, drafts, drafts * sequences, rows), compute_s, now, is_beside))
+        self._news.append(((1.0, drafts, drafts * sequences, rows), seconds, now, is_beside))
 
     def settle(self) -> None:
         """Works in the answers taken, which the next use would do."""

@@ -18,6 +18,9 @@ PLAN_EVERY_S = 0.05
 # An answer is counted on until so many standard deviations after its expected time; drafts are waited for longer.
 LATE_DEVIATIONS = 2.0
 PATIENCE_DEVIATIONS = 4.0
+# A drafter that answers so soon after the answer before, by its computing time or beyond it, was busy in between.
+BUSY_FOR = 1.5
+LEAST_PAUSE_S = 0.5e-3
 # Fewer rows of prompts and histories than this are not worth a message while others are on their way.
 LEAST_BACKLOG_ROWS = 16
 MOST_ROWS = 1 << 30
@@ -106,7 +109,7 @@ class Pace:
         """Notes that an answer has come, of which something is learnt later: those behind it come after it."""
         self._heard = max(self._heard, received)
 
-    def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool = False) -> None:
+    def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool) -> None:
         """Learns from an answer.
 
         Parameters
@@ -118,19 +121,19 @@ class Pace:
         is_beside
             Whether a step ran between the two.
         """
-        arrived = message.sent + message.queued_s
-        behind_s = max(0.0, self._last_answer - arrived - self.cost.transfer_s(message.num_bytes))
+        begun, since_last_s = message.sent + message.queued_s, received - self._last_answer
+        # The drafter had no pause since the answer before, so that it may have had this message for long.
+        is_behind = begun < self._last_answer and since_last_s < max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
+        # Messages that it takes together have one computing time.
+        is_single = compute_s <= since_last_s
         self._last_answer = received
-        self.cost.observe(
-            received - arrived - behind_s,
-            message.num_bytes,
-            message.rows,
-            message.drafts,
-            message.sequences,
-            min(compute_s, received - message.sent),
-            received,
-            is_beside=is_beside,
-        )
+        compute_s = min(compute_s, received - message.sent)
+        if not is_behind:
+            self.cost.observe_link(received - begun - compute_s, message.num_bytes, received)
+        if is_single and message.rows > 0:
+            self.cost.observe_compute(
+                compute_s, message.rows, message.drafts, message.sequences, received, is_beside=is_beside
+            )
 
     def expect(self, message: Message) -> Expected | None:
         """The group whose drafts the answer brings; None when there is none or its time is not known."""
