@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -17,6 +18,7 @@ from drafter_service.logits_buffers import LogitsBuffers
 from drafter_service.loop_graphs import LoopGraphs, Track
 from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS
 from drafter_service.proposer import DraftRows, Proposal, Proposer
+from drafter_service.row_feed import RowFeed
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.scheduler import Batch, Scheduler
 from drafter_service.sequence_table import SequenceTable
@@ -26,7 +28,7 @@ from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
 from draftwire.devices import upload
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows
 from draftwire.memory import measure_memory
 from draftwire.v1 import draft_pb2 as pb
 
@@ -66,6 +68,7 @@ class DraftEngine:
         self._graphs = None
         if device.type == "cuda":
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
+        self._row_feed = RowFeed(head, self._cache, limits, dtype, device)
         self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
 
     @property
@@ -147,13 +150,14 @@ class DraftEngine:
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
-        """Captures greedy steps and drafts once, from zeros, so that no verifier waits for the device to be set up.
+        """Captures greedy steps, compiles what prompts need and drafts once, from zeros, so that no verifier waits.
 
         `track` is given what is captured, and shows how far it has come.
         """
         k = min(DEFAULT_SPECULATIVE_TOKENS, self.limits.max_num_speculative_tokens)
         if self._graphs is not None:
             self._graphs.capture(SamplingMode(), k, track)
+        self._row_feed.warm_up()
         session = self.open_session(SessionTerms("warm-up", SamplingMode(), k, 1), lambda _: None)
         one = np.ones(1, np.int64)
         num_rows = k + 2  # the first of them are fed, the last drafts
@@ -222,25 +226,21 @@ class DraftEngine:
             self._graphs.drop_stale()
 
     def _feed(self, parts: list[StepRows]) -> None:
-        """Computes rows, after which nothing is drafted."""
-        if not parts:
-            return
-        num_rows = sum(part.num_rows for part in parts)
-        states = torch.empty(num_rows, self.head.spec.hidden_size, dtype=self._dtype, device=self.device)
-        tokens = self._load(parts, lambda begin, end: states[begin:end])
-        _finish_features(parts)  # at once: nobody waits for the device before the answer
-        slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
-        positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
+        """Computes rows, after which nothing is drafted; of a sequence in the order of its steps."""
         table = self._table
-        places = first_rows - table.first_row[slots]
-        rows = [
-            SequenceRows(table.blocks_of(slot), place, count)
-            for slot, place, count in zip(slots.tolist(), places.tolist(), counts.tolist(), strict=True)
-        ]
-        arrays = (tokens.astype(np.int64), positions, slots, table.blocks[slots])
-        given_tokens, given_positions, given_slots, blocks = upload(arrays, self.device)
-        self.head.forward(given_tokens, states, given_positions, self._cache, RaggedBatch(rows, self.device))
-        self._loop.keep_blocks(given_slots, blocks)
+        for own in _each_sequence_once(parts):
+            states = self._row_feed.states(sum(part.num_rows for part in own))
+            tokens = self._load(own, partial(_rows_of, states))
+            _finish_features(own)  # at once: nobody waits for the device before the answer
+            slots, first_rows, counts = (_joined(own, name) for name in ("slots", "first_rows", "counts"))
+            positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
+            places = first_rows - table.first_row[slots]
+            rows = [
+                SequenceRows(table.blocks_of(slot), place, count)
+                for slot, place, count in zip(slots.tolist(), places.tolist(), counts.tolist(), strict=True)
+            ]
+            self._row_feed.run(tokens.astype(np.int64), positions, states, rows)
+            self._loop.keep_blocks(*upload((slots, table.blocks[slots]), self.device))
 
     def _draft(
         self,
@@ -308,6 +308,25 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
             needed.append(rows.select(is_needed))
             later.append(rows.select(~is_needed))
     return _filled(needed), drafting, _filled(later)
+
+
+def _each_sequence_once(parts: list[StepRows]) -> Iterator[list[StepRows]]:
+    """Parts that one forward computes: rows of a sequence that follow others are not computed beside those."""
+    own: list[StepRows] = []
+    seen: set[int] = set()
+    for part in parts:
+        slots = part.slots.tolist()
+        if not seen.isdisjoint(slots):
+            yield own
+            own, seen = [], set()
+        own.append(part)
+        seen.update(slots)
+    if own:
+        yield own
+
+
+def _rows_of(states: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return states[begin:end]
 
 
 def _finish_features(parts: list[StepRows]) -> None:

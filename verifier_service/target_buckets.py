@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
+from draftwire.batch_sizes import row_counts
+
 # Up to so many rows padding costs little: of an 8B target on an H200 1 took 4.55 ms, 40 took 5.05 and 160 took 6.34.
 _FEW_ROWS = 40
 # Two where one would do, because the compiler takes a size of one for a constant.
@@ -33,14 +35,6 @@ def sequence_counts(most: int) -> list[int]:
     counts = [1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8)]
     while counts[-1] < most:
         counts.append(counts[-1] + max(counts[-1] // 64, 1) * 8)
-    return [*takewhile(lambda count: count < most, counts), most]
-
-
-def row_counts(most: int) -> list[int]:
-    """Numbers of rows up to `most`: padding adds less than 64 rows to few, and from 256 on at most an eighth."""
-    counts = [64]
-    while counts[-1] < most:
-        counts.append(counts[-1] + max(1 << counts[-1].bit_length() >> 4, 32))
     return [*takewhile(lambda count: count < most, counts), most]
 
 

@@ -247,7 +247,7 @@ class TestSupersededSteps:
             stream.send([Rows(1, text, first, count, drafts=4)])
         head.rows_of_forwards.clear()
         run(stream.engine)
-        assert head.rows_of_forwards == [7, 1, 1, 1, 1]
+        assert head.rows_of_forwards == [5, 2, 1, 1, 1, 1]
         assert [answer.step_id for answer in stream.answers] == [1, 2, 3, 4]
         assert replies(stream.answers[3])[1] == draft_alone(head, text, 8, 4)
 

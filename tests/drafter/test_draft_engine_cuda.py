@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from device_copies import copies_to_host
-from harness import Reply, Rows, Text, connect, make_engine, opened, run
+from harness import Reply, Rows, Text, connect, make_engine, opened, replies, run
 from tiny_head import TinyHead
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,6 +38,46 @@ def test_drafts_are_those_of_the_cpu(mode: SamplingMode) -> None:
         assert on_cuda[i].tokens == reply.tokens
         if reply.logits is not None:
             torch.testing.assert_close(on_cuda[i].logits, reply.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_drafts_behind_several_steps_that_waited_are_those_of_the_cpu() -> None:
+    """Rows of one sequence that came in three steps: each attends to those of the steps before."""
+
+    def drafts(device: str) -> dict[int, Reply]:
+        stream = connect(make_engine(TinyHead(device=device)), SamplingMode(gumbel=True, dense=True))
+        texts = [Text(i) for i in range(8)]
+        stream.step(new=[opened(i, 0.7, key=i) for i in range(8)])
+        for first, count in ((0, 40), (40, 30), (70, 3)):
+            stream.send([Rows(i, texts[i], first, count, drafts=4) for i in range(8)])
+        run(stream.engine)
+        return replies(stream.answers[-1])
+
+    on_cpu, on_cuda = drafts("cpu"), drafts("cuda")
+    assert all(len(reply.tokens) == 4 for reply in on_cpu.values())
+    for i, reply in on_cpu.items():
+        assert on_cuda[i].tokens == reply.tokens
+        torch.testing.assert_close(on_cuda[i].logits, reply.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_prompts_find_all_kernels_compiled() -> None:
+    from draftwire_kernels.gpu.paged_attention import attention_kernel, combine_kernel
+
+    def count_forms() -> int:
+        kernels = (attention_kernel, combine_kernel)
+        return sum(len(forms) for kernel in kernels for forms, *_ in kernel.device_caches.values())
+
+    draw = random.Random(1)
+    engine = make_engine(TinyHead(device="cuda"), max_num_seqs=32, max_batch_rows=512)
+    engine.warm_up()
+    stream = connect(engine)
+    before = count_forms()
+    assert before > 0
+    for turn in range(40):
+        ids = range(32 * turn, 32 * turn + draw.randint(1, 32))
+        stream.step(new=[opened(i) for i in ids])
+        stream.step([Rows(i, Text(i), 0, draw.randint(1, 90)) for i in ids])
+        stream.step(closed=list(ids))
+    assert count_forms() == before
 
 
 def test_features_that_are_not_finite_do_not_stop_the_device() -> None:

@@ -1,0 +1,13 @@
+"""Sizes that batches are padded to on a GPU, so that what is compiled or captured for a few serves all."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows up to `most`: padding adds less than 64 rows to few, and from 256 on at most an eighth."""
+    counts = [64]
+    while counts[-1] < most:
+        counts.append(counts[-1] + max(1 << counts[-1].bit_length() >> 4, 32))
+    return [*takewhile(lambda count: count < most, counts), most]
