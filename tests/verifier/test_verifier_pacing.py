@@ -296,9 +296,9 @@ def test_prompts_say_nothing_of_what_drafts_take_alone():
     for _ in range(50):
         now += 0.01
         observe(drafter, 1e-3, ROW_BYTES, 256, 0, 0, 0.5e-3, now)
-    answers(drafter, 3e-3, now, 50, is_beside=True)
-    assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(3e-3, rel=0.1)
-    assert drafter.beside_s == 0.0
+    now = answers(drafter, 10e-3, now, 1, is_beside=True)
+    answers(drafter, 3e-3, now, 12, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(3e-3, rel=0.1)
 
 
 def test_what_is_known_of_a_drafter_whose_answers_always_come_beside_steps_is_what_it_takes():
@@ -306,6 +306,18 @@ def test_what_is_known_of_a_drafter_whose_answers_always_come_beside_steps_is_wh
     drafter = DrafterCost()
     answers(drafter, 3e-3, 0.0, 50, is_beside=True)
     assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(3e-3, rel=0.05)
+
+
+def test_answers_beside_prompts_are_not_taken_for_those_alone():
+    """At first there are no others: some have hardly anything beside them, most have much."""
+    drafter, noise = DrafterCost(), random.Random(6)
+    now = 0.0
+    for i in range(60):
+        compute_s = 2e-3 if i % 6 == 5 else 2e-3 + noise.uniform(3e-3, 20e-3)
+        now = answers(drafter, compute_s, now, 1, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.1)
+    now = answers(drafter, 8e-3, now, 50, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(8e-3, rel=0.1)
 
 
 def test_noise_of_answers_beside_steps_does_not_shorten_those_alone():

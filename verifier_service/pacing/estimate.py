@@ -64,6 +64,10 @@ class LinearEstimate:
         """Expected seconds; 0 before the first observation."""
         return sum(w * x for w, x in zip(self.weights, causes, strict=True))
 
+    def has_seen(self, causes: Sequence[float]) -> bool:
+        """Whether all causes that are above 0 have been observed."""
+        return all(cause <= 0.0 or spread > 0.0 for cause, spread in zip(causes, self._spread, strict=True))
+
     def uncertainty(self, causes: Sequence[float]) -> float:
         """Standard deviation of what `predict` says, seconds; infinite before the first observation."""
         if self.count == 0:
