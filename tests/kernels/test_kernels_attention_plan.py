@@ -35,11 +35,11 @@ def test_contexts_are_divided_where_sequences_do_not_fill_the_device() -> None:
 
 
 def test_rows_that_few_long_sequences_can_have_divide_their_contexts_however_many_sequences_there_are() -> None:
-    """64 rows are at most one sequence of more than 32, in at most three tiles of 32 rows for each of 8 heads."""
+    """64 rows are at most one sequence of more than 32, in at most two tiles of 32 rows for each of 8 heads."""
     problem = replace(ONE, num_rows=64, num_sequences=64, max_rows=64)
     long = plan(problem, MULTIPROCESSORS)[-1]
     assert not long.is_short
-    assert (long.fill, long.grid) == (132 // (3 * 8), (2 + 63, 1, 5))
+    assert (long.fill, long.grid) == (132 // (2 * 8), (2 + 63, 1, 8))
     assert plan(replace(problem, num_rows=512, max_rows=512), MULTIPROCESSORS)[-1].fill == 1
 
 
