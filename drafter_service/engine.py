@@ -286,6 +286,7 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
     At most k + 1 rows of a sequence, as many as a verify step brings, draft; those before them are fed.
     """
     needed: list[StepRows] = []
+    leads: list[StepRows] = []  # of the newest steps of their sequences
     drafting: dict[SamplingMode, list[StepRows]] = {}
     idle: list[StepRows] = []
     for session, rows in batch.rows:
@@ -298,7 +299,7 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
         idle.append(rows.select(~wants_drafts))
         if wants_drafts.any():
             lead, tail = rows.select(wants_drafts).split(most)
-            needed.append(lead)
+            leads.append(lead)
             drafting.setdefault(mode, []).append(tail)
     later = []
     if idle:
@@ -307,7 +308,7 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
             is_needed = np.isin(rows.slots, np.concatenate(slots))
             needed.append(rows.select(is_needed))
             later.append(rows.select(~is_needed))
-    return _filled(needed), drafting, _filled(later)
+    return _filled(needed + leads), drafting, _filled(later)
 
 
 def _each_sequence_once(parts: list[StepRows]) -> Iterator[list[StepRows]]:

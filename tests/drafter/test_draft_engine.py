@@ -69,6 +69,20 @@ def test_rows_in_many_steps_are_as_good_as_in_one(head: TinyHead) -> None:
     assert reply == draft_alone(head, text, 38, 4)
 
 
+@pytest.mark.parametrize("counts", [(40, 30), (40, 3), (40, 30, 3), (20, 20, 30)])
+def test_rows_in_steps_that_waited_together_are_as_good_as_in_one(head: TinyHead, counts: tuple[int, ...]) -> None:
+    """Each attends to those of the steps before, whether it is fed or drafts."""
+    mode, text = SamplingMode(gumbel=True, dense=True), Text(2)
+    stream = connect(make_engine(head), mode)
+    stream.step(new=[opened(1)])
+    for i, count in enumerate(counts):
+        stream.send([Rows(1, text, sum(counts[:i]), count, drafts=4 if i == len(counts) - 1 else 0)])
+    run(stream.engine)
+    reply, alone = replies(stream.answers[-1])[1], draft_alone(head, text, sum(counts), 4, mode)
+    assert reply.tokens == alone.tokens
+    torch.testing.assert_close(reply.logits, alone.logits, **SAME_LOGITS)
+
+
 @pytest.mark.parametrize("num_accepted", [0, 1, 4])
 def test_speculative_rows_are_rolled_back(head: TinyHead, num_accepted: int) -> None:
     """Rows of refused drafts leave no trace: the next drafts are those of a fresh sequence."""

@@ -40,15 +40,16 @@ def test_drafts_are_those_of_the_cpu(mode: SamplingMode) -> None:
             torch.testing.assert_close(on_cuda[i].logits, reply.logits, rtol=1e-3, atol=1e-3)
 
 
-def test_drafts_behind_several_steps_that_waited_are_those_of_the_cpu() -> None:
-    """Rows of one sequence that came in three steps: each attends to those of the steps before."""
+@pytest.mark.parametrize("counts", [(40, 30), (40, 30, 3)])
+def test_drafts_behind_several_steps_that_waited_are_those_of_the_cpu(counts: tuple[int, ...]) -> None:
+    """Rows of one sequence that came in several steps: each attends to those of the steps before."""
 
     def drafts(device: str) -> dict[int, Reply]:
         stream = connect(make_engine(TinyHead(device=device)), SamplingMode(gumbel=True, dense=True))
         texts = [Text(i) for i in range(8)]
         stream.step(new=[opened(i, 0.7, key=i) for i in range(8)])
-        for first, count in ((0, 40), (40, 30), (70, 3)):
-            stream.send([Rows(i, texts[i], first, count, drafts=4) for i in range(8)])
+        for j, count in enumerate(counts):
+            stream.send([Rows(i, texts[i], sum(counts[:j]), count, drafts=4) for i in range(8)])
         run(stream.engine)
         return replies(stream.answers[-1])
 

@@ -21,6 +21,7 @@ from draftwire.devices import choose_device, choose_dtype
 from draftwire.errors import CheckpointError, DraftwireError, InvalidArgumentError, ServerError
 
 CPU = torch.device("cpu")
+ROW_BYTES = 2 * 2 * 8 * 4  # of the tiny head's two layers, keys and values in float32
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ def test_the_cache_is_no_larger_than_its_use(target_dir: Path) -> None:
 
 
 def test_the_cache_of_a_gpu_takes_what_its_memory_leaves(target_dir: Path) -> None:
-    row_bytes = 2 * 8 * 4  # the tiny head's keys and values, float32
-    memory = Memory(row_bytes * 1016)
+    memory = Memory(ROW_BYTES * 1016)
     assert limits(target_dir, memory, gpu_memory_utilization=0.5).kv_cache_tokens == 1000  # a block is padding
     assert memory.utilization == 0.5
     assert limits(target_dir, memory, max_num_seqs=2).kv_cache_tokens == 2 * (64 + 16)
@@ -74,7 +74,7 @@ def test_the_cache_of_a_gpu_takes_what_its_memory_leaves(target_dir: Path) -> No
 
 def test_a_gpu_that_leaves_no_room_for_a_sequence_is_refused(target_dir: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"gpu_memory_utilization = 0\.9: leaves a cache of 63 positions"):
-        limits(target_dir, Memory(2 * 8 * 4 * 79))
+        limits(target_dir, Memory(ROW_BYTES * 79))
 
 
 def test_the_largest_step_has_the_rows_of_a_full_batch() -> None:

@@ -19,7 +19,8 @@ MAX_POSITIONS = 96
 
 
 class TinyHead(Head):
-    """One attention layer: a state depends on the token, the feature, the position and every earlier row."""
+    """Two attention layers: a state depends on the token, the feature, the position and every earlier row, and what it
+    leaves in the cache does too."""
 
     def __init__(self, reduced_vocabulary: bool = True, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(3)
@@ -33,7 +34,7 @@ class TinyHead(Head):
             feature_layers=(2, 4, 6),
             feature_width=WIDTH,
             draft_vocab_size=draft_vocab,
-            layer_shapes=((1, 8, 8),),
+            layer_shapes=((1, 8, 8), (1, 8, 8)),
             max_position_embeddings=MAX_POSITIONS,
         )
         self.fingerprint = "0123456789abcdef"
@@ -59,11 +60,14 @@ class TinyHead(Head):
     ) -> torch.Tensor:
         self.rows_of_forwards.append(len(tokens))
         phase = torch.sin(positions[:, None] * torch.arange(1, HIDDEN + 1, device=positions.device) * 0.37)
-        query, key, value = (torch.cat([self.embedding[tokens] + phase, g], -1) @ self.qkv).split([16, 8, 8], -1)
-        attended = paged_attention(
-            query.unflatten(-1, (2, 8)), key[:, None], value[:, None], cache.keys[0], cache.values[0], batch, scale=0.5
-        )
-        return torch.tanh(g + attended.flatten(1) @ self.out)
+        embedded = self.embedding[tokens] + phase
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            query, key, value = (torch.cat([embedded, g], -1) @ self.qkv).split([16, 8, 8], -1)
+            attended = paged_attention(
+                query.unflatten(-1, (2, 8)), key[:, None], value[:, None], keys, values, batch, scale=0.5
+            )
+            g = torch.tanh(g + attended.flatten(1) @ self.out)
+        return g
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
         return g @ self.lm_head

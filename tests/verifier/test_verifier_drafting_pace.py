@@ -241,6 +241,17 @@ def test_drafts_of_no_use_are_given_up_after_a_few(clock):
     assert world.run(5.0) > 0.97 * world.rate_without()
 
 
+@pytest.mark.parametrize("steps", [1.2, 1.5])
+def test_drafts_that_lose_are_given_up_though_the_drafter_never_has_a_pause(clock, steps):
+    """It takes so many steps' time for each of two sequences that came one after the other."""
+    world = adaptive(clock, 1, Costs(draft_s=steps * 4.87e-3 / 4, acceptance=0.2))
+    world.run(0.02)
+    world.arrive()
+    world.run(0.6)
+    assert num_drafts(world) == 0
+    assert world.run(2.0) > 0.97 * world.rate_without()
+
+
 def test_few_trials_show_that_drafts_are_accepted_again(clock):
     """One sequence makes one a second."""
     world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.05))

@@ -320,6 +320,27 @@ def test_answers_beside_prompts_are_not_taken_for_those_alone():
     assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(8e-3, rel=0.1)
 
 
+def test_a_drafter_that_became_faster_is_known_to_be_though_some_answers_beside_steps_take_long():
+    drafter, noise = DrafterCost(), random.Random(2)
+    now = answers(drafter, 20e-3, 0.0, 50, is_beside=False)
+    for _ in range(12):
+        now = answers(drafter, 25e-3 if noise.random() < 0.3 else 2e-3, now, 1, is_beside=True)
+    assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(2e-3, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_drafter_takes_beside_steps_is_followed_though_its_first_answers_were_hardly_longer(seed):
+    """None comes alone, which would take 2 ms; four in five of those beside steps take 3 to 20 ms more."""
+    drafter, noise = DrafterCost(), random.Random(seed)
+    now, said = 0.0, []
+    for i in range(1500):
+        alone_s = 2e-3 * noise.gauss(1.0, 0.03)
+        now = answers(drafter, alone_s + noise.uniform(3e-3, 20e-3) * (noise.random() < 0.8), now, 1, is_beside=True)
+        if i >= 700:
+            said.append(drafter.compute_s(96, 4, 32, is_beside=True))
+    assert sum(said) / len(said) == pytest.approx(2e-3 + 0.8 * 11.5e-3, rel=0.1)
+
+
 def test_noise_of_answers_beside_steps_does_not_shorten_those_alone():
     drafter, noise = DrafterCost(), random.Random(4)
     now = 0.0
@@ -387,6 +408,13 @@ def test_a_way_that_grows_longer_than_the_time_between_messages_is_learnt():
         way_s = 1e-3 if i < 20 else 20e-3
         answers.tell(6e-3 * i, 6e-3 * i + 2e-3 + way_s, 2e-3)
     assert answers.known == pytest.approx((20e-3, 2e-3), rel=0.05)
+
+
+def test_a_drafter_computes_for_no_longer_than_its_answer_took_whatever_it_says():
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2.0)
+    assert answers.known == pytest.approx((0.0, 3e-3), abs=0.1e-3)
 
 
 def test_a_message_without_rows_says_nothing_of_computing():

@@ -19,8 +19,10 @@ TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
 # Where so many answers beside steps in a row are sooner than those for which nothing else ran, those are sooner by now
-# too. As long as few of those have been seen, none beside steps is sooner than they are.
+# too; so is one that takes less than this share of what those do, as far as an estimate believes one alone. As long as
+# few of those have been seen, none beside steps is sooner than they are.
 SOONER_IN_A_ROW = 16
+FAR_SOONER = 0.5
 # What sequences that take turns cost each other, as a share of the shortest step, where nothing has shown it: a GPU
 # computes slower back to back than with breaks (a pass of 160 rows of the 8B shape on an H200 by 5 %). What was seen is
 # half forgotten after each so many seconds in which they take none.
@@ -235,16 +237,17 @@ class DrafterCost:
         for causes, compute_s, now, is_beside in self._news:
             self._num_alone += not is_beside and causes[1] > 0
             is_new = not self._compute.has_seen(causes)
-            if not is_beside or is_new or self._is_sooner(compute_s - self._compute.predict(causes), now):
+            if not is_beside or is_new or self._is_sooner(compute_s, self._compute.predict(causes), now):
                 self._compute.observe(causes, compute_s, now)
         self._news.clear()
 
-    def _is_sooner(self, longer_s: float, now: float) -> bool:
-        """Takes by how much an answer beside a step took longer than one alone would; whether that would be sooner than
-        was thought."""
-        self._beside.observe((1.0,), longer_s, now)
-        self._num_sooner = self._num_sooner + 1 if longer_s < 0.0 else 0
-        return self._num_sooner >= (1 if self._num_alone < ENOUGH else SOONER_IN_A_ROW)
+    def _is_sooner(self, seconds: float, alone_s: float, now: float) -> bool:
+        """Takes what an answer beside a step took that was thought to take `alone_s` alone; whether one alone would be
+        sooner than that."""
+        self._beside.observe((1.0,), seconds - alone_s, now)
+        self._num_sooner = self._num_sooner + 1 if seconds < alone_s else 0
+        least = 1 if self._num_alone < ENOUGH else SOONER_IN_A_ROW
+        return self._num_sooner >= least or seconds < FAR_SOONER * alone_s
 
     @property
     def is_known(self) -> bool:

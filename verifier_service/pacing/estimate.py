@@ -102,6 +102,7 @@ class LinearEstimate:
 
     def _drift(self, now: float) -> None:
         elapsed = now - self._now if self.count else 0.0
+        self._spread[0] = max(self._spread[0], self._size)  # what is always there may be all of an observation
         self._now = now
         for i, (weight, spread) in enumerate(zip(self.weights, self._spread, strict=True)):
             own = self._covariance[i]

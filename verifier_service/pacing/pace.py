@@ -121,15 +121,19 @@ class Pace:
         is_beside
             Whether a step ran between the two.
         """
+        compute_s = min(compute_s, received - message.sent)
         begun, since_last_s = message.sent + message.queued_s, received - self._last_answer
         # The drafter had no pause since the answer before, so that it may have had this message for long.
         is_behind = begun < self._last_answer and since_last_s < max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
         # Messages that it takes together have one computing time.
         is_single = compute_s <= since_last_s
+        way_s = received - begun - compute_s
+        if is_behind:
+            way_s -= max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
+        # One that never has a pause must become known too.
+        if not is_behind or not self.cost.is_known:
+            self.cost.observe_link(way_s, message.num_bytes, received)
         self._last_answer = received
-        compute_s = min(compute_s, received - message.sent)
-        if not is_behind:
-            self.cost.observe_link(received - begun - compute_s, message.num_bytes, received)
         if is_single and message.rows > 0:
             self.cost.observe_compute(
                 compute_s, message.rows, message.drafts, message.sequences, received, is_beside=is_beside
