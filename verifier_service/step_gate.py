@@ -261,7 +261,7 @@ class StepGate:
             binding = self._bindings.get(request)
             if binding is not None and request.drafts is not None:
                 drafted.setdefault(binding.session, []).append(binding)
-            elif binding is not None and binding.is_waiting:
+            elif binding is not None and binding.is_waiting and (binding.wait_until or 0.0) > now:
                 is_waiting = True
             elif request.is_decoding:
                 num_undrafted += 1

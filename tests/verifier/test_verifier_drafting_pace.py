@@ -133,6 +133,31 @@ def test_a_group_whose_drafts_were_late_waits_for_those_of_another_that_are_near
     assert not is_held(requests, fixed_s)
 
 
+def test_a_request_past_its_deadline_is_held_for_others_no_longer_than_one_that_is_ready(clock):
+    """Another drafter than theirs is silent."""
+    world = World(clock, 8, Costs(trip_s=1e-3))
+    world.run(0.3)
+    gate, requests, fixed_s = world.drafting.gate, world.scene.requests, world.drafting.gate.target_cost.fixed
+    silent = world.scene.connect()
+    world.arrive()
+    world.scene.flush()
+    overdue = world.drafting._bindings[requests[-1]]
+    assert (overdue.session.stream, overdue.is_waiting) == (silent, True)
+    clock.now = deadline = overdue.wait_until
+    world.costs.draft_s = 0.7 * fixed_s / K
+    for group in (requests[:4], requests[4:8]):
+        for request in group:
+            world.scene.verify(request, 9)
+        world.scene.flush()
+    held = {}
+    for share in (0.0, 0.5, 0.95, 1.1):
+        clock.now = deadline + share * fixed_s
+        world._deliver()
+        held[share] = gate.is_held(requests, has_launched=True, may_admit=False)
+    assert sum(request.drafts is not None for request in requests) == 4
+    assert held == {0.0: True, 0.5: True, 0.95: True, 1.1: False}
+
+
 def test_sequences_without_drafts_wait_for_those_that_come_while_the_host_launches_the_joint_step(clock):
     world = World(clock, 8, Costs(trip_s=0.4e-3))
     world.run(0.3)
