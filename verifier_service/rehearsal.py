@@ -27,6 +27,9 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
+from verifier_service.request_metrics import RequestMetrics
+from verifier_service.request_outputs import RequestOutputs
+from verifier_service.sampler import PendingDraw, TokenSampler
 from verifier_service.scheduler import Work
 from verifier_service.step_times import StepTimes
 from verifier_service.target_runner import HeldStep
@@ -49,7 +52,7 @@ class Rehearsal:
         What `run` does, in order.
     """
 
-    parts = ("tokens committed", "message built and sent", "answer read", "step begun")
+    parts = ("tokens read", "tokens committed", "message built and sent", "answer read", "step begun")
 
     def __init__(self, num_requests: int = 1) -> None:
         config = speculative_config_from_mapping(
@@ -65,6 +68,13 @@ class Rehearsal:
         self._stream = _stream(Lane(own))
         self._drafting.handle(Connected(self._stream))
         self._stores: dict[FeatureKind, Any] = {_HEAD.kind: _NoStore()}
+        self._sampler = TokenSampler(config, _VOCAB, frozenset(), num_requests, _CPU)
+        scheduler: Any = None  # no request comes to its end
+        metrics = RequestMetrics(_DRAFTS)
+        self._outputs = RequestOutputs(
+            scheduler, self._drafting, metrics, lambda _: None, lambda _: None, is_synthetic=True
+        )
+        self._drawn = torch.tensor([[len(_EMITTED), *_EMITTED, *[-1] * (_DRAFTS + 1 - len(_EMITTED))]] * num_requests)
         self._num_requests = num_requests
         self._requests: list[Request] = []
 
@@ -84,17 +94,20 @@ class Rehearsal:
             tokens = [request.tokens[-1], *drafts.tokens]
             works.append(Work(request, request.num_computed, tokens, drafts, samples=True))
             request.drafts = None
-        emitted = torch.full((len(works),), len(_EMITTED))
+            request.num_in_flight += 1
+        self._pending = PendingDraw(works, [(list(range(len(works))), self._drawn)], None, self._drawn.flatten(), None)
+        emitted = self._pending.num_emitted
+        assert emitted is not None
         self._drafting.take_ahead(self._drafting.begin_features(works, emitted, self._stores))
 
     def run(self) -> Iterator[float | None]:
         """Draws the tokens. Yields monotonic times: of the begin, and of the end of each part; None after what is left
         out of these times: what happens while the drafter drafts, and its answer."""
         yield time.monotonic()
-        for request in self._requests:
-            request.output.takes_all(_EMITTED, request.max_length - len(request.tokens))
-            request.tokens += _EMITTED
-            request.num_computed += len(_EMITTED)
+        drawn = self._sampler.finish(self._pending)
+        read = time.monotonic()
+        yield read
+        self._outputs.commit(self._pending.works, drawn, read)
         yield time.monotonic()
         self._drafting.flush(self._requests, self._stores, watches=False)
         sent = time.monotonic()

@@ -223,14 +223,15 @@ class TokenSampler:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
         if pending.copied is not None:
             pending.copied.synchronize()
-        works = pending.works
-        tokens: list[list[int]] = [[] for _ in works]
-        end = 0
+        works, end = pending.works, sum(packed.numel() for _, packed in pending.groups)
+        values = (pending.on_host if pending.told is None else pending.on_host[:end]).tolist()
+        drawn = [Drawn([])] * len(works)
+        begin = 0
         for members, packed in pending.groups:
-            begin, end = end, end + packed.numel()
-            for i, row in zip(members, pending.on_host[begin:end].view(packed.shape).tolist(), strict=True):
-                tokens[i] = row[1 : 1 + row[0]]
-        drawn = list(map(Drawn, tokens))
+            width = packed.shape[1]
+            for i in members:
+                drawn[i] = Drawn(values[begin + 1 : begin + 1 + values[begin]])
+                begin += width
         if pending.told is not None:
             rows = pending.told.split(pending.on_host[end:])
             first = 0
