@@ -5,8 +5,8 @@
 A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
 graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
 CUDA graph, measured in the same process; their ratio. Then the same of steps with prompts alone, which have no graph
-where they are longer than --max-prefill-rows, the kernels of one step, and what the start takes with an empty and with
-a filled cache of compiled code.
+where they are longer than the largest step, the kernels of one step, and what the start takes with an empty and with a
+filled cache of compiled code.
 """
 
 from __future__ import annotations

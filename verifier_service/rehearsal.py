@@ -101,7 +101,7 @@ class Rehearsal:
         self._drafting.take_ahead(self._drafting.begin_features(works, emitted, self._stores))
 
     def run(self) -> Iterator[float | None]:
-        """Draws the tokens. Yields monotonic times: of the begin, and of the end of each part; None after what is left
+        """Takes the tokens. Yields monotonic times: of the begin, and of the end of each part; None after what is left
         out of these times: what happens while the drafter drafts, and its answer."""
         yield time.monotonic()
         drawn = self._sampler.finish(self._pending)

@@ -171,8 +171,8 @@ class BatchBuffers:
     ) -> RaggedBatch:
         """Fills the buffers with `batch` and padding, in one copy from the host, on the current stream.
 
-        Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows, length 0 and
-        blocks 0.
+        Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows and length 0, and
+        their blocks are any that were loaded before.
 
         Parameters
         ----------
@@ -205,9 +205,9 @@ class BatchBuffers:
         self._check(batch, num_rows_padded, num_sequences_padded, max_rows, max_length)
         rows, count, width = batch.num_rows, batch.num_sequences, batch.block_tables.shape[1]
         total, sequences, _ = self._sizes
-        num_bytes = _packed_bytes(total, sequences, 0) + num_sequences_padded * width * 4
+        num_bytes = _packed_bytes(total, sequences, 0) + count * width * 4
         host = _buffer(num_bytes, self._device)
-        views = _views(host, total, sequences, width, num_sequences_padded)
+        views = _views(host, total, sequences, width, count)
         slot_mapping, cu_rows, lengths, block_tables = (view.numpy() for view in views)
         slot_mapping[:rows] = batch.host.slot_mapping.numpy()
         slot_mapping[rows:] = np.arange(total - rows) % BLOCK_SIZE
@@ -215,11 +215,10 @@ class BatchBuffers:
         cu_rows[count + 1 :] = rows
         lengths[:count] = batch.host.lengths.numpy()
         lengths[count:] = 0
-        block_tables[:count] = batch.host.block_tables.numpy()
-        block_tables[count:] = 0
+        block_tables[:] = batch.host.block_tables.numpy()
         self._packed[:num_bytes].copy_(host, non_blocking=True)
-        static = _views(self._packed, total, sequences, width, num_sequences_padded)
-        self._block_tables[:num_sequences_padded, :width].copy_(static.block_tables)
+        static = _views(self._packed, total, sequences, width, count)
+        self._block_tables[:count, :width].copy_(static.block_tables)
         return RaggedBatch.from_tensors(
             static.slot_mapping[:num_rows_padded],
             static.cu_rows[: num_sequences_padded + 1],

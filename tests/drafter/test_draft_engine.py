@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from harness import (
     OK,
     SAME_LOGITS,
     UNKNOWN,
+    Reply,
     Rows,
     Text,
     connect,
@@ -22,7 +25,8 @@ from harness import (
 from tiny_head import TinyHead
 
 from drafter_service.sampling_mode import SamplingMode
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.block_pool import blocks_for
+from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
 
 
 def chain_without_engine(head: TinyHead, text: Text, num_rows: int, k: int) -> list[int]:
@@ -81,6 +85,38 @@ def test_rows_in_steps_that_waited_together_are_as_good_as_in_one(head: TinyHead
     reply, alone = replies(stream.answers[-1])[1], draft_alone(head, text, sum(counts), 4, mode)
     assert reply.tokens == alone.tokens
     torch.testing.assert_close(reply.logits, alone.logits, **SAME_LOGITS)
+
+
+def test_rows_that_are_padded_as_on_a_gpu_are_as_good() -> None:
+    """In batches of several sequences, with the blocks of others left behind theirs."""
+
+    def answered(head: TinyHead, *, is_padded: bool) -> list[Reply]:
+        engine, draw = make_engine(head, max_num_seqs=8, max_batch_rows=128), random.Random(4)
+        if is_padded:
+            engine._row_feed._buffers = BatchBuffers(128, 8, blocks_for(96), torch.device("cpu"))
+        engine.warm_up()
+        stream = connect(engine, SamplingMode(gumbel=True, dense=True), max_sequences=8)
+        head.rows_of_forwards.clear()
+        answers: list[Reply] = []
+        for turn in range(6):
+            texts = {8 * turn + i: Text(8 * turn + i) for i in range(draw.randint(1, 8))}
+            rows = dict.fromkeys(texts, 0)
+            stream.step(new=[opened(i, key=i) for i in texts])
+            for drafts in (0, 0, 4):
+                counts = {i: draw.randint(1, 30) for i in texts}
+                stream.send([Rows(i, text, rows[i], counts[i], drafts) for i, text in texts.items()])
+                rows = {i: rows[i] + counts[i] for i in texts}
+            run(engine)
+            answers += replies(stream.answers[-1]).values()
+            stream.step(closed=list(texts))
+        return answers
+
+    padded = TinyHead()
+    for own, expected in zip(answered(padded, is_padded=True), answered(TinyHead(), is_padded=False), strict=True):
+        assert len(own.tokens) == 4
+        assert own.tokens == expected.tokens
+        torch.testing.assert_close(own.logits, expected.logits, **SAME_LOGITS)
+    assert {64, 96} <= set(padded.rows_of_forwards)
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 4])

@@ -108,7 +108,7 @@ class Served:
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
-    """On a GPU compiled, and as CUDA graphs where at most 8 rows of each sequence are computed."""
+    """On a GPU compiled, and as CUDA graphs."""
     directory = save(CONFIGS[name], tmp_path / name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"

@@ -1,14 +1,16 @@
-"""Steps through the runner: eager on a CPU; on a GPU as CUDA graphs."""
+"""Steps through the runner: eager on a CPU, and as graphs that are played there; on a GPU as CUDA graphs."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from played_graphs import play_graphs
 from transformers import AutoModelForCausalLM
 
 from draftwire.block_pool import BlockPool, blocks_for
@@ -22,12 +24,17 @@ K = 4
 MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def target(request) -> Target:
-    device = torch.device(request.param)
+@pytest.fixture(scope="module", params=["cpu", "played", GPU])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def target(kind) -> Target:
+    device = torch.device("cpu" if kind == "played" else kind)
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
         target.compile()
@@ -35,11 +42,14 @@ def target(request) -> Target:
 
 
 @pytest.fixture(scope="module")
-def runner(target) -> TargetRunner:
+def runner(kind, target) -> Iterator[TargetRunner]:
     cache = KVCache(target.layer_shapes, 200, target.dtype, target.device)
     runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, PREFILL, blocks_for(CONTEXT))
-    runner.capture()
-    return runner
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "played":
+            play_graphs(runner, patch)
+        runner.capture()
+        yield runner
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +166,7 @@ def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(mo
         assert output.logits.shape[0] == begin
 
 
-@pytest.mark.parametrize("target", DEVICES[1:], indirect=True)
+@pytest.mark.parametrize("kind", [GPU], indirect=True)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, runner, monkeypatch):
