@@ -124,6 +124,10 @@ class Binding:
         """Whether its drafts are waited for."""
         return self.wait_until is not None and not self.session.is_late
 
+    def waits_at(self, now: float) -> bool:
+        """Whether they are at that monotonic time: their deadline has not passed."""
+        return self.wait_until is not None and now < self.wait_until and not self.session.is_late
+
 
 class AwaitedAnswer(NamedTuple):
     """What the one answer that brings all drafts that are waited for will be, if each sequence gets what was asked."""

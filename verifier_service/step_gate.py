@@ -182,9 +182,7 @@ class StepGate:
         now, bindings = time.monotonic(), self._bindings
         for request in requests:
             binding = bindings.get(request)
-            if binding is None or request.drafts is not None or binding.wait_until is None:
-                return False
-            if binding.session.is_late or now >= binding.wait_until:
+            if binding is None or request.drafts is not None or not binding.waits_at(now):
                 return False
         return len(requests) > 0
 
@@ -261,7 +259,7 @@ class StepGate:
             binding = self._bindings.get(request)
             if binding is not None and request.drafts is not None:
                 drafted.setdefault(binding.session, []).append(binding)
-            elif binding is not None and binding.is_waiting and (binding.wait_until or 0.0) > now:
+            elif binding is not None and binding.waits_at(now):
                 is_waiting = True
             elif request.is_decoding:
                 num_undrafted += 1

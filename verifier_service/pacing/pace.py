@@ -128,11 +128,11 @@ class Pace:
         # Messages that it takes together have one computing time.
         is_single = compute_s <= since_last_s
         way_s = received - begun - compute_s
-        if is_behind:
-            way_s -= max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
-        # One that never has a pause must become known too.
-        if not is_behind or not self.cost.is_known:
+        if not is_behind:
             self.cost.observe_link(way_s, message.num_bytes, received)
+        elif not self.cost.is_known:  # one that never has a pause must become known too
+            behind_s = max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
+            self.cost.observe_link(way_s - behind_s, message.num_bytes, received)
         self._last_answer = received
         if is_single and message.rows > 0:
             self.cost.observe_compute(
