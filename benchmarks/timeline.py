@@ -4,7 +4,8 @@
 
 Runs a command and records when chosen methods of its services began and ended (benchmarks/timeline_hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
-their drafts, the median way of a step, mark after mark, and what the methods took. A record takes about a microsecond.
+their drafts, the median way of a step, mark after mark, and what the methods took. Where steps are foretold it has two
+ways from what the device has drawn on: that of the drafts, and that of the message. A record takes a microsecond.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -21,7 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timeline_hook.calls import CALLS, WAY, Mark
+from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD, Mark
 
 HOOK = Path(__file__).resolve().parent / "timeline_hook"
 NAMES = [name for names in CALLS.values() for name in names]
@@ -63,12 +65,17 @@ def stretches(records: dict[str, np.ndarray]) -> list[tuple[float, float]]:
     return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
 
 
-def way(records: dict[str, np.ndarray], begin: float, end: float) -> list[float]:
-    """Median seconds from a step's tokens to each mark of the way, each being the first after the one before it."""
-    first = records[WAY[0].call][:, 1]
+def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
+    """Those that the steps have taken."""
+    return WAYS_AHEAD if len(records[WAYS_AHEAD[0][0].call]) else (WAY,)
+
+
+def way(records: dict[str, np.ndarray], marks: Sequence[Mark], begin: float, end: float) -> list[float]:
+    """Median seconds from the first mark to each of `marks`, each being the first after the one before it."""
+    first = _times(records, marks[0])
     now = start = first[(first >= begin) & (first < end)]
     medians = []
-    for mark in WAY:
+    for mark in marks:
         times = np.append(np.sort(_times(records, mark)), np.nan)
         now = times[np.minimum(np.searchsorted(times[:-1], now), len(times) - 1)]
         medians.append(float(np.nanmedian(now - start)))
@@ -86,13 +93,14 @@ def _table(records: dict[str, np.ndarray], stretch: tuple[float, float]) -> Tabl
     title = f"{count} steps, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
     table.add_column("mark or method", no_wrap=True)
-    for column in ("from the tokens", "from the mark before", "calls a step", "median"):
+    for column in ("from the first", "from the mark before", "calls a step", "median"):
         table.add_column(column, justify="right", no_wrap=True)
-    before = 0.0
-    for mark, median in zip(WAY, way(records, *stretch), strict=True):
-        table.add_row(f"{mark.call} {mark.end}", f"{1e6 * median:.0f}", f"{1e6 * (median - before):.0f}")
-        before = median
-    table.add_section()
+    for marks in ways(records):
+        before = 0.0
+        for mark, median in zip(marks, way(records, marks, *stretch), strict=True):
+            table.add_row(f"{mark.call} {mark.end}", f"{1e6 * median:.0f}", f"{1e6 * (median - before):.0f}")
+            before = median
+        table.add_section()
     for name, calls in records.items():
         inside = calls[(calls[:, 0] >= stretch[0]) & (calls[:, 0] < stretch[1])]
         if len(inside):

@@ -12,6 +12,7 @@ import torch
 
 from drafter_service.answer import Answer, Load
 from drafter_service.draft_loop import DraftLoop
+from drafter_service.drafts_ahead import DraftsAhead, chosen
 from drafter_service.heads.spec import Head
 from drafter_service.limits import EngineLimits
 from drafter_service.logits_buffers import LogitsBuffers
@@ -23,7 +24,7 @@ from drafter_service.sampling_mode import SamplingMode
 from drafter_service.scheduler import Batch, Scheduler
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import OpenedSequence, Step
+from drafter_service.step import OpenedSequence, Step, UpcomingStep
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
@@ -42,7 +43,13 @@ def _nothing(*_: object) -> None: ...
 
 
 class DraftEngine:
-    """Owns the sequences of every session, their blocks and the cache. Not thread-safe: one thread calls it."""
+    """Owns the sequences of every session, their blocks and the cache. Not thread-safe: one thread calls it.
+
+    Attributes
+    ----------
+    ahead
+        Batches that are begun before their steps have come.
+    """
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class DraftEngine:
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
         self._row_feed = RowFeed(head, self._cache, limits, dtype, device)
         self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
+        self.ahead = DraftsAhead(head, self._loop, self._table, self._proposer)
 
     @property
     def load(self) -> Load:
@@ -109,6 +117,7 @@ class DraftEngine:
         torch.OutOfMemoryError
             When there is no memory for the draft logits that it asks for, or for what is captured for it.
         """
+        self.ahead.settle()  # what is captured clears the inputs
         self._keep_buffers(terms)
         if self._graphs is not None:
             try:
@@ -124,6 +133,7 @@ class DraftEngine:
         """Drops a session with all that it holds; nothing is delivered to it any more."""
         if session not in self._sessions:
             return
+        self.ahead.forget(session)
         for sequence_id in list(session.slots):
             self._scheduler.drop(session, sequence_id)
         session.works.clear()
@@ -144,9 +154,20 @@ class DraftEngine:
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step that was checked against the session's terms."""
         if session in self._sessions:
+            self.ahead.note(session, step)
             work = StepWork(step)
             session.works.append(work)
             session.waiting_rows += len(work.tokens)
+
+    def foresee(self, session: Session, step: UpcomingStep) -> None:
+        """Takes a step that a session has foretold; it was checked against the session's terms."""
+        if session in self._sessions:
+            self.ahead.foresee(session, step)
+
+    @property
+    def can_begin_ahead(self) -> bool:
+        """Whether drafts can be begun before their step: nobody waits for others, and their tokens are there."""
+        return self.ahead.is_ready and not self.has_work
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
@@ -190,7 +211,7 @@ class DraftEngine:
         needed, drafting, later = _plan(batch)
         self._feed(needed)
         for mode, parts in drafting.items():
-            self._draft(mode, parts, meanwhile, await_drafts)
+            self._draft(mode, parts, began, meanwhile, await_drafts)
         if not drafting:
             meanwhile()
         _add_time({rows.work for _, rows in batch.rows}, began)
@@ -246,19 +267,29 @@ class DraftEngine:
         self,
         mode: SamplingMode,
         parts: list[StepRows],
+        began: float,
         meanwhile: Callable[[], None],
         await_drafts: AwaitDrafts,
     ) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
+        found = self.ahead.find(parts)
+        if found is not None:
+            part, batch, places = found
+            part.work.pass_over(part)
+            part.work.answer.compute_time_s += batch.seconds_before(began)
+            num_drafts = self._table.reserve_drafts(part.slots, part.num_drafts)
+            self._prepare_answers([part], part.slots, num_drafts, meanwhile)
+            await_drafts(lambda: self.ahead.is_done(batch))
+            add_drafts(part, chosen(self.ahead.proposal(batch), places, num_drafts))
+            parts = [other for other in parts if other is not part]
+        if not parts:
+            return
+        self.ahead.settle()
         tokens = self._load(parts, self._loop.state_rows)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
         launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
-        _finish_features(parts)
-        for part in parts:
-            part.announce()
-        self._table.reserve_ahead(slots, num_drafts)
-        meanwhile()
+        self._prepare_answers(parts, slots, num_drafts, meanwhile)
         await_drafts(lambda: self._proposer.is_done)
         proposal = self._proposer.take(launched)
         begin = 0
@@ -266,6 +297,16 @@ class DraftEngine:
             end = begin + len(part.counts)
             add_drafts(part, proposal.part(begin, end))
             begin = end
+
+    def _prepare_answers(
+        self, parts: list[StepRows], slots: np.ndarray, num_drafts: np.ndarray, meanwhile: Callable[[], None]
+    ) -> None:
+        """What is done while the device drafts."""
+        _finish_features(parts)
+        for part in parts:
+            part.announce()
+        self._table.reserve_ahead(slots, num_drafts)
+        meanwhile()
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:
         """Tokens int32 [T] of rows, whose states g are written to where rows from `begin` to `end` go."""

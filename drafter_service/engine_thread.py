@@ -19,7 +19,7 @@ from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.rehearsal import AnswerRehearsal, Rehearsal
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import Step
+from drafter_service.step import Step, UpcomingStep
 from draftwire.devices import awake_s, make_current
 from draftwire.mailbox import Mailbox
 from draftwire.practice import Practice, rehearse_with
@@ -42,7 +42,7 @@ class EngineThread:
         self.times = EngineTimes()
         awake = awake_s(engine.device)
         rehearsal = rehearse_with(Rehearsal) if awake else None
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal)
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal, self._look_ahead)
         self._practice = Practice(rehearse_with(AnswerRehearsal) if awake else None, awake)  # before drafts
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -64,8 +64,15 @@ class EngineThread:
     @property
     def state(self) -> EngineState:
         """What the metrics tell of it; from any thread."""
-        engine = self.engine
-        return EngineState(engine.load, engine.waiting_rows, engine.num_evictions, self.times.read()[Phase.IDLE])
+        engine, ahead = self.engine, self.engine.ahead
+        return EngineState(
+            engine.load,
+            engine.waiting_rows,
+            engine.num_evictions,
+            ahead.num_taken,
+            ahead.num_wasted,
+            self.times.read()[Phase.IDLE],
+        )
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
         """Opens a session; `deliver` is called on the engine's thread."""
@@ -101,6 +108,19 @@ class EngineThread:
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step; on the engine's thread."""
         self.engine.submit(session, step)
+
+    def foresee(self, session: Session, step: UpcomingStep) -> None:
+        """Takes a step that is foretold; on the engine's thread."""
+        self.engine.foresee(session, step)
+        self._commands.expect_sight()
+
+    def _look_ahead(self) -> Callable[[], None] | None:
+        """What begins drafts before their step, once it can; on the engine's thread."""
+        return self._begin_ahead if self.engine.can_begin_ahead else None
+
+    def _begin_ahead(self) -> None:
+        self.times.enter(Phase.COMPUTE)
+        self._guard(self.engine.ahead.begin)
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
@@ -154,7 +174,8 @@ class EngineThread:
             if self._later and not has_work:
                 self.times.enter(Phase.ANSWER)
                 self._catch_up()
-            self.times.enter(Phase.DECODE if has_work else Phase.IDLE)
+            waiting = Phase.COMPUTE if self.engine.ahead.has_begun else Phase.IDLE
+            self.times.enter(Phase.DECODE if has_work else waiting)
             try:
                 command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
@@ -169,8 +190,12 @@ class EngineThread:
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
+        self._guard(lambda: self.engine.iterate(self._catch_up, self._practise))
+
+    def _guard(self, compute: Callable[[], None]) -> None:
+        """Computes; where there is no memory for it all sessions end."""
         try:
-            self.engine.iterate(self._catch_up, self._practise)
+            compute()
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says

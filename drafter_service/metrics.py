@@ -75,6 +75,14 @@ class DrafterCollector(Collector):
         yield CounterMetricFamily(
             "draftwire_draft_evictions", "Sequences that made room for another verifier's.", value=state.evictions
         )
+        ahead = CounterMetricFamily(
+            "draftwire_draft_batches_ahead",
+            "Batches begun before their step, by whether a step then asked for them.",
+            labels=["outcome"],
+        )
+        ahead.add_metric(["taken"], state.taken_ahead)
+        ahead.add_metric(["wasted"], state.wasted_ahead)
+        yield ahead
         yield CounterMetricFamily(
             "draftwire_idle_seconds", "Time of the engine's thread without a step.", value=state.idle_s
         )

@@ -23,7 +23,16 @@ from drafter_service.session import SessionTerms
 from drafter_service.step import Step
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.step_work import StepRows, StepWork
-from draftwire.carriers import Incoming, Lane, TensorReceiver, TensorSender
+from draftwire.carriers import (
+    BoardReader,
+    BoardWriter,
+    Incoming,
+    Lane,
+    Outgoing,
+    TensorReceiver,
+    TensorSender,
+    board_bytes,
+)
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.kv_cache import KVCache, RaggedBatch
 from draftwire.tensors import encode_ids
@@ -48,7 +57,8 @@ _SEGMENT_BYTES = 1 << 20
 
 
 class Rehearsal:
-    """Steps of a few sequences: from a verifier's message to the bytes of the answer. Nothing leaves it.
+    """Steps of a few sequences: from what a verifier's device has drawn, and its message, to the bytes of the answer.
+    Nothing leaves it.
 
     Attributes
     ----------
@@ -56,7 +66,7 @@ class Rehearsal:
         What `run` does, in order.
     """
 
-    parts = ("message parsed", "step decoded", "batch put together", "rest of the batch", "answer encoded")
+    parts = ("batch begun", "message parsed", "step decoded", "batch taken", "answer encoded")
 
     def __init__(self, num_sequences: int = 1) -> None:
         limits = EngineLimits(
@@ -64,28 +74,26 @@ class Rehearsal:
             max_model_len=_SPEC.max_position_embeddings,
             kv_cache_tokens=num_sequences * _SPEC.max_position_embeddings,
         )
-        self._launched: list[float] = []
-        self._engine = DraftEngine(_NoHead(), limits, torch.float32, _CPU, make_loop=self._make_loop)
+        self._engine = DraftEngine(_NoHead(), limits, torch.float32, _CPU, make_loop=_IdleLoop)
         self._answers: list[Any] = []
         terms = SessionTerms("rehearsal", SamplingMode(), _DRAFTS, num_sequences)
         self._session = self._engine.open_session(terms, self._answers.append)
-        segment, files = HostSegment.create(_SEGMENT_BYTES, _CPU)
-        for file in files:
-            os.close(file)
+        segment, board = _segment(_SEGMENT_BYTES), _segment(board_bytes(num_sequences, _DRAFTS))
         self._receiver, self._sender = TensorReceiver(_CPU, segment), TensorSender(_CPU, segment)
+        self._board = BoardWriter(board, _CPU)
         self._decoder = StepDecoder(
-            _SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, is_fused=True
+            *(_SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, BoardReader(board)),
+            is_fused=True,
         )
+        self._drawn = torch.tensor([[_ROWS] + [1] * (_DRAFTS + 1)] * num_sequences, dtype=torch.int32)
         self._ids = range(num_sequences)
         self._step_id = 0
         self._first_row = _SPEC.max_position_embeddings
         self._message = b""
 
-    def _make_loop(self, *parts: Any) -> DraftLoop:
-        return _IdleLoop(*parts, launched=self._launched)
-
     def prepare(self) -> None:
-        """Writes the message of the next step, which takes other sequences where the last ones have come to their end.
+        """Writes the message of the next step, which takes other sequences where the last ones have come to their end,
+        and foretells it where they have not.
 
         The first one closes sequences that were never opened, which an engine does not mind.
         """
@@ -107,12 +115,29 @@ class Rehearsal:
         self._sender.release(self._receiver.generation_read, "features_read")
         features = self._sender.begin(torch.float32, (_ROWS * count, _SPEC.hidden_size))
         features.seal()
+        if not step.HasField("opened"):
+            self._foretell(step, features)
         features.finish(step.features)
         self._first_row += _ROWS
         self._message = pb.DraftRequest(step=step).SerializeToString()
 
+    def _foretell(self, step: pb.DraftStep, features: Outgoing) -> None:
+        upcoming = pb.UpcomingStep(
+            sequence_ids=step.sequence_ids,
+            first_rows=step.first_rows,
+            num_drafts=step.num_drafts,
+            drawn=self._board.post(self._drawn),
+            columns=self._drawn.shape[1],
+            features_offset=features.offset,
+        )
+        self._engine.foresee(self._session, self._decoder.decode_upcoming(upcoming))
+
     def run(self) -> Iterator[float | None]:
-        """Takes the message. Yields monotonic times: of the begin, and of the end of each part."""
+        """Begins the batch, and takes the message. Yields monotonic times: of the begin, and of the end of each part.
+        """
+        yield time.monotonic()
+        if self._engine.can_begin_ahead:
+            self._engine.ahead.begin()
         yield time.monotonic()
         request = pb.DraftRequest.FromString(self._message)
         yield time.monotonic()
@@ -120,8 +145,7 @@ class Rehearsal:
         yield time.monotonic()
         self._engine.submit(self._session, step)
         self._engine.iterate()
-        ended = time.monotonic()
-        yield from (*self._launched, ended)
+        yield time.monotonic()
         self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
         yield time.monotonic()
 
@@ -164,14 +188,16 @@ class AnswerRehearsal:
 
 
 class _IdleLoop(DraftLoop):
-    """Notes when it was launched."""
+    """Computes nothing."""
 
-    def __init__(self, *parts: Any, launched: list[float]) -> None:
-        super().__init__(*parts)
-        self._launched = launched
+    def run(self, shape: LoopShape) -> None: ...
 
-    def run(self, shape: LoopShape) -> None:  # noqa: ARG002
-        self._launched[:] = [time.monotonic()]
+
+def _segment(size: int) -> HostSegment:
+    segment, files = HostSegment.create(size, _CPU)
+    for file in files:
+        os.close(file)
+    return segment
 
 
 class _NoHead(Head):

@@ -24,9 +24,11 @@ from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream, last_read_bytes
 from draftwire.carriers import (
     ALL_CARRIERS,
+    BoardReader,
     SharedSegments,
     TensorReceiver,
     TensorSender,
+    board_bytes,
     carrier_name,
     meet,
     offered_carriers,
@@ -208,8 +210,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         row_bytes = hello.features.width * DTYPES[hello.features.dtype].itemsize
         num_rows = terms.max_sequences * (terms.num_speculative_tokens + 1)
         size = segment_bytes(num_rows * row_bytes)
+        board = board_bytes(terms.max_sequences, terms.num_speculative_tokens)
         return await asyncio.to_thread(
-            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir
+            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, board
         )
 
     async def _run(
@@ -223,6 +226,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             DTYPES[features.dtype],
             terms.num_speculative_tokens,
             receiver,
+            None if shared.board is None else BoardReader(shared.board),
             is_fused=bool(features.fused_for),
         )
         stream = DraftStream(

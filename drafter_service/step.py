@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from draftwire.carriers import Incoming
+from draftwire.carriers import BoardReader, Incoming, TensorReceiver
 
 
 class OpenedSequence(NamedTuple):
@@ -31,3 +32,20 @@ class Step(NamedTuple):
     tokens: np.ndarray  # int32 [T], x_{i+1} of every row, sequence after sequence
     features: Incoming  # [T, width], g_i of every row, which the engine reads and finishes
     is_fused: bool = False  # the features are the head's states
+
+
+class UpcomingStep(NamedTuple):
+    """The contract's UpcomingStep; S sequences."""
+
+    sequence_ids: list[int]  # [S]
+    first_rows: np.ndarray  # int64 [S]
+    num_drafts: np.ndarray  # int64 [S], at least 1
+    board: BoardReader
+    generation: int  # of what will be on the board
+    offset: int  # where it will be, bytes
+    columns: int  # numbers of each sequence there
+    receiver: TensorReceiver  # in whose segment the features will be
+    features_offset: int  # bytes
+    dtype: torch.dtype
+    width: int
+    is_fused: bool

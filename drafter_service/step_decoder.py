@@ -8,8 +8,8 @@ from collections.abc import Sequence as List
 import numpy as np
 import torch
 
-from drafter_service.step import OpenedSequence, Step
-from draftwire.carriers import Incoming, TensorReceiver
+from drafter_service.step import OpenedSequence, Step, UpcomingStep
+from draftwire.carriers import BoardReader, Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.request_id import check_request_id
 from draftwire.tensors import decode_id_array
@@ -27,15 +27,18 @@ class StepDecoder:
         dtype: torch.dtype,
         max_drafts: int,
         receiver: TensorReceiver,
+        board: BoardReader | None = None,
         *,
         is_fused: bool = False,
     ) -> None:
-        """`receiver` takes the features, which are of width `feature_width`, fused or not."""
+        """`receiver` takes the features, which are of width `feature_width`, fused or not; `board` has what upcoming
+        steps have drawn."""
         self._target_vocab_size = target_vocab_size
         self._feature_width = feature_width
         self._dtype = dtype
         self._max_drafts = max_drafts
         self._receiver = receiver
+        self._board = board
         self._is_fused = is_fused
         self._last_step_id = 0
         # Ids rise within a stream, which is how "never reused" is enforced without remembering them all.
@@ -75,6 +78,43 @@ class StepDecoder:
             self._is_fused,
         )
 
+    def decode_upcoming(self, upcoming: pb.UpcomingStep) -> UpcomingStep:
+        """What a step will be; what is on the board then, and in the features' memory, is checked when it is there.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names the field that is malformed.
+        """
+        if self._board is None:
+            raise InvalidArgumentError("upcoming", upcoming.drawn.offset, "no board was agreed on")
+        sequence_ids, num_drafts = upcoming.sequence_ids[:], upcoming.num_drafts[:]
+        columns = (upcoming.first_rows[:], [1] * len(sequence_ids), num_drafts)
+        self._check_sequences(sequence_ids, *columns, message="upcoming.")
+        if not sequence_ids:
+            raise InvalidArgumentError("upcoming.sequence_ids", "none", "must be at least 1")
+        if min(num_drafts) < 1:
+            raise InvalidArgumentError("upcoming.num_drafts", min(num_drafts), f"allowed range [1, {self._max_drafts}]")
+        if not 2 <= upcoming.columns <= self._max_drafts + 2:
+            allowed = f"allowed range [2, num_speculative_tokens + 2 = {self._max_drafts + 2}]"
+            raise InvalidArgumentError("upcoming.columns", upcoming.columns, allowed)
+        self._board.check(upcoming.drawn, "upcoming.drawn", len(sequence_ids) * upcoming.columns)
+        first_rows, _, wanted = np.array(columns, np.int64)
+        return UpcomingStep(
+            sequence_ids,
+            first_rows,
+            wanted,
+            self._board,
+            upcoming.drawn.generation,
+            upcoming.drawn.offset,
+            upcoming.columns,
+            self._receiver,
+            upcoming.features_offset,
+            self._dtype,
+            self._feature_width,
+            self._is_fused,
+        )
+
     def _decode_opened(self, opened: pb.OpenSequences) -> list[OpenedSequence]:
         count = len(opened.ids)
         _check_length("opened.temperatures", opened.temperatures, count, "opened.ids")
@@ -101,21 +141,26 @@ class StepDecoder:
         return [OpenedSequence(*column) for column in zip(*columns, strict=True)]
 
     def _check_sequences(
-        self, sequence_ids: list[int], first_rows: list[int], num_rows: list[int], num_drafts: list[int]
+        self,
+        sequence_ids: list[int],
+        first_rows: list[int],
+        num_rows: list[int],
+        num_drafts: list[int],
+        message: str = "",
     ) -> None:
-        """Checks the arrays of the sequences with rows."""
+        """Checks the arrays of the sequences with rows; `message` goes before the names of the fields."""
         count = len(sequence_ids)
-        _check_length("first_rows", first_rows, count, "sequence_ids")
-        _check_length("num_rows", num_rows, count, "sequence_ids")
-        _check_length("num_drafts", num_drafts, count, "sequence_ids")
+        ids = f"{message}sequence_ids"
+        _check_length(f"{message}first_rows", first_rows, count, ids)
+        _check_length(f"{message}num_rows", num_rows, count, ids)
+        _check_length(f"{message}num_drafts", num_drafts, count, ids)
         if len(set(sequence_ids)) != count:
-            raise InvalidArgumentError("sequence_ids", sequence_ids, "each id at most once")
+            raise InvalidArgumentError(ids, sequence_ids, "each id at most once")
         if count and min(num_rows) < 1:
             raise InvalidArgumentError("num_rows", min(num_rows), "must be at least 1")
         if count and max(num_drafts) > self._max_drafts:
-            raise InvalidArgumentError(
-                "num_drafts", max(num_drafts), f"allowed range [0, num_speculative_tokens = {self._max_drafts}]"
-            )
+            allowed = f"allowed range [0, num_speculative_tokens = {self._max_drafts}]"
+            raise InvalidArgumentError(f"{message}num_drafts", max(num_drafts), allowed)
 
     def _decode_tokens(self, step: pb.DraftStep, num_rows: int) -> np.ndarray:
         if num_rows == 0 and not step.HasField("tokens"):

@@ -50,6 +50,11 @@ class StepRows:
         """Token of each last row."""
         return self.work.tokens[self.ends - 1]
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [num_rows], those of the rows."""
+        return self.work.tokens if self.num_rows == len(self.work.tokens) else self.work.tokens[self.places()]
+
     def places(self) -> slice | np.ndarray:
         """Places of the rows in the step's tensors; a slice where they are neighbours."""
         begin, end = self.ends.item(0) - self.counts.item(0), self.ends.item(-1)
@@ -117,7 +122,7 @@ class StepWork:
 
     def read(self, rows: StepRows) -> tuple[np.ndarray, torch.Tensor]:
         """Tokens [n] of rows of the step, and their features [n, width] where they have arrived; once for each row."""
-        self._unread_rows -= rows.num_rows
+        self.pass_over(rows)
         tokens, features = self.tokens, self.step.features.tensor
         if rows.num_rows == len(tokens):
             return tokens, features
@@ -125,6 +130,10 @@ class StepWork:
         if isinstance(places, slice):
             return tokens[places], features[places]
         return tokens[places], features[torch.from_numpy(places).to(features.device)]
+
+    def pass_over(self, rows: StepRows) -> None:
+        """Counts rows as read, whose features are needed no more."""
+        self._unread_rows -= rows.num_rows
 
     def finish_features(self) -> None:
         """Gives the features' memory back if the copies of all rows have been issued."""

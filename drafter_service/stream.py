@@ -162,7 +162,20 @@ class DraftStream:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
         else:
             self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
-            self._take(request, len(message))
+            if request.WhichOneof("message") == "upcoming":
+                self._foresee(request.upcoming)
+            else:
+                self._take(request, len(message))
+
+    def _foresee(self, upcoming: pb.UpcomingStep) -> None:
+        """Checks what a step will be and has it foreseen, on the engine's thread."""
+        if self._has_failed:
+            return
+        try:
+            assert self._session is not None
+            self._engine.foresee(self._session, self._decoder.decode_upcoming(upcoming))
+        except InvalidArgumentError as error:
+            self._fail(error)
 
     def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
         """Checks a step and queues it, on the engine's thread; bytes of its message that room was made for count no

@@ -23,11 +23,19 @@ class Mailbox(Generic[T]):
     put comes before that item. All methods but `put` and `leftovers` are called by the owner.
     """
 
-    def __init__(self, awake_s: float = 0.0, rehearsal: Rehearsal | None = None) -> None:
+    def __init__(
+        self,
+        awake_s: float = 0.0,
+        rehearsal: Rehearsal | None = None,
+        look: Callable[[], T | None] = lambda: None,
+    ) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it; it goes through `rehearsal` before messages that it can `expect`."""
+        nobody has to wake it; it goes through `rehearsal` before messages that it can `expect`. What it sees by `look`
+        counts as a message: nothing wakes it for that."""
         self._awake_s = awake_s
+        self._look = look
         self._practice = Practice(rehearsal, awake_s)
+        self._practice_of_sights = Practice(rehearsal, awake_s)
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
@@ -57,6 +65,10 @@ class Mailbox(Generic[T]):
         """The next message is to come so long from now as the last ones came from the call before."""
         self._practice.begin(time.monotonic())
 
+    def expect_sight(self) -> None:
+        """The same of what is seen by `look`."""
+        self._practice_of_sights.begin(time.monotonic())
+
     def get(self, timeout: float | None = None) -> T:
         """The next item or message, within so many seconds; None waits for as long as it takes.
 
@@ -75,8 +87,9 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            if self._practice.is_due(now) and (left is None or left > QUIET_S):
-                self._practice.go_on()
+            practice = self._practice_of_sights if self._practice_of_sights.is_due(now) else self._practice
+            if practice.is_due(now) and (left is None or left > QUIET_S):
+                practice.go_on()
                 continue
             if now >= self._awake_until:
                 self._note_bell(self._poll.poll(left))
@@ -125,6 +138,9 @@ class Mailbox(Generic[T]):
                 else:
                     self._messages.extend(messages)
                     self._practice.end(time.monotonic())
+        if not self._messages and (seen := self._look()) is not None:
+            self._messages.append(seen)
+            self._practice_of_sights.end(time.monotonic())
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:
         self._is_rung = self._is_rung or any(fd == self._bell for fd, _ in ready)

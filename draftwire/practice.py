@@ -73,7 +73,9 @@ class Practice:
         self.due = now + self._took - BEFORE_S if self._is_even and self._took <= self._longest_s else math.inf
 
     def end(self, now: float) -> None:
-        """It has ended."""
+        """It has ended, if it had begun."""
+        if math.isinf(self._begun):
+            return
         took, self._begun = now - self._begun, -math.inf
         self._is_even = abs(took - self._took) < BEFORE_S / 2
         self._took = took

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from draftwire.carriers import Outgoing
 from draftwire.v1 import draft_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_stream import Stream
@@ -43,6 +45,9 @@ class DraftSession:
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
     ahead: FeaturesAhead | None = None  # of the step that has landed last, until they are sent or given up
+    # Features that were foretold and then not sent, by the step until whose answer the drafter may read them: the last
+    # one that was sent, or the next one.
+    unsent: deque[tuple[int, Outgoing]] = field(default_factory=deque)
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
         """Notes what the drafter tells of its load."""
@@ -51,9 +56,18 @@ class DraftSession:
 
     def give_up_ahead(self) -> None:
         """Gives up features that are there before their message and do not go with it."""
-        if self.ahead is not None:
-            self.ahead.features.give_up()
-            self.ahead = None
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return
+        if ahead.is_foretold:
+            self.unsent.append((self.step_id + (self.step_id not in self.unanswered), ahead.features))
+        else:
+            ahead.features.give_up()
+
+    def give_up_unsent(self, step_id: float = math.inf) -> None:
+        """Gives up what a drafter does not read any more that has answered a step; by default all, when it is gone."""
+        while self.unsent and self.unsent[0][0] <= step_id:
+            self.unsent.popleft()[1].give_up()
 
     @property
     def load(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from google.protobuf.message import DecodeError
 
-from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender
+from draftwire.carriers import BoardWriter, Lane, Outgoing, TensorReceiver, TensorSender
 from draftwire.fusion import FeatureFusion
 from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
@@ -97,6 +97,8 @@ class Stream:
         Gives room for the features of a step.
     receiver
         Takes the draft logits of an answer.
+    board
+        Where drawn tokens are written for the drafter; None where it has none.
     on_trial
         Whether the drafter was expelled on the stream before.
     """
@@ -111,6 +113,7 @@ class Stream:
         report: Callable[[Stream, generate_pb2.DrafterState], None],
         traffic: Traffic,
         lane: Lane | None = None,
+        board: BoardWriter | None = None,
         *,
         on_trial: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
@@ -122,6 +125,7 @@ class Stream:
         self.sender = sender
         self.receiver = receiver
         self.lane = lane
+        self.board = board
         # None: nothing more is sent.
         self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
         self.on_trial = on_trial
@@ -142,7 +146,7 @@ class Stream:
         """Sends a step and the features that go with it; never waits for the drafter."""
         with self._lock:
             self._num_unanswered += 1
-        if self._is_direct_next() and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
+        if self.is_direct_next and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
             if features is not None:
                 features.finish(step.features)
                 features = None
@@ -163,8 +167,19 @@ class Stream:
         """Sends nothing more, upon which the drafter ends the stream."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
-    def _is_direct_next(self) -> bool:
-        """Steps must not overtake those that were sent over the stream."""
+    def foretell(self, upcoming: draft_pb2.UpcomingStep) -> bool:
+        """Tells the drafter what a step will be; whether it may have been told."""
+        request = draft_pb2.DraftRequest(upcoming=upcoming)
+        message = request.SerializeToString()
+        if self.lane is None or not self.lane.send(message):
+            return False
+        self._traffic.count_message("direct", "sent", request, len(message))
+        self.count_bytes("sent", len(message))
+        return True
+
+    @property
+    def is_direct_next(self) -> bool:
+        """Whether the next step may go over the lane: it must not overtake those that were sent over the stream."""
         return self.lane is not None and self._last_answered >= self._last_queued
 
     def request(self, step: draft_pb2.DraftStep) -> draft_pb2.DraftRequest:

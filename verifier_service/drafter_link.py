@@ -20,8 +20,10 @@ from google.protobuf.message import Message
 from draftwire import config as cfg
 from draftwire.carriers import (
     ALL_CARRIERS,
+    BoardWriter,
     Rendezvous,
     Segment,
+    SegmentError,
     SharedSegments,
     TensorReceiver,
     TensorSender,
@@ -266,8 +268,18 @@ class DrafterLink:
             "direct" if lane else "by the stream",
         )
         return Stream(
-            self.status, head, call.cancel, sender, receiver, self._show, self._traffic, lane, on_trial=self._on_trial
+            *(self.status, head, call.cancel, sender, receiver, self._show, self._traffic, lane),
+            self._board(shared.board if lane is not None else None),
+            on_trial=self._on_trial,
         )
+
+    def _board(self, segment: Segment | None) -> BoardWriter | None:
+        """What drawn tokens are written on, if there is something."""
+        try:
+            return None if segment is None else BoardWriter(segment, self._target.device)
+        except SegmentError as error:
+            logger.info("drafter %s: steps are not foretold: %s", self._address, error)
+            return None
 
     @property
     def _largest_answer(self) -> int:

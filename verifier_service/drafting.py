@@ -198,17 +198,18 @@ class Drafting:
     def begin_features(
         self,
         works: Sequence[Work],
-        num_emitted: torch.Tensor,
+        drawn: torch.Tensor,
         stores: Mapping[FeatureKind, FeatureStore],
     ) -> dict[DraftSession, FeaturesAhead]:
         """Has the features of a step that was launched put where they are sent from, so that its message needs nothing
-        of the device when it has landed; see `features_ahead`. The tokens of `works` are drawn, so many of each."""
-        drawn = {work.request: (place, work) for place, work in enumerate(works) if work.is_decoding}
+        of the device when it has landed, and foretells it; see `features_ahead`. Of each of `works` the tokens are
+        `drawn`."""
+        verified = {work.request: (place, work) for place, work in enumerate(works) if work.is_decoding}
         begun: dict[DraftSession, FeaturesAhead] = {}
         try:
             for session in self._sessions.values():
                 if not session.is_draining and not session.pace.is_off:
-                    ahead = begin_features(session, stores[session.stream.head.kind], drawn, num_emitted)
+                    ahead = begin_features(session, stores[session.stream.head.kind], verified, drawn)
                     if ahead is not None:
                         begun[session] = ahead
         except BaseException:
@@ -434,6 +435,7 @@ class Drafting:
             return
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
+        session.give_up_unsent(drafts.step_id)
         session.is_late = session.is_late and bool(session.unanswered)
         try:
             session.stream.take(drafts)
@@ -527,6 +529,7 @@ class Drafting:
             other.pace.pause()
         session.stream.count_received()
         session.give_up_ahead()  # they keep the session, which keeps them and the memory that is shared
+        session.give_up_unsent()
         for binding in session.bindings:
             del self._bindings[binding.request]
         session.bindings.clear()

@@ -520,8 +520,8 @@ class Engine:
         if output.began is not None and computed is not None and drawn is not None:
             marks = StepMarks(output.began, computed, drawn)
         ahead: dict[DraftSession, FeaturesAhead] = {}
-        if pending is not None and pending.num_emitted is not None:
-            ahead = self.drafting.begin_features(sampling, pending.num_emitted, self._stores)
+        if pending is not None and pending.drawn is not None:
+            ahead = self.drafting.begin_features(sampling, pending.drawn, self._stores)
         num_rows, is_beside = len(output.slots_on_host), self._flight is not None
         verified = self.drafting.count_by_drafter(works)
         self.drafting.gate.note_launch()

@@ -1,19 +1,27 @@
-"""Features of a verify step that leave for a drafter before the host knows which of the step's rows are true."""
+"""Features of a verify step that leave for a drafter before the host knows which of the step's rows are true.
+
+Where drafter and verifier share a board, the step's tokens leave so too, and the drafter is told beforehand what step
+they will make: it begins to draft when the device has drawn, and not when the host has read, committed and sent it all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftwire.carriers import Outgoing
+from draftwire.carriers import Outgoing, SegmentError
 from draftwire.devices import upload
+from draftwire.v1 import draft_pb2
 from verifier_service.draft_session import Binding, DraftSession
 from verifier_service.features import FeatureStore, slots_of
 from verifier_service.request import Request
 from verifier_service.scheduler import Work
+
+logger = logging.getLogger(__name__)
 
 
 class FeaturesAhead(NamedTuple):
@@ -26,6 +34,7 @@ class FeaturesAhead(NamedTuple):
     bindings: list[Binding]
     first_rows: list[int]
     features: Outgoing
+    is_foretold: bool  # the drafter may read the features before a message names them
 
     def of(self, bindings: list[Binding], first_rows: list[int], num_rows: int) -> Outgoing | None:
         """The features of a message of `num_rows` rows in all; None when they are not those."""
@@ -38,38 +47,71 @@ class FeaturesAhead(NamedTuple):
 def begin_features(
     session: DraftSession,
     store: FeatureStore,
-    drawn: Mapping[Request, tuple[int, Work]],
-    num_emitted: torch.Tensor,
+    verified: Mapping[Request, tuple[int, Work]],
+    drawn: torch.Tensor,
 ) -> FeaturesAhead | None:
-    """Has the device put the features of a session's true rows where they are sent from; None when it has no rows.
+    """Has the device put the features of a session's true rows where they are sent from, and foretells the step; None
+    when it has no rows.
 
     Parameters
     ----------
-    drawn
+    verified
         The verified requests of a step that was launched, with their places in its draw.
-    num_emitted
-        [B] int64, tokens that the step draws: the number of true rows of each request.
+    drawn
+        [B, columns] int64, what the step draws: of each request the number of its tokens, which is that of its true
+        rows, then the tokens.
     """
     pieces = [
-        (binding, *drawn[binding.request])
+        (binding, *verified[binding.request])
         for binding in session.bindings
-        if binding.request in drawn and drawn[binding.request][1].start == binding.next_row
+        if binding.request in verified and verified[binding.request][1].start == binding.next_row
     ]
     if not pieces:
         return None
     counts = np.array([len(work.tokens) for _, _, work in pieces], np.int64)
-    places = np.array([place for _, place, _ in pieces], np.int64).repeat(counts)
+    own = np.array([place for _, place, _ in pieces], np.int64)
     offsets = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
     slots = slots_of([(work.request.blocks, work.start, work.start + len(work.tokens)) for _, _, work in pieces])
-    slot, offset, place = upload([slots, offsets, places], num_emitted.device)
-    is_refused = (offset >= num_emitted.index_select(0, place)).to(torch.int32)
+    slot, offset, place, each = upload([slots, offsets, own.repeat(counts), own], drawn.device)
+    is_refused = (offset >= drawn[:, 0].index_select(0, place)).to(torch.int32)
     true_first = torch.argsort(is_refused, stable=True)
     head = session.stream.head
+    bindings, first_rows = [binding for binding, _, _ in pieces], [work.start for _, _, work in pieces]
     features = session.stream.sender.begin(head.dtype, (len(slots), head.width))
     try:
         store.read_slots(slot.index_select(0, true_first), features.tensor)
         features.seal()
+        numbers = drawn.index_select(0, each).to(torch.int32)
+        is_foretold = _foretell(session, bindings, first_rows, features, numbers)
     except BaseException:
         features.give_up()
         raise
-    return FeaturesAhead([binding for binding, _, _ in pieces], [work.start for _, _, work in pieces], features)
+    return FeaturesAhead(bindings, first_rows, features, is_foretold)
+
+
+def _foretell(
+    session: DraftSession, bindings: Sequence[Binding], first_rows: list[int], features: Outgoing, numbers: torch.Tensor
+) -> bool:
+    """Tells the drafter what step will follow, if it can begin with that; whether it may read the features then."""
+    stream, num_drafts = session.stream, session.pace.plan.num_drafts
+    if stream.board is None or features.offset is None or num_drafts == 0 or not stream.is_direct_next:
+        return False
+    if not all(binding.sequence_id for binding in bindings):
+        return False
+    try:
+        drawn = stream.board.post(numbers)
+    except SegmentError as error:
+        logger.warning("drafter %s: steps are not foretold any more: %s", stream.address, error)
+        stream.board = None
+        return False
+    if drawn is None:
+        return False
+    upcoming = draft_pb2.UpcomingStep(
+        sequence_ids=[binding.sequence_id for binding in bindings],
+        first_rows=first_rows,
+        num_drafts=[num_drafts] * len(bindings),
+        drawn=drawn,
+        columns=numbers.shape[1],
+        features_offset=features.offset,
+    )
+    return stream.foretell(upcoming)

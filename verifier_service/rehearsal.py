@@ -96,9 +96,7 @@ class Rehearsal:
             request.drafts = None
             request.num_in_flight += 1
         self._pending = PendingDraw(works, [(list(range(len(works))), self._drawn)], None, self._drawn.flatten(), None)
-        emitted = self._pending.num_emitted
-        assert emitted is not None
-        self._drafting.take_ahead(self._drafting.begin_features(works, emitted, self._stores))
+        self._drafting.take_ahead(self._drafting.begin_features(works, self._drawn, self._stores))
 
     def run(self) -> Iterator[float | None]:
         """Takes the tokens. Yields monotonic times: of the begin, and of the end of each part; None after what is left

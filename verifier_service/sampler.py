@@ -82,9 +82,10 @@ class PendingDraw:
     copied: torch.cuda.Event | None
 
     @property
-    def num_emitted(self) -> torch.Tensor | None:
-        """[len(works)] int64 on the device, tokens of each work; None where there are several groups."""
-        return None if len(self.groups) > 1 else self.groups[0][1][:, 0]
+    def drawn(self) -> torch.Tensor | None:
+        """[len(works), k + 2] int64 on the device: the number of each work's tokens, then the tokens; None where there
+        are several groups."""
+        return None if len(self.groups) > 1 else self.groups[0][1]
 
     @property
     def first_tokens(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What `benchmarks.timeline` records, and the way of a step through both engines."""
+"""What `benchmarks.timeline` records, and the ways of a step through both engines."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ CALLS = {
     "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
     "drafter_service.step_decoder": ("StepDecoder.decode",),
     "drafter_service.engine": ("DraftEngine.iterate", "DraftEngine._draft", "DraftEngine._feed"),
+    "drafter_service.drafts_ahead": ("DraftsAhead.begin",),
     "drafter_service.proposer": ("Proposer.launch", "Proposer.take"),
     "drafter_service.loop_graphs": ("LoopGraphs.replay",),
 }
@@ -53,3 +54,11 @@ WAY = (
     Mark("Stream.read_lane", "end"),
     Mark("ExpectedStep.begin_with", "end"),
 )
+"""Where steps are not foretold: all waits for the message."""
+
+_SEEN = Mark("DraftsAhead.begin", "begin")  # the drafter sees that the tokens have been drawn
+WAYS_AHEAD = (
+    (_SEEN, Mark("Proposer.launch", "begin"), Mark("DraftsAhead.begin", "end"), *WAY[10:]),
+    (_SEEN, *WAY[:7], Mark("Proposer.take", "begin")),
+)
+"""Where they are: the drafts' way, and beside it that of the message."""

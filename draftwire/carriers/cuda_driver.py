@@ -1,4 +1,5 @@
-"""What the CUDA driver offers and torch does not: memory of a GPU that processes share, streams that wait for a word.
+"""What the CUDA driver offers and torch does not: memory of a GPU that processes share, streams that wait for
+a word or write one.
 
 Memory is shared by virtual memory management. The driver counts who holds an allocation: it outlives the process that
 made it for as long as another has it mapped, and is free when all of them have ended, however they ended.
@@ -24,6 +25,7 @@ _FILE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the cyclic difference
+_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whoever sees it sees what the stream wrote before
 
 _HANDLE = _ADDRESS = ctypes.c_ulonglong  # CUmemGenericAllocationHandle, CUdeviceptr
 _FLAGS = ctypes.c_ulonglong
@@ -74,6 +76,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
     "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.POINTER(MemAccessDesc), ctypes.c_size_t),
     "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
 }
 
 
@@ -153,6 +156,10 @@ class CudaDriver:
     def wait_for_value(self, stream: int, address: int, value: int) -> None:
         """Has what is launched next on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
         self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Has a stream write the uint32 at `address`, in pinned memory, when it has done all that was launched."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, _BEHIND_ALL)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from draftwire.carriers.segment import ALIGNMENT, Segment
+from draftwire.carriers.segment import Segment, check_span
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import check_tensor, decode_tensor
 from draftwire.v1 import draft_pb2 as pb
@@ -107,6 +107,19 @@ class TensorReceiver:
         """Stands for a tensor that a message need not have."""
         return Incoming(torch.empty(shape, dtype=dtype), self._device)
 
+    def look(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Elements in the segment that no message has named yet: nothing says that they are there, or stay.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When they would not lie in the segment.
+        """
+        if self._segment is None:
+            raise InvalidArgumentError("offset", offset, "no shared memory was agreed on")
+        check_span("offset", offset, math.prod(shape) * dtype.itemsize, self._segment.size)
+        return self._segment.tensor(offset, dtype, shape)
+
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:
         """The tensor of a message; parameters and errors are those of `draftwire.tensors.decode_tensor`."""
         if message.WhichOneof("storage") != "span":
@@ -124,12 +137,7 @@ class TensorReceiver:
                 raise InvalidArgumentError(
                     f"{name}.generation", span.generation, f"must be {self._last_generation + 1}: it rises by 1"
                 )
-            if begin % ALIGNMENT or begin < 2 * ALIGNMENT or end > segment.size or size == 0:
-                raise InvalidArgumentError(
-                    f"{name}.offset",
-                    begin,
-                    f"{size} bytes must lie in [{2 * ALIGNMENT}, {segment.size}), from a multiple of {ALIGNMENT} on",
-                )
+            check_span(f"{name}.offset", begin, size, segment.size)
             for other_begin, other_end, _ in self._unread:
                 if begin < other_end and other_begin < end:
                     raise InvalidArgumentError(f"{name}.offset", begin, "lies in a span that has not been read yet")

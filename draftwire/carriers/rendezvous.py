@@ -36,6 +36,8 @@ _SOCKET_NAME = re.compile(r"draftwire-[0-9a-f]{32}")
 _TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FILES = 2  # of a segment
+_BOARD_CARRIERS = (pb.CARRIER_SHM,)
+_CPU = torch.device("cpu")
 # A socket's path has at most 107 bytes, of which its name takes 43.
 _MAX_DIRECTORY_BYTES = 64
 
@@ -47,6 +49,7 @@ class SharedSegments:
     outgoing: Segment | None = None
     incoming: Segment | None = None
     lane: Lane | None = None
+    board: Segment | None = None  # which the drafter reads
 
 
 def check_rendezvous_dir(directory: Path | None) -> None:
@@ -114,8 +117,9 @@ class Rendezvous:
                         continue
                     outgoing = _attach(connection, carriers, device)
                     incoming = _offer(connection, logits_carriers, logits_bytes, device)
+                    board = _attach(connection, _BOARD_CARRIERS, device)
                     stack.pop_all()
-                    return SharedSegments(outgoing, incoming, Lane(connection))
+                    return SharedSegments(outgoing, incoming, Lane(connection), board)
                 except (OSError, DecodeError, SegmentError) as error:
                     logger.warning("nothing is shared with the drafter: %s", str(error) or type(error).__name__)
         return SharedSegments()
@@ -148,6 +152,7 @@ def meet(
     features_bytes: int,
     device: torch.device,
     directory: Path | None = None,
+    num_board_bytes: int = 0,
 ) -> SharedSegments:
     """The drafter's side; nothing is shared when the verifier is not to be found on this host.
 
@@ -161,6 +166,8 @@ def meet(
         Size of the segment for features.
     directory
         Where the verifier's socket is a file; of its path the verifier tells the name alone.
+    num_board_bytes
+        Size of the board; 0 for none, as where features come in messages.
     """
     if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
         return SharedSegments()
@@ -177,8 +184,9 @@ def meet(
             connection.send(rendezvous.token)
             incoming = _offer(connection, carriers, features_bytes, device)
             outgoing = _attach(connection, carriers, device)
+            board = _offer(connection, _BOARD_CARRIERS, num_board_bytes if incoming is not None else 0, _CPU)
             stack.pop_all()
-            return SharedSegments(outgoing, incoming, Lane(connection))
+            return SharedSegments(outgoing, incoming, Lane(connection), board)
         except (OSError, DecodeError, SegmentError) as error:
             logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
             return SharedSegments()

@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
@@ -36,6 +37,18 @@ def segment_bytes(step_bytes: int) -> int:
 
 class SegmentError(Exception):
     """Memory that cannot be shared; the message says why."""
+
+
+def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> None:
+    """
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field when a segment of that size cannot have a span of so many bytes there.
+    """
+    if offset % ALIGNMENT or offset < 2 * ALIGNMENT or offset + num_bytes > segment_bytes or num_bytes == 0:
+        allowed = f"{num_bytes} bytes must lie in [{2 * ALIGNMENT}, {segment_bytes}), from a multiple of {ALIGNMENT} on"
+        raise InvalidArgumentError(name, offset, allowed)
 
 
 class Segment(ABC):

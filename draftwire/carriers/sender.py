@@ -37,6 +37,11 @@ class Outgoing:
         self._shared = shared
         self._event: torch.cuda.Event | None = None
 
+    @property
+    def offset(self) -> int | None:
+        """Where the elements begin in the segment, bytes; None when they go in the message."""
+        return None if self._shared is None else self._shared[2].offset
+
     def seal(self) -> None:
         """All writes have been issued, on the current stream of the calling thread. Does not wait for them."""
         if self._device.type == "cuda":

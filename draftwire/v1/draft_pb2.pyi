@@ -92,12 +92,14 @@ class SegmentVerdict(_message.Message):
     def __init__(self, shared: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("hello", "step")
+    __slots__ = ("hello", "step", "upcoming")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    UPCOMING_FIELD_NUMBER: _ClassVar[int]
     hello: VerifierHello
     step: DraftStep
-    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ...) -> None: ...
+    upcoming: UpcomingStep
+    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ..., upcoming: _Optional[_Union[UpcomingStep, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("hello", "drafts", "draining")
@@ -230,6 +232,22 @@ class DraftStep(_message.Message):
     features: Tensor
     logits_read: int
     def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ..., logits_read: _Optional[int] = ...) -> None: ...
+
+class UpcomingStep(_message.Message):
+    __slots__ = ("sequence_ids", "first_rows", "num_drafts", "drawn", "columns", "features_offset")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_rows: _containers.RepeatedScalarFieldContainer[int]
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    drawn: SharedSpan
+    columns: int
+    features_offset: int
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., drawn: _Optional[_Union[SharedSpan, _Mapping]] = ..., columns: _Optional[int] = ..., features_offset: _Optional[int] = ...) -> None: ...
 
 class OpenSequences(_message.Message):
     __slots__ = ("ids", "temperatures", "proposal_keys", "first_rows", "request_ids", "traceparents")

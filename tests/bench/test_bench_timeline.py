@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.timeline import HOOK, NAMES, read, stretches, way
-from benchmarks.timeline_hook.calls import CALLS, WAY
+from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ def test_every_method_that_is_recorded_exists():
         for name in names:
             owner, method = name.split(".")
             assert callable(getattr(getattr(importlib.import_module(module), owner), method))
-    assert {mark.call for mark in WAY} <= set(NAMES)
+    assert {mark.call for marks in (WAY, *WAYS_AHEAD) for mark in marks} <= set(NAMES)
 
 
 def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
@@ -65,15 +65,15 @@ def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path):
     assert len(read(tmp_path)["StepDecoder.decode"]) == 1  # the one that was called directly
 
 
-def test_the_way_of_a_step_goes_from_mark_to_mark():
+@pytest.mark.parametrize("marks", [WAY, *WAYS_AHEAD], ids=["message", "drafts-ahead", "message-beside"])
+def test_the_way_of_a_step_goes_from_mark_to_mark(marks):
     """200 steps, 10 ms apart; the marks of each are half a millisecond apart."""
     starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((200, 2)) for name in NAMES}
-    for i, mark in enumerate(WAY):
+    for i, mark in enumerate(marks):
         records[mark.call][:, int(mark.end == "end")] = starts + 0.5e-3 * i
-    ((begin, end),) = stretches(records)
-    found = way(records, begin, end)
-    assert found == pytest.approx([0.5e-3 * i for i in range(len(WAY))], abs=1e-6)
+    found = way(records, marks, 100.5, 101.5)
+    assert found == pytest.approx([0.5e-3 * i for i in range(len(marks))], abs=1e-6)
     assert all(a <= b for a, b in pairwise(found))
 
 

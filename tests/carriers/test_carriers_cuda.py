@@ -49,7 +49,7 @@ class FakeLibrary:
     NAMES = (
         *("cuInit", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemRelease", "cuMemExportToShareableHandle"),
         *("cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap"),
-        *("cuMemSetAccess", "cuStreamWaitValue32_v2"),
+        *("cuMemSetAccess", "cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"),
     )
 
     def __init__(self, failing: str = "", status: int = 2) -> None:

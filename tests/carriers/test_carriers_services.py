@@ -168,7 +168,7 @@ class Load:
 def test_a_killed_drafter_leaves_nothing(services):
     before = leftovers()
     with Load(services.auto.address) as load:
-        assert mappings(services.auto.pid) == mappings(services.drafter.pid) == 2
+        assert mappings(services.auto.pid) == mappings(services.drafter.pid) == 3  # both directions and the board
         services.drafter.kill()
         wait_for(lambda: mappings(services.auto.pid) == 0, "the verifier has let go of the memory")
         done = load.num_done
@@ -210,7 +210,7 @@ def drafter_in_this_process(services: Services) -> Iterator[None]:
 def test_a_killed_verifier_leaves_nothing(services):
     before = leftovers()
     with drafter_in_this_process(services):
-        wait_for(lambda: own_mappings() == mappings(services.auto.pid) == 2, "memory is shared anew")
+        wait_for(lambda: own_mappings() == mappings(services.auto.pid) == 3, "memory is shared anew")
         with Load(services.auto.address):
             services.auto.kill()
             wait_for(lambda: own_mappings() == 0, "the drafter has let go of the memory")

@@ -33,7 +33,8 @@ def samples(collector: DrafterCollector) -> dict[str, float]:
 
 
 def collector_of(traffic: Traffic | None = None) -> DrafterCollector:
-    state = EngineState(Load(sessions=2, sequences=3, kv_cache_usage=0.25), 70, 5, idle_s=4.0)
+    load = Load(sessions=2, sequences=3, kv_cache_usage=0.25)
+    state = EngineState(load, 70, 5, taken_ahead=11, wasted_ahead=2, idle_s=4.0)
     return DrafterCollector("head", lambda: state, lambda: 6, StepHistogram(["compute"]), traffic or Traffic())
 
 
@@ -62,6 +63,12 @@ def test_the_queue_the_evictions_and_the_idle_time_are_those_of_the_engine():
     assert (told["draftwire_draft_steps_unanswered"], told["draftwire_draft_rows_waiting"]) == (6, 70)
     assert told["draftwire_draft_evictions_total"] == 5
     assert told["draftwire_idle_seconds_total"] == 4.0
+
+
+def test_batches_that_were_begun_ahead_are_told_by_what_became_of_them():
+    told = samples(collector_of())
+    assert told["draftwire_draft_batches_ahead_total taken"] == 11
+    assert told["draftwire_draft_batches_ahead_total wasted"] == 2
 
 
 def test_each_step_is_in_the_histogram_once_with_the_time_since_the_last_one():

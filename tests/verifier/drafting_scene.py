@@ -79,6 +79,7 @@ class RecordedStream(Stream):
     ) -> None:
         self.address = "drafter:1"
         self.lane = None
+        self.board = None
         self.head = head
         self.steps: list[pb.DraftStep] = []
         self.failure: str | None = None

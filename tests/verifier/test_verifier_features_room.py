@@ -25,7 +25,7 @@ NUM_IDS = (SIZE - 128) // 4  # which take all of it
 def begin(scene: Scene) -> dict[DraftSession, FeaturesAhead]:
     """What goes ahead of a step of the requests' last tokens alone."""
     works = [Work(one, len(one.tokens) - 1, one.tokens[-1:], None, samples=True) for one in scene.requests]
-    return scene.drafting.begin_features(works, torch.ones(len(works), dtype=torch.int64), scene.stores)
+    return scene.drafting.begin_features(works, torch.ones(len(works), 2, dtype=torch.int64), scene.stores)
 
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["flies", "has-landed"])

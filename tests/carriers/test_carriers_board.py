@@ -1,0 +1,108 @@
+"""Numbers that one side's device writes and the other side sees without a message."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from draftwire.carriers import BoardReader, BoardWriter, SegmentError, board_bytes
+from draftwire.carriers.board import NUM_PLACES
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.errors import InvalidArgumentError
+from draftwire.v1 import draft_pb2 as pb
+
+CPU = torch.device("cpu")
+
+
+def pair(size: int, device: torch.device = CPU) -> tuple[BoardWriter, BoardReader]:
+    """Both ends, each with a mapping of its own."""
+    owned, fds = HostSegment.create(size, CPU)
+    try:
+        return BoardWriter(HostSegment.attach(fds, size, device), device), BoardReader(owned)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_numbers_are_read_as_they_were_posted():
+    writer, reader = pair(board_bytes(3, 4))
+    for turn in range(3 * NUM_PLACES):
+        numbers = torch.arange(18, dtype=torch.int32).view(3, 6) - turn
+        span = writer.post(numbers)
+        reader.check(span, "drawn", 18)
+        assert reader.is_written(span.generation, span.offset)
+        assert reader.read(span.offset, (3, 6)).tolist() == numbers.tolist()
+
+
+def test_a_place_tells_which_numbers_it_has():
+    writer, reader = pair(board_bytes(1, 4))
+    spans = [writer.post(torch.full((1, 6), turn, dtype=torch.int32)) for turn in range(NUM_PLACES + 1)]
+    assert spans[0].offset == spans[-1].offset
+    assert [reader.is_written(span.generation, span.offset) for span in spans] == [False] + [True] * NUM_PLACES
+
+
+def test_the_generation_comes_behind_the_numbers():
+    seen = []
+    segment, fds = HostSegment.create(board_bytes(2, 2), CPU)
+    for fd in fds:
+        os.close(fd)
+    reader = BoardReader(segment)
+    numbers = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
+    place = board_bytes(0, 2)  # the nonce's bytes, and the places' generations
+
+    def note(_stream: int, address: int, value: int) -> None:
+        offset = address - segment.memory.data_ptr() + 64
+        seen.append((value, reader.read(offset, (2, 4)).tolist()))
+
+    assert place == 64 * (1 + NUM_PLACES)
+    BoardWriter(segment, CPU, note).post(numbers)
+    assert seen == [(1, numbers.tolist())]
+
+
+def test_more_numbers_than_a_place_has_are_not_posted():
+    writer, _ = pair(board_bytes(3, 4))
+    assert writer.post(torch.zeros(64, 6, dtype=torch.int32)) is None
+
+
+@pytest.mark.parametrize(
+    ("offset", "generation", "message"),
+    [
+        (64, 1, r"drawn.offset = 64: .* must lie in \[128, "),
+        (130, 1, "from a multiple of 64 on"),
+        (1 << 30, 1, "drawn.offset"),
+        (128, 0, r"drawn.generation = 0: allowed range \[1, 4294967295\]"),
+        (128, 1 << 32, "drawn.generation"),
+    ],
+)
+def test_a_place_that_there_is_not_is_named(offset, generation, message):
+    _, reader = pair(board_bytes(3, 4))
+    with pytest.raises(InvalidArgumentError, match=message):
+        reader.check(pb.SharedSpan(generation=generation, offset=offset), "drawn", 18)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_writes_when_its_stream_comes_to_it():
+    device = torch.device("cuda", 0)
+    writer, reader = pair(board_bytes(64, 4), device)
+    for turn in range(200):
+        numbers = torch.randint(-9, 9, (64, 6), dtype=torch.int32, device=device)
+        torch.cuda._sleep(200_000)
+        span = writer.post(numbers)
+        was_early = reader.is_written(span.generation, span.offset)
+        deadline = time.monotonic() + 5
+        while not reader.is_written(span.generation, span.offset):
+            assert time.monotonic() < deadline
+        assert reader.read(span.offset, (64, 6)).tolist() == numbers.tolist()
+        assert not was_early or turn > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_memory_that_a_device_cannot_write_is_refused():
+    segment, fds = HostSegment.create(board_bytes(1, 4), CPU)
+    for fd in fds:
+        os.close(fd)
+    with pytest.raises(SegmentError, match="not pinned"):
+        BoardWriter(segment, torch.device("cuda", 0))
