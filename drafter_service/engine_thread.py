@@ -112,7 +112,6 @@ class EngineThread:
     def foresee(self, session: Session, step: UpcomingStep) -> None:
         """Takes a step that is foretold; on the engine's thread."""
         self.engine.foresee(session, step)
-        self._commands.expect_sight()
 
     def _look_ahead(self) -> Callable[[], None] | None:
         """What begins drafts before their step, once it can; on the engine's thread."""
@@ -141,6 +140,7 @@ class EngineThread:
         self.times.enter(Phase.ANSWER)
         deliver(answer)
         self._commands.expect()
+        self._commands.expect_sight()
         self.times.enter(phase)
 
     def _run(self) -> None:

@@ -65,6 +65,7 @@ class Practice:
         self._begun = -math.inf
         self._took = math.inf
         self._is_even = False
+        self._piece_s = 0.0  # of the longest of the last pieces
         self.due = math.inf
 
     def begin(self, now: float) -> None:
@@ -81,9 +82,13 @@ class Practice:
         self._took = took
         self.due = math.inf
 
+    def time_left(self, now: float) -> float:
+        """Seconds until it should end; negative when it has not begun, or nothing is known."""
+        return self._begun + self._took - now if self._is_even and self._took < math.inf else -math.inf
+
     def is_due(self, now: float) -> bool:
-        """Whether to go on with it."""
-        return self.due <= now < self.due + BEFORE_S - QUIET_S
+        """Whether to go on with it: a piece ends a moment before what is expected is due."""
+        return self.due <= now < self.due + BEFORE_S - QUIET_S - self._piece_s
 
     def wait(self, has_come: Callable[[], bool]) -> None:
         """Goes through it until a moment before what is expected is due, or that has come; at once where nothing is."""
@@ -98,7 +103,7 @@ class Practice:
 
     def go_on(self) -> None:
         """Goes through the next piece. A rehearsal that fails is the last one: nobody waits for it."""
-        rehearsal = self._rehearsal
+        rehearsal, began = self._rehearsal, time.monotonic()
         try:
             if rehearsal is not None and next(self._pieces, _NO_PIECE) is _NO_PIECE:
                 rehearsal.prepare()
@@ -106,3 +111,4 @@ class Practice:
         except Exception:
             logger.exception("there are no rehearsals any more")
             self._rehearsal, self._longest_s, self.due = None, 0.0, math.inf
+        self._piece_s = min(max(time.monotonic() - began, 0.9 * self._piece_s), BEFORE_S / 2)

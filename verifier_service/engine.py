@@ -173,7 +173,9 @@ class Engine:
         self._events: Mailbox[_Event | None] = Mailbox(awake, rehearse_with(AnswerRehearsal) if practises else None)
         # Before the tokens of steps that drafters wait for.
         self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
-        self._pass_ahead = PassAhead(runner.hold, self.drafting.gate, target.vocab_size, self.times, self._practice)
+        self._pass_ahead = PassAhead(
+            *(runner.hold, runner.reserve, self.drafting.gate, target.vocab_size, self.times, self._practice)
+        )
         self._has_told = False  # the drafters of all that has happened
         self._steps_held = 0
         self._outputs = RequestOutputs(
@@ -265,6 +267,11 @@ class Engine:
         """Whether everybody waits for drafts, so that nothing can be scheduled."""
         return not self.scheduler.may_admit and self.drafting.gate.all_wait(self.scheduler.running)
 
+    @property
+    def _has_drafts_to_come(self) -> bool:
+        """Whether drafts are waited for, or there."""
+        return self.drafting.gate.is_awaited or any(request.drafts is not None for request in self.scheduler.running)
+
     def _tell_drafters(self, *, has_answers: bool) -> None:
         """Sends the drafters what is new. Whether all answers have been taken tells which drafters are slow or lost."""
         try:
@@ -278,6 +285,8 @@ class Engine:
         """Launches the next step, if there is one."""
         works: list[Work] = []
         try:
+            if self._pass_ahead.is_reserved and self._flight is None and not self._has_drafts_to_come:
+                self._pass_ahead.drop()  # nobody asked for any in the end
             until = self._pass_ahead.until
             if until is not None and (time.monotonic() >= until or not self.scheduler.running):
                 self._pass_ahead.drop()
@@ -312,7 +321,9 @@ class Engine:
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
         # A prompt that waits goes with the drafts: it has no step before them while a pass is held.
-        if num_drafts is None or self._pass_ahead.is_pending or self.scheduler.may_admit:
+        is_reserved = self._pass_ahead.is_reserved
+        # A prompt that waits goes with the drafts: it has no step before them while a pass is held.
+        if num_drafts is None or (not is_reserved and (self._pass_ahead.is_pending or self.scheduler.may_admit)):
             return
         self.times.enter(Phase.WAIT)
         try:
@@ -535,6 +546,7 @@ class Engine:
             self.times.enter(Phase.SAMPLE)
             drawn: list[Drawn] = []
             if flight.pending is not None:
+                self._reserve(flight)
                 self._practise(flight)
                 drawn = self._sampler.finish(flight.pending)
             elif flight.marks is not None:
@@ -551,6 +563,21 @@ class Engine:
             self._has_told = True
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
+
+    def _reserve(self, flight: Flight) -> None:
+        """Where all will wait for drafts when a step has landed: launches the pass behind it, if there is time."""
+        running = self.scheduler.running
+        others = self._flight is not None or self._pass_ahead.is_pending or bool(self.scheduler.waiting)
+        if others or not self._limits.async_scheduling or not flight.has_drafts or flight.has_prompts:
+            return
+        if flight.marks is not None and self._practice.time_left(time.monotonic()) < self._pass_ahead.reserve_s:
+            return
+        num_drafts = self.drafting.gate.drafts_to_come(running)
+        # Else all may have come to their end or their last token, and others would wait for a pass of nobody's.
+        rooms = (work.request.max_length - len(work.request.tokens) - len(work.tokens) for work in flight.works)
+        if max(rooms) > 1 and num_drafts is not None:
+            with self._on_steps():
+                self._pass_ahead.reserve(running, num_drafts)
 
     def _practise(self, flight: Flight) -> None:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""

@@ -229,6 +229,20 @@ class StepGate:
         parts = self._parts and len(sessions) < num_bound
         return counts if awaited and not take_turns and not parts else None
 
+    def drafts_to_come(self, requests: Sequence[Request]) -> list[int] | None:
+        """How many drafts each request of a step that runs will bring to the next one, at most, if all of them will
+        wait for some together; else None."""
+        counts = []
+        for request in requests:
+            binding = self._bindings.get(request)
+            if binding is None or not request.is_decoding or request.num_in_flight != 1:
+                return None
+            session, plan = binding.session, binding.session.pace.plan
+            if plan.num_groups > 1 or not session.has_room or session.pace.is_off:
+                return None
+            counts.append(min(plan.num_drafts, request.num_speculative_tokens))
+        return counts if counts and min(counts) > 0 and not self._parts else None
+
     @property
     def next_deadline(self) -> float:
         """The earliest time at which a waiting request or a held step stops to wait; infinite if there is none."""

@@ -97,6 +97,18 @@ class HeldStep:
     """Lets the device go on: what it computes is of no use."""
 
 
+@dataclass(frozen=True)
+class ReservedStep:
+    """A pass that has been launched before anything is known of its step but how large it can be. One of its
+    methods is called, once."""
+
+    fill: Callable[[StepRows], HeldStep | None]
+    """Makes it the pass of a step whose token ids are still to come; None where that does not fit, and it is dropped.
+    """
+    drop: Callable[[], object]
+    """Lets the device go on: it computes padding."""
+
+
 class TargetRunner:
     """The target, its cache and the graphs that were captured over both.
 
@@ -199,10 +211,26 @@ class TargetRunner:
 
         On a GPU until then nothing may be called that waits for the current stream. A CPU computes when they are there.
         """
+        blocks = max((len(sequence.blocks) for sequence in step.sequences), default=0)
+        max_rows = max((sequence.count for sequence in step.sequences), default=0)
+        reserved = self.reserve(len(step.sequences), len(step.positions), max_rows, blocks)
+        return None if reserved is None else reserved.fill(step)
+
+    @torch.inference_mode()
+    def reserve(self, num_sequences: int, num_rows: int, max_rows: int, num_blocks: int) -> ReservedStep | None:
+        """The same of a step that is still to come as a whole: of up to so many sequences, with so many rows in all, at
+        most `max_rows` of one, and `num_blocks` blocks of one that hold them."""
         if self._target.device.type != "cuda":
-            return HeldStep(lambda token_ids: self.run(replace(step, token_ids=token_ids)), lambda: None)
-        graph = self._graph(step)
-        return None if graph is None or self._hold is None else graph.hold(step, self._hold)
+            most = _Most(num_sequences, num_rows, max_rows, num_blocks)
+            return ReservedStep(lambda step: self._held_on_cpu(step) if most.holds(step) else None, lambda: None)
+        bucket = self._buckets.find(num_sequences, num_rows, max_rows, num_rows)
+        graph = None if bucket is None else self._graphs.get(bucket)
+        if graph is None or self._hold is None:
+            return None
+        return graph.reserve(num_sequences, max(num_blocks, 1), self._hold)
+
+    def _held_on_cpu(self, step: StepRows) -> HeldStep:
+        return HeldStep(lambda token_ids: self.run(replace(step, token_ids=token_ids)), lambda: None)
 
     def _graph(self, step: StepRows) -> _Graph | None:
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
@@ -233,6 +261,24 @@ def start_runner(
     return runner
 
 
+class _Most(NamedTuple):
+    """Bounds of a step."""
+
+    num_sequences: int
+    num_rows: int
+    max_rows: int
+    num_blocks: int
+
+    def holds(self, step: StepRows) -> bool:
+        """Whether a step is within them."""
+        sequences = step.sequences
+        return (
+            len(sequences) <= self.num_sequences
+            and len(step.positions) <= self.num_rows
+            and all(one.count <= self.max_rows and len(one.blocks) <= self.num_blocks for one in sequences)
+        )
+
+
 class _Loaded(NamedTuple):
     """A step in the memory that graphs read."""
 
@@ -240,7 +286,6 @@ class _Loaded(NamedTuple):
     positions: Tensor
     logit_rows: Tensor  # [logit rows of the bucket] int64
     batch: RaggedBatch
-    slots_on_host: np.ndarray  # of the step's own rows
 
 
 class _Inputs:
@@ -249,30 +294,64 @@ class _Inputs:
     def __init__(self, buckets: Sequence[Bucket], max_blocks: int, device: torch.device) -> None:
         most_rows = max(bucket.num_rows for bucket in buckets)
         most_sequences = max(bucket.num_sequences for bucket in buckets)
-        self._token_ids, self._positions, self._chosen_rows = torch.zeros(
-            3, most_rows, dtype=torch.int64, device=device
-        )
-        self._all_rows = torch.arange(most_rows, device=device)
-        self._batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
+        self.max_blocks = max_blocks
+        self.token_ids, self.positions, self.chosen_rows = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
+        self.all_rows = torch.arange(most_rows, device=device)
+        self.batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
 
-    def load(self, step: StepRows, bucket: Bucket) -> _Loaded:
-        """Copies all but the token ids of a step that fits the bucket; rows of padding are at position 0."""
-        padded, num_logit_rows = bucket.num_rows, bucket.num_logit_rows
-        positions = self._positions[:padded]
-        positions.copy_(_staged(step.positions, padded), non_blocking=True)
-        logit_rows = (self._all_rows if bucket.has_all_logits else self._chosen_rows)[:num_logit_rows]
-        if not bucket.has_all_logits:
-            logit_rows.copy_(_staged(step.logit_rows, num_logit_rows), non_blocking=True)
+
+class _Stage:
+    """A step between the host and the memory that the graph of a bucket reads. It may be filled after it was sent,
+    until the stream comes to that; unfilled it is padding, whose rows are at position 0.
+
+    Attributes
+    ----------
+    token_ids
+        int64 [rows of the bucket], on the host.
+    """
+
+    def __init__(self, inputs: _Inputs, bucket: Bucket, num_sequences: int, num_blocks: int) -> None:
+        """Of up to so many sequences with so many blocks each."""
+        self._inputs = inputs
+        self._bucket = bucket
+        self._token_ids, self._positions = _pinned(bucket.num_rows), _pinned(bucket.num_rows)
+        self._logit_rows = None if bucket.has_all_logits else _pinned(bucket.num_logit_rows)
+        self._batch = inputs.batch.stage(num_sequences, min(num_blocks, inputs.max_blocks))
+        self.token_ids = self._token_ids.numpy()
+
+    def fill(self, step: StepRows) -> np.ndarray | None:
+        """Writes all of a step that fits the bucket but its token ids; where its rows go in the cache, or None where
+        there is no room for it."""
         own = RaggedBatch(step.sequences, _CPU)
-        batch = self._batch.load(own, padded, bucket.num_sequences, max_rows=bucket.max_rows)
-        return _Loaded(self._token_ids[:padded], positions, logit_rows, batch, own.slot_mapping.numpy())
+        if own.num_rows > self._bucket.num_rows or own.max_rows > self._bucket.max_rows or not self._batch.fits(own):
+            return None
+        self._batch.fill(own)
+        self._positions.numpy()[: len(step.positions)] = step.positions
+        if self._logit_rows is not None:
+            self._logit_rows.numpy()[: len(step.logit_rows)] = step.logit_rows
+        slots: np.ndarray = own.slot_mapping.numpy()
+        return slots
+
+    def send(self) -> _Loaded:
+        """Copies it, on the current stream."""
+        inputs, bucket = self._inputs, self._bucket
+        positions, token_ids = inputs.positions[: bucket.num_rows], inputs.token_ids[: bucket.num_rows]
+        positions.copy_(self._positions, non_blocking=True)
+        token_ids.copy_(self._token_ids, non_blocking=True)
+        logit_rows = (inputs.all_rows if self._logit_rows is None else inputs.chosen_rows)[: bucket.num_logit_rows]
+        if self._logit_rows is not None:
+            logit_rows.copy_(self._logit_rows, non_blocking=True)
+        batch = self._batch.send(
+            *(bucket.num_rows, bucket.num_sequences),
+            max_rows=bucket.max_rows,
+            max_length=inputs.max_blocks * BLOCK_SIZE,
+        )
+        return _Loaded(token_ids, positions, logit_rows, batch)
 
 
-def _staged(values: np.ndarray, padded: int) -> Tensor:
-    """[padded] int64 in pinned memory, with zeros behind the values."""
-    tensor = torch.zeros(padded, dtype=torch.int64, pin_memory=True)
-    tensor.numpy()[: len(values)] = values
-    return tensor
+def _pinned(size: int) -> Tensor:
+    """[size] int64 zeros in pinned memory."""
+    return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
 
 class _Graph:
@@ -286,8 +365,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            token_ids, positions, rows, batch, _ = inputs.load(_padding([]), bucket)
-            token_ids.zero_()
+            token_ids, positions, rows, batch = _Stage(inputs, bucket, 0, 1).send()
             # Kernels are built outside of the capture, and what that takes of memory is given back to it.
             target.forward(token_ids, positions, cache, batch, rows)
             torch.cuda.empty_cache()
@@ -303,35 +381,57 @@ class _Graph:
 
     def run(self, step: StepRows) -> StepOutput:
         """Replays the graph over a step that fits the bucket."""
-        loaded = self._inputs.load(step, self._bucket)
-        return self._replay(step, loaded, _staged(step.token_ids, self._bucket.num_rows))
+        stage = self._stage(len(step.sequences), max((len(sequence.blocks) for sequence in step.sequences), default=1))
+        slots = stage.fill(step)
+        assert slots is not None
+        stage.token_ids[: len(step.token_ids)] = step.token_ids
+        began = self._launch(stage, step.drawn)
+        return self._output(step, slots, began)
 
-    def hold(self, step: StepRows, hold: StreamHold) -> HeldStep:
-        """Launches the same, which begins when the token ids are there; all rows have logits."""
-        loaded = self._inputs.load(step, self._bucket)
-        token_ids = _staged(step.token_ids, self._bucket.num_rows)
+    def reserve(self, num_sequences: int, num_blocks: int, hold: StreamHold) -> ReservedStep:
+        """Launches the graph for a step of up to so many sequences, of so many blocks each, whose rows all have logits:
+        what that is may be told until its token ids are there, with which it begins."""
+        stage = self._stage(num_sequences, num_blocks)
         hold.stop()
         try:
-            output = self._replay(step, loaded, token_ids)
+            began = self._launch(stage)
         except BaseException:
             hold.release(lambda: None)
             raise
 
-        def begin(known: np.ndarray) -> StepOutput | None:
-            return output if hold.release(lambda: np.copyto(token_ids.numpy()[: len(known)], known)) else None
+        def drop() -> None:
+            hold.release(lambda: None)
 
-        return HeldStep(begin, lambda: hold.release(lambda: None))
+        def fill(step: StepRows) -> HeldStep | None:
+            slots = stage.fill(step)
+            if slots is None:
+                drop()
+                return None
+            output = self._output(step, slots, began)
 
-    def _replay(self, step: StepRows, loaded: _Loaded, token_ids: Tensor) -> StepOutput:
-        """Token ids [rows of the bucket] are in pinned memory, and read when the stream comes to it."""
-        loaded.token_ids.copy_(token_ids, non_blocking=True)
-        if step.drawn is not None:
-            step.drawn.write(loaded.token_ids)
+            def begin(known: np.ndarray) -> StepOutput | None:
+                return output if hold.release(lambda: np.copyto(stage.token_ids[: len(known)], known)) else None
+
+            return HeldStep(begin, drop)
+
+        return ReservedStep(fill, drop)
+
+    def _stage(self, num_sequences: int, num_blocks: int) -> _Stage:
+        return _Stage(self._inputs, self._bucket, num_sequences, num_blocks)
+
+    def _launch(self, stage: _Stage, drawn: DrawnTokens | None = None) -> torch.cuda.Event | None:
+        """Launches what is staged, which is read when the stream comes to it; when the device had it."""
+        loaded = stage.send()
+        if drawn is not None:
+            drawn.write(loaded.token_ids)
         began = record_event(self._slots.device)
         self._graph.replay()
+        return began
+
+    def _output(self, step: StepRows, slots_on_host: np.ndarray, began: torch.cuda.Event | None) -> StepOutput:
         num_rows = len(step.positions)
         num_logit_rows = num_rows if self._bucket.has_all_logits else len(step.logit_rows)
-        slots, slots_on_host = self._slots[:num_rows], loaded.slots_on_host
+        slots = self._slots[:num_rows]
         output = StepOutput(self._logits[:num_logit_rows], self._states, slots, slots_on_host, began)
         return output.with_logits_of(step.logit_rows) if self._bucket.has_all_logits else output
 

@@ -203,30 +203,18 @@ class BatchBuffers:
         if max_length is None:
             max_length = self._sizes[2] * BLOCK_SIZE
         self._check(batch, num_rows_padded, num_sequences_padded, max_rows, max_length)
-        rows, count, width = batch.num_rows, batch.num_sequences, batch.block_tables.shape[1]
-        total, sequences, _ = self._sizes
-        num_bytes = _packed_bytes(total, sequences, 0) + count * width * 4
-        host = _buffer(num_bytes, self._device)
-        views = _views(host, total, sequences, width, count)
-        slot_mapping, cu_rows, lengths, block_tables = (view.numpy() for view in views)
-        slot_mapping[:rows] = batch.host.slot_mapping.numpy()
-        slot_mapping[rows:] = np.arange(total - rows) % BLOCK_SIZE
-        cu_rows[: count + 1] = batch.host.cu_rows.numpy()
-        cu_rows[count + 1 :] = rows
-        lengths[:count] = batch.host.lengths.numpy()
-        lengths[count:] = 0
-        block_tables[:] = batch.host.block_tables.numpy()
-        self._packed[:num_bytes].copy_(host, non_blocking=True)
-        static = _views(self._packed, total, sequences, width, count)
-        self._block_tables[:count, :width].copy_(static.block_tables)
-        return RaggedBatch.from_tensors(
-            static.slot_mapping[:num_rows_padded],
-            static.cu_rows[: num_sequences_padded + 1],
-            static.lengths[:num_sequences_padded],
-            self._block_tables[:num_sequences_padded],
-            max_rows=max_rows,
-            max_length=max_length,
-        )
+        stage = self.stage(batch.num_sequences, batch.block_tables.shape[1])
+        stage.fill(batch)
+        return stage.send(num_rows_padded, num_sequences_padded, max_rows=max_rows, max_length=max_length)
+
+    def stage(self, num_sequences: int, width: int) -> BatchStage:
+        """A batch on the host of up to that many sequences of `width` blocks each, of which nothing is known yet."""
+        total, sequences, columns = self._sizes
+        for name, value, most in (("num_sequences", num_sequences, sequences), ("width", width, columns)):
+            if not 0 <= value <= most:
+                raise ValueError(f"{name}: got {value}, expected 0 to {most}")
+        host = _buffer(_packed_bytes(total, sequences, 0) + num_sequences * width * 4, self._device)
+        return BatchStage(host, self._packed, self._block_tables, self._sizes, num_sequences, width)
 
     def _check(self, batch: RaggedBatch, num_rows: int, num_sequences: int, max_rows: int, max_length: int) -> None:
         total, sequences, columns = self._sizes
@@ -243,6 +231,65 @@ class BatchBuffers:
                 f"batch: got a sequence of {batch.block_tables.shape[1]} blocks, expected at most {columns}, "
                 "the buffers' max_blocks_per_sequence"
             )
+
+
+class BatchStage:
+    """A batch between the host and `BatchBuffers`. It may be filled after it was sent, until the stream comes to that:
+    what is launched behind it then computes that batch. Unfilled it is padding.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        packed: torch.Tensor,
+        block_tables: torch.Tensor,
+        sizes: tuple[int, int, int],
+        num_sequences: int,
+        width: int,
+    ) -> None:
+        """`host` is what is sent, `packed` and `block_tables` are the buffers of those `sizes`."""
+        total, sequences, _ = sizes
+        self._host = host
+        self._static = _views(packed[: host.numel()], total, sequences, width, num_sequences)
+        self._packed = packed
+        self._block_tables = block_tables
+        self._views = [view.numpy() for view in _views(host, total, sequences, width, num_sequences)]
+        slot_mapping, cu_rows, lengths, tables = self._views
+        slot_mapping[:] = np.arange(total) % BLOCK_SIZE
+        for part in (cu_rows, lengths, tables):
+            part[:] = 0
+
+    def fits(self, batch: RaggedBatch) -> bool:
+        """Whether there is room for a batch made with sequences."""
+        tables = batch.block_tables.shape
+        return tables[0] <= self._views[3].shape[0] and tables[1] <= self._views[3].shape[1]
+
+    def fill(self, batch: RaggedBatch) -> None:
+        """Writes a batch that fits, once."""
+        rows, count = batch.num_rows, batch.num_sequences
+        slot_mapping, cu_rows, lengths, tables = self._views
+        own = batch.host
+        slot_mapping[:rows] = own.slot_mapping.numpy()
+        slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
+        cu_rows[: count + 1] = own.cu_rows.numpy()
+        cu_rows[count + 1 :] = rows
+        lengths[:count] = own.lengths.numpy()
+        tables[:count, : own.block_tables.shape[1]] = own.block_tables.numpy()
+
+    def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
+        """Copies it to the buffers, on the current stream; views of them for so many rows and sequences, padding
+        included."""
+        static, tables = self._static, self._views[3]
+        self._packed[: self._host.numel()].copy_(self._host, non_blocking=True)
+        self._block_tables[: tables.shape[0], : tables.shape[1]].copy_(static.block_tables)
+        return RaggedBatch.from_tensors(
+            static.slot_mapping[:num_rows],
+            static.cu_rows[: num_sequences + 1],
+            static.lengths[:num_sequences],
+            self._block_tables[:num_sequences],
+            max_rows=max_rows,
+            max_length=max_length,
+        )
 
 
 def _fill_tables(tables: np.ndarray, sequences: Sequence[SequenceRows], lengths: np.ndarray) -> None:

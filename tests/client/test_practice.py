@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from draftwire import practice as practice_module
 from draftwire.mailbox import Mailbox
 from draftwire.practice import BEFORE_S, QUIET_S, Practice, rehearse_with
 
@@ -78,6 +79,32 @@ def test_it_goes_on_piece_by_piece_and_begins_again():
     assert practice.is_due(practice.due)
 
 
+def test_no_piece_is_begun_that_would_not_have_ended_when_it_comes(monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    class Slow(Counted):
+        def run(self) -> Iterator[float | None]:
+            clock.now += 0.3e-3
+            yield None
+
+    clock = Clock()
+    monkeypatch.setattr(practice_module, "time", clock)
+    practice = noted(Slow(), 0.006, 0.006)
+    last = practice.due + BEFORE_S - QUIET_S
+    practice.go_on()  # makes ready, which takes no time
+    assert practice.is_due(last - 0.1e-3)
+    practice.go_on()
+    assert [practice.is_due(last - left) for left in (0.1e-3, 0.29e-3, 0.31e-3)] == [False, False, True]
+    for _ in range(30):  # what took long once does not count for ever
+        practice._pieces = iter([None])
+        practice.go_on()
+    assert practice.is_due(last - 0.1e-3)
+
+
 @pytest.mark.parametrize("times", [(0.021, 0.021), (5.0, 5.0), (0.003, 0.015), (0.015, 0.003), (0.006, 0.0069)])
 def test_nothing_is_expected_after_long_or_of_what_took_different_times(times):
     assert noted(Counted(), *times).due == math.inf
@@ -139,3 +166,18 @@ def test_the_owner_of_a_mailbox_practises_while_it_waits_and_no_message_is_lost(
     assert rehearsal.prepared == before
     os.close(read_end)
     os.close(write_end)
+
+
+def test_what_the_owner_sees_counts_as_a_message_and_comes_behind_those_that_are_there():
+    seen: list[int] = []
+    mailbox: Mailbox[int] = Mailbox(awake_s=30.0, look=lambda: seen.pop() if seen else None)
+    read_end, write_end = os.pipe()
+    mailbox.watch(read_end, lambda: list(os.read(read_end, 1)))
+    seen.append(7)
+    os.write(write_end, bytes([1]))
+    assert mailbox.get(timeout=30.0) == 1
+    assert mailbox.get_nowait() == 7
+    threading.Timer(0.05, lambda: seen.append(8)).start()
+    os.write(write_end, bytes([2]))
+    assert [mailbox.get(timeout=30.0), mailbox.get(timeout=30.0)] == [2, 8]  # nothing wakes it for that: it looks
+    os.close(read_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tiny_head import DRAFT_VOCAB, TinyHead
 
 from drafter_service import engine_thread
 from drafter_service import stream as stream_module
-from draftwire.carriers import Lane, Rendezvous, SharedSegments
+from draftwire.carriers import BoardWriter, Rendezvous, SharedSegments, TensorSender
 from draftwire.carriers import lane as lane_module
 from draftwire.config import DENSE, GUMBEL
 from draftwire.mailbox import Mailbox
@@ -32,14 +33,39 @@ CARRIERS = [pb.CARRIER_SHM, pb.CARRIER_BYTES]
 class Direct:
     """A verifier's stream after both hellos, and its lane."""
 
-    def __init__(self, stream: VerifierStream, lane: Lane) -> None:
+    def __init__(self, stream: VerifierStream, shared: SharedSegments) -> None:
+        assert shared.lane is not None
+        assert shared.board is not None
         self.stream = stream
-        self._lane = lane
+        self.board = BoardWriter(shared.board, torch.device("cpu"))
+        self.sender = TensorSender(torch.device("cpu"), shared.outgoing)
+        self._lane = lane = shared.lane
         self._box: Mailbox[bytes] = Mailbox()
         self._box.watch(lane.fileno(), lane.receive)
 
     def send(self, step: pb.DraftStep) -> None:
         assert self._lane.send(pb.DraftRequest(step=step).SerializeToString())
+
+    def foretell(self, step: pb.DraftStep, **changes: Any) -> None:
+        """Tells what a step will be, and puts its features where it has them then; `changes` are made to what is told.
+        """
+        (tokens,), (count,) = [_ints(step.tokens)], step.num_rows
+        drawn = self.board.post(torch.tensor([[count, *tokens, *[-1] * (5 - count)]], dtype=torch.int32))
+        features = self.sender.begin(torch.float32, tuple(step.features.shape))
+        data = bytearray(step.features.data)
+        features.tensor.copy_(torch.frombuffer(data, dtype=torch.float32).view_as(features.tensor))
+        upcoming = pb.UpcomingStep(
+            sequence_ids=step.sequence_ids,
+            first_rows=step.first_rows,
+            num_drafts=step.num_drafts,
+            drawn=drawn,
+            columns=6,
+            features_offset=features.offset,
+        )
+        upcoming.MergeFrom(pb.UpcomingStep(**changes))
+        assert self._lane.send(pb.DraftRequest(upcoming=upcoming).SerializeToString())
+        step.features.Clear()
+        features.finish(step.features)
 
     def send_bytes(self, message: bytes) -> None:
         assert self._lane.send(message)
@@ -66,11 +92,14 @@ def connected(drafter: ServedDrafter, config: dict[str, Any] | None = None) -> I
         answer = stream.ask(message)
         serving.join()
     assert answer.hello.direct
-    lane = shared[0].lane
-    assert lane is not None
-    yield Direct(stream, lane)
-    lane.close()
+    direct = Direct(stream, shared[0])
+    yield direct
+    direct._lane.close()
     stream.end()
+
+
+def _ints(tensor: pb.Tensor) -> list[int]:
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.int32).tolist()
 
 
 def first_step(text: Text) -> pb.DraftStep:
@@ -128,6 +157,58 @@ def test_drafts_are_the_same_where_the_engine_practises_between_steps(
     monkeypatch.setattr(Practice, "wait", lambda *_: None)  # before drafts
     assert [answer.tokens for answer in answers()] == expected
     assert gone >= 2 * len(steps)
+
+
+def test_a_step_that_was_foretold_gets_the_same_drafts_sooner(drafter: ServedDrafter) -> None:
+    text = Text(4)
+    steps = [first_step(text), *(step_message(2 + i, [Rows(1, text, 5 + 2 * i, 2, drafts=4)]) for i in range(5))]
+    with connected(drafter) as direct:
+        expected = [direct.ask(step).tokens.data for step in steps]
+    before = drafter.engine.state.taken_ahead
+    with connected(drafter) as direct:
+        found = [direct.ask(steps[0]).tokens.data]
+        for step in steps[1:]:
+            direct.foretell(step)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not drafter.engine.engine.ahead.has_begun and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found.append(direct.ask(step).tokens.data)
+    assert found == expected
+    assert drafter.engine.state.taken_ahead == before + 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_ids": [1]}, "first_rows = '1 entries'.* must be as many as upcoming.sequence_ids, 2"),
+        ({"first_rows": [1]}, "upcoming.first_rows"),
+        ({"sequence_ids": [1], "first_rows": [5], "num_drafts": [4]}, "upcoming.sequence_ids.* each id at most once"),
+        ({"sequence_ids": [2], "first_rows": [5], "num_drafts": [0]}, r"upcoming.num_drafts = 0: allowed range \[1, 4"),
+        ({"sequence_ids": [2], "first_rows": [5], "num_drafts": [5]}, r"upcoming.num_drafts = 5: allowed range \[0, "),
+        ({"columns": 1}, r"upcoming.columns = 1: allowed range \[2, num_speculative_tokens \+ 2 = 6\]"),
+        ({"columns": 7}, "upcoming.columns = 7"),
+        ({"drawn": pb.SharedSpan(generation=1, offset=64)}, "upcoming.drawn.offset = 64"),
+        ({"drawn": pb.SharedSpan(generation=1 << 40)}, "upcoming.drawn.generation"),
+    ],
+)
+def test_what_is_foretold_malformed_is_named(drafter: ServedDrafter, changes: dict[str, Any], message: str) -> None:
+    text = Text(4)
+    with connected(drafter) as other, connected(drafter) as direct:
+        direct.ask(first_step(text))
+        direct.foretell(step_message(2, [Rows(1, text, 5, 2, drafts=4)]), **changes)
+        code, told = direct.stream.error()
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert re.search(message, told), told
+        assert other.ask(first_step(Text(8))).step_id == 1
+
+
+def test_nothing_is_foretold_over_the_stream(drafter: ServedDrafter) -> None:
+    stream = drafter.connect()
+    stream.ask(first_step(Text(4)))
+    stream._requests.put(pb.DraftRequest(upcoming=pb.UpcomingStep(sequence_ids=[1])))
+    code, told = stream.error()
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "message = 'upcoming': must be a step after the hello" in told
 
 
 def test_steps_that_come_both_ways_are_taken_in_order(drafter: ServedDrafter) -> None:

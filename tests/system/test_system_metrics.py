@@ -62,6 +62,7 @@ DRAFTER = SHARED | {
     "draftwire_draft_steps_unanswered": set(),
     "draftwire_draft_rows_waiting": set(),
     "draftwire_draft_evictions_total": set(),
+    "draftwire_draft_batches_ahead_total": {"outcome"},
     "draftwire_draft_step_seconds_bucket": {"le"},
     "draftwire_drafted_tokens_total": set(),
     "draftwire_draft_answers_total": {"status"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,12 +19,12 @@ class PlayedGraph(target_runner._Graph):
     def __init__(self, runner: TargetRunner, inputs: Any, bucket: Any, memory: list[torch.Tensor]) -> None:
         self._inputs, self._bucket = inputs, bucket
         self._target, self._cache, self._memory = runner._target, runner.cache, memory
-        self._read = inputs.load(target_runner._padding([]), bucket)
+        self._read = target_runner._Stage(inputs, bucket, 0, 1).send()
         self._slots = self._read.batch.slot_mapping
         self._graph: Any = self
 
     def replay(self) -> None:
-        token_ids, positions, logit_rows, batch, _ = self._read
+        token_ids, positions, logit_rows, batch = self._read
         for tensor in self._memory:
             tensor.fill_(torch.nan)
         # Made anew, because what computes on a CPU reads the numbers once.
@@ -43,10 +42,10 @@ class PlayedGraph(target_runner._Graph):
 def play_graphs(runner: TargetRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has it compute every step by the graph that a GPU would."""
 
-    def staged(values: np.ndarray, padded: int) -> torch.Tensor:
-        return torch.from_numpy(np.pad(values, (0, padded - len(values))))
+    def pinned(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64)
 
-    monkeypatch.setattr(target_runner, "_staged", staged)  # which takes pinned memory
+    monkeypatch.setattr(target_runner, "_pinned", pinned)  # there is no such memory
     memory: list[torch.Tensor] = []
     for buckets in (runner._buckets.with_prompts, runner._buckets.decoding):
         inputs = target_runner._Inputs(buckets, runner._max_blocks, torch.device("cpu"))

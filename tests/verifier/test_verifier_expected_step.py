@@ -24,7 +24,7 @@ from verifier_service.request import ReadyDrafts
 from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
-from verifier_service.target_runner import HeldStep, StepOutput, StepRows
+from verifier_service.target_runner import HeldStep, ReservedStep, StepOutput, StepRows
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 
@@ -53,10 +53,16 @@ class Noted(Served):
         self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
         self.held: list[StepRows] = []
         self._has_held = threading.Event()
-        hold = self.engine._pass_ahead._hold
+        self.num_reserved = self.num_unfilled = 0
+        hold, reserve = self.engine._pass_ahead._hold, self.engine._pass_ahead._reserve
 
-        def noted_hold(step: StepRows) -> HeldStep | None:
-            held = hold(step)
+        def drop() -> None:
+            self.num_dropped += 1
+
+        def leave() -> None:
+            self.num_unfilled += 1
+
+        def noted(step: StepRows, held: HeldStep | None) -> HeldStep:
             assert held is not None
             self.held.append(step)
             self._has_held.set()
@@ -65,12 +71,16 @@ class Noted(Served):
                 self.num_begun += 1
                 return held.begin(token_ids)
 
-            def drop() -> None:
-                self.num_dropped += 1
-
             return HeldStep(begin, drop)
 
-        self.engine._pass_ahead._hold = noted_hold
+        def noted_reserve(*sizes: int) -> ReservedStep | None:
+            reserved = reserve(*sizes)
+            assert reserved is not None
+            self.num_reserved += 1
+            return ReservedStep(lambda step: noted(step, reserved.fill(step)), leave)
+
+        self.engine._pass_ahead._hold = lambda step: noted(step, hold(step))
+        self.engine._pass_ahead._reserve = noted_reserve
         begin_with = self.engine._pass_ahead.begin_with
 
         def noted_begin_with(event: Answered) -> bool:
@@ -80,7 +90,7 @@ class Noted(Served):
 
         self.engine._pass_ahead.begin_with = noted_begin_with  # type: ignore[method-assign]
 
-    def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> None:
+    def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> Any:
         """A drafter that answers when the step that verifies its drafts is held, if one is."""
         stream = self.connect_with(drafts_for)
         answer = stream.on_send
@@ -99,6 +109,7 @@ class Noted(Served):
 
         threading.Thread(target=answer_all, daemon=True).start()
         stream.on_send = on_send
+        return stream
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
@@ -195,6 +206,72 @@ def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(targ
     own.tokens(one)
     assert own.engine._pass_ahead._awaited is None
     own.engine.stop()
+
+
+def test_passes_are_launched_behind_the_steps_whose_tokens_they_wait_for(target):
+    """All but those behind prompts, and behind steps that may be the last of all."""
+    own = Noted(target)
+    own.connect_late()
+    made = [own.submit(**one) for one in REQUESTS]
+    own.engine.start()
+    for one in made:
+        own.tokens(one)
+    own.engine.stop()
+    assert own.num_reserved > 0.7 * len(own.held)
+    assert own.num_unfilled <= 1
+
+
+def test_a_request_that_comes_while_a_pass_is_reserved_waits_for_the_next_step(target):
+    own = Noted(target)
+    late: list[Any] = []
+    reserve = own.engine._pass_ahead._reserve
+
+    def reserve_and_submit(*sizes: int) -> ReservedStep | None:
+        if own.num_reserved == 3:
+            late.append(own.submit([2, 7], max_tokens=20))
+        return reserve(*sizes)
+
+    own.engine._pass_ahead._reserve = reserve_and_submit
+    own.connect_late()
+    one = own.submit(max_tokens=60)
+    own.engine.start()
+    assert own.tokens(one) == undrafted(target, [{"max_tokens": 60}])[0]
+    assert own.tokens(late[0]) == undrafted(target, [{"prompt": [2, 7], "max_tokens": 20}])[0]
+    own.engine.stop()
+    assert own.num_unfilled == 0
+    assert 2 in [len(step.sequences) for step in own.held]
+
+
+def test_a_pass_that_is_reserved_when_the_drafter_goes_is_given_up(target):
+    own = Noted(target)
+    reserve = own.engine._pass_ahead._reserve
+
+    def reserve_and_leave(*sizes: int) -> ReservedStep | None:
+        if own.num_reserved == 3:
+            own.engine.post(Disconnected(stream))
+        return reserve(*sizes)
+
+    own.engine._pass_ahead._reserve = reserve_and_leave
+    stream = own.connect_late()
+    one = own.submit(max_tokens=60)
+    began = time.monotonic()
+    own.engine.start()
+    assert own.tokens(one) == undrafted(target, [{"max_tokens": 60}])[0]
+    assert time.monotonic() < began + WAIT_S
+    own.engine.stop()
+    assert own.num_reserved == 4
+    assert len(own.held) + own.num_unfilled >= own.num_reserved
+
+
+def test_nothing_is_reserved_while_requests_wait_for_a_place(target):
+    own = Noted(target, max_num_seqs=2)
+    own.connect_late()
+    made = [own.submit(max_tokens=12) for _ in range(6)]
+    own.engine.start()
+    for one in made:
+        own.tokens(one)
+    own.engine.stop()
+    assert 0 < own.num_reserved < len(own.held) / 2  # of the last two alone
 
 
 def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
@@ -384,7 +461,7 @@ def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
 
 def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, monkeypatch):
     own = Noted(target)
-    hold = own.engine._pass_ahead._hold
+    hold = own.engine._pass_ahead._hold_or_fill
 
     def fail(_: Any) -> None:
         raise RuntimeError("no memory")
@@ -393,7 +470,7 @@ def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, mon
         held = hold(step)
         return held if len(own.held) != 3 or held is None else HeldStep(fail, held.drop)
 
-    monkeypatch.setattr(own.engine._pass_ahead, "_hold", failing_hold)
+    monkeypatch.setattr(own.engine._pass_ahead, "_hold_or_fill", failing_hold)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()

@@ -295,6 +295,41 @@ def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count)
     torch.testing.assert_close(found.with_logits_of(some).logits, expected[some], rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("no_recompilation")
+@pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS - 1])
+@torch.inference_mode()
+def test_a_reserved_pass_computes_the_step_that_it_is_filled_with(runner, count):
+    """It was launched for more sequences, rows and blocks; what is dropped leaves the cache as it was."""
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
+    run(runner, [(s, s.tokens) for s in sequences])
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens)
+    rng = random.Random(count)
+    rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, K + 1))] for _ in sequences]
+    expected = run(runner, list(zip(sequences, rows, strict=True))).logits.clone()
+    token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
+    spans = [SequenceRows(s.blocks, s.num_computed, len(r)) for s, r in zip(sequences, rows, strict=True)]
+    positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+    step = StepRows(np.zeros(len(token_ids), np.int64), positions, spans, np.arange(len(token_ids)))
+    blocks = max(len(sequence.blocks) for sequence in sequences)
+    sizes = (count + 1, (count + 1) * (K + 1), K + 1, blocks + 2)
+    unfilled = runner.reserve(*sizes)
+    assert unfilled is not None
+    unfilled.drop()
+    for _ in range(2):
+        reserved = runner.reserve(*sizes)
+        assert reserved is not None
+        held = reserved.fill(step)
+        assert held is not None
+        found = held.begin(token_ids)
+        assert found is not None
+        torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+    small = runner.reserve(count, len(token_ids), K + 1, blocks - 1)
+    assert small is not None
+    assert small.fill(step) is None
+
+
 def test_on_a_gpu_a_step_that_no_graph_computes_is_not_held(target, runner):
     num_rows = MAX_NUM_SEQS * (K + 1) + 1  # more logits than a step has
     rows = np.zeros(num_rows, np.int64)

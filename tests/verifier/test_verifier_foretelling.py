@@ -1,0 +1,143 @@
+"""What a drafter is told of a step before its tokens are known on the host, beside what it is sent then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drafting_scene import CPU, K, Scene, rows_of, tokens_of
+
+from draftwire.carriers import BoardReader, BoardWriter, SegmentError, TensorSender, board_bytes
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service.pacing import Plan
+from verifier_service.request import ReadyDrafts, Request
+from verifier_service.scheduler import Work
+
+DRAFTS = [5, 6, 7]
+
+
+def segment(size: int) -> HostSegment:
+    made, fds = HostSegment.create(size, CPU)
+    for fd in fds:
+        os.close(fd)
+    return made
+
+
+class Told:
+    """Requests with drafts at a drafter of this host, and what that is foretold.
+
+    Attributes
+    ----------
+    foretold
+        Messages, oldest first.
+    """
+
+    def __init__(self, num_requests: int = 3, **head: Any) -> None:
+        self.scene = Scene()
+        self.stream: Any = self.scene.connect(**head)
+        board = segment(board_bytes(num_requests, K))
+        self.stream.board, self.board = BoardWriter(board, CPU), BoardReader(board)
+        self.stream.sender = TensorSender(CPU, segment(1 << 16))
+        self.stream.lane, self.stream._last_answered, self.stream._last_queued = object(), 0, 0
+        self.foretold: list[pb.UpcomingStep] = []
+        self.stream.foretell = lambda message: self.foretold.append(message) or True
+        self.requests = [self.scene.decode(3 + i) for i in range(num_requests)]
+        self.scene.flush()
+        self.scene.answer(self.stream)
+
+    def launch(self, drawn: Sequence[Sequence[int]]) -> None:
+        """A step that verifies the drafts of all requests, and draws so many tokens of each."""
+        works = []
+        for request in self.requests:
+            drafts = ReadyDrafts(len(request.tokens), request.tokens[-1], DRAFTS)
+            works.append(Work(request, len(request.tokens) - 1, [request.tokens[-1], *DRAFTS], drafts, samples=True))
+        packed = [[len(own), *own, *[-1] * (K + 1 - len(own))] for own in drawn]
+        begun = self.scene.drafting.begin_features(works, torch.tensor(packed), self.scene.stores)
+        self.scene.drafting.take_ahead(begun)
+
+    def land(self, drawn: Sequence[Sequence[int]], ended: Sequence[Request] = ()) -> pb.DraftStep:
+        """It lands; the message that the drafter is sent then."""
+        for request, tokens in zip(self.requests, drawn, strict=True):
+            self.scene.verify(request, *tokens)
+        for request in ended:
+            self.scene.end(request)
+        self.scene.flush()
+        return self.stream.last
+
+    @property
+    def session(self) -> Any:
+        return self.scene.drafting._sessions[self.stream]
+
+
+def test_a_step_is_foretold_as_it_is_sent():
+    told = Told()
+    drawn = [[5, 9], [5, 6, 7, 2], [8]]
+    told.launch(drawn)
+    (upcoming,) = told.foretold
+    assert told.board.is_written(upcoming.drawn.generation, upcoming.drawn.offset)
+    numbers = told.board.read(upcoming.drawn.offset, (3, upcoming.columns)).tolist()
+    step = told.land(drawn)
+    counts = [row[0] for row in numbers]
+    assert list(zip(upcoming.sequence_ids, upcoming.first_rows, counts, strict=True)) == rows_of(step)
+    assert [token for row in numbers for token in row[1 : 1 + row[0]]] == tokens_of(step)
+    assert upcoming.features_offset == step.features.span.offset
+    assert list(upcoming.num_drafts) == list(step.num_drafts) == [K] * 3
+
+
+def test_features_that_were_foretold_and_not_sent_are_kept_until_the_drafter_has_answered():
+    """It may read them until then."""
+    told = Told()
+    drawn = [[5, 9], [5], [8]]
+    told.launch(drawn)
+    step = told.land(drawn, ended=told.requests[:1])
+    assert list(step.sequence_ids) == list(told.foretold[0].sequence_ids)[1:]
+    assert step.features.span.offset != told.foretold[0].features_offset
+    ((step_id, features),) = told.session.unsent
+    assert step_id == step.step_id
+    assert not features._shared[2].is_given_up
+    told.scene.answer(told.stream)
+    assert not told.session.unsent
+    assert features._shared[2].is_given_up
+
+
+def test_a_drafter_that_goes_gives_all_of_it_back():
+    told = Told()
+    told.launch([[5], [5], [5]])
+    told.land([[5], [5], [5]], ended=told.requests[:1])
+    ((_, features),) = told.session.unsent
+    told.scene.disconnect(told.stream)
+    assert features._shared[2].is_given_up
+
+
+@pytest.mark.parametrize("why", ["no-board", "features-in-the-message", "no-drafts", "behind-the-stream", "no-lane"])
+def test_nothing_is_foretold_that_the_drafter_could_not_begin(why):
+    told = Told()
+    if why == "no-board":
+        told.stream.board = None
+    elif why == "features-in-the-message":
+        told.stream.sender = TensorSender(CPU)
+    elif why == "no-drafts":
+        told.session.pace.governor.plan = Plan(0)
+    elif why == "behind-the-stream":
+        told.stream._last_queued = 5
+    else:
+        told.stream.lane = None
+    told.launch([[5], [5], [5]])
+    assert told.foretold == []
+
+
+def test_a_device_that_cannot_write_the_board_goes_on_without(monkeypatch, caplog):
+    told = Told()
+
+    def fail(*_: object) -> None:
+        raise SegmentError("cuStreamWriteValue32_v2: not supported (CUDA error 801)")
+
+    monkeypatch.setattr(told.stream.board, "post", fail)
+    told.launch([[5], [5], [5]])
+    assert (told.foretold, told.stream.board) == ([], None)
+    assert "not foretold any more: cuStreamWriteValue32_v2" in caplog.text
+    assert rows_of(told.land([[5], [5], [5]]))
