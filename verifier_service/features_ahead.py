@@ -83,6 +83,8 @@ def begin_features(
         features.seal()
         numbers = drawn.index_select(0, each).to(torch.int32)
         is_foretold = _foretell(session, bindings, first_rows, features, numbers)
+        for binding in bindings if is_foretold else ():
+            binding.request.is_foretold = True
     except BaseException:
         features.give_up()
         raise

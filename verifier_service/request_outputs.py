@@ -64,6 +64,7 @@ class RequestOutputs:
         emitted: list[tuple[Work, Drawn, Piece | None]] = []
         for work in works:
             result = next(results) if work.samples else None
+            work.request.is_foretold = False
             if not work.is_current:
                 continue
             work.request.num_in_flight -= 1

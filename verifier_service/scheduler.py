@@ -212,7 +212,8 @@ class Scheduler:
             request.num_published = full
 
     def _grow(self, request: Request, length: int) -> None:
-        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest, itself in the end."""
+        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest one that is not foretold,
+        itself in the end."""
         while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
             if block is None:
@@ -221,7 +222,8 @@ class Scheduler:
                 request.blocks += block
 
     def _preempt(self) -> None:
-        request = self.running.pop()
+        request = next(one for one in reversed(self.running) if not one.is_foretold)
+        self.running.remove(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._release(request)

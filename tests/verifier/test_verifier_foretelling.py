@@ -88,6 +88,17 @@ def test_a_step_is_foretold_as_it_is_sent():
     assert list(upcoming.num_drafts) == list(step.num_drafts) == [K] * 3
 
 
+def test_who_is_foretold_is_marked_until_the_draw_is_committed():
+    told = Told()
+    assert not any(request.is_foretold for request in told.requests)
+    told.launch([[5], [5], [5]])
+    assert all(request.is_foretold for request in told.requests)
+    unmarked = Told()
+    unmarked.stream.board = None
+    unmarked.launch([[5], [5], [5]])
+    assert not any(request.is_foretold for request in unmarked.requests)
+
+
 def test_features_that_were_foretold_and_not_sent_are_kept_until_the_drafter_has_answered():
     """It may read them until then."""
     told = Told()
