@@ -45,10 +45,9 @@ class BoardWriter:
         self._segment = segment
         if device.type == "cuda" and not segment.memory.is_pinned():
             raise SegmentError("the board is not pinned")
-        self._words = segment.memory.numpy().view(np.uint32)
         if write_value is None and device.type == "cuda":
             write_value = cuda_driver().write_value
-        self._write_value = write_value or self._write_at_once
+        self._write_value = write_value  # None on a CPU, whose writes are done when they are called
         self._place_bytes = (segment.size - ALIGNMENT) // NUM_PLACES // ALIGNMENT * ALIGNMENT
         self._generation = 0
 
@@ -60,13 +59,14 @@ class BoardWriter:
         self._generation = self._generation % (2**32 - 1) + 1
         begin = ALIGNMENT + self._generation % NUM_PLACES * self._place_bytes
         offset = begin + ALIGNMENT
+        memory = self._segment.memory
         self._segment.tensor(offset, torch.int32, tuple(numbers.shape)).copy_(numbers, non_blocking=True)
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        self._write_value(stream, self._segment.memory.data_ptr() + begin, self._generation)
+        if self._write_value is None:
+            memory.numpy().view(np.uint32)[begin // _WORD_BYTES] = self._generation
+        else:
+            stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+            self._write_value(stream, memory.data_ptr() + begin, self._generation)
         return pb.SharedSpan(generation=self._generation, offset=offset)
-
-    def _write_at_once(self, _stream: int, address: int, value: int) -> None:
-        self._words[(address - self._segment.memory.data_ptr()) // _WORD_BYTES] = value
 
 
 class BoardReader:

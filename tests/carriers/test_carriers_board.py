@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -60,6 +62,20 @@ def test_the_generation_comes_behind_the_numbers():
     assert place == 64 * (1 + NUM_PLACES)
     BoardWriter(segment, CPU, note).post(numbers)
     assert seen == [(1, numbers.tolist())]
+
+
+def test_no_end_keeps_its_memory():
+    """Python looks for cycles seldom, and what is shared must be given back at once."""
+    writer, reader = pair(board_bytes(3, 4))
+    segment = weakref.ref(writer._segment)
+    writer.post(torch.zeros(3, 6, dtype=torch.int32))
+    gc.collect()
+    gc.disable()
+    try:
+        del writer, reader
+        assert segment() is None
+    finally:
+        gc.enable()
 
 
 def test_more_numbers_than_a_place_has_are_not_posted():
