@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_UPCOMING = 4
 # So many steps must come before one is begun ahead again, when one was in vain.
 STEPS_AFTER_WASTE = 4
+# Nobody asks for what was done so long ago: its verifier hangs, or asks for nothing any more.
+STALE_S = 0.05
 
 
 @dataclass(eq=False)
@@ -69,8 +71,6 @@ class BatchAhead:
 
     def holds_any(self, part: StepRows) -> bool:
         """Whether some of a step's sequences are among these."""
-        if self.session.slots.keys().isdisjoint(self.places):
-            return False
         slots = [self.session.slots[one] for one in self.places if one in self.session.slots]
         return bool(np.isin(part.slots, slots).any())
 
@@ -92,6 +92,7 @@ class DraftsAhead:
         self._proposer = proposer
         self._upcoming: deque[tuple[Session, UpcomingStep]] = deque()
         self._begun: BatchAhead | None = None
+        self._unread: Launched | None = None  # of a batch in vain, whose inputs the device may still read
 
     def foresee(self, session: Session, step: UpcomingStep) -> None:
         """Takes a step that a session has foretold."""
@@ -101,14 +102,13 @@ class DraftsAhead:
         self._upcoming.append((session, step))
 
     def note(self, session: Session, step: Step) -> None:
-        """A step has come: what was foretold of its sequences and has not been begun is not."""
+        """A step has come: what was foretold of its sequences and has not been begun is not, and what has been begun
+        only for sequences that it closes, or wants no drafts of, is given up."""
         batch = self._begun
-        if batch is not None and batch.session is session and not batch.places.keys().isdisjoint(step.closed_ids):
-            for sequence_id in step.closed_ids:
-                batch.places.pop(sequence_id, None)
-            if not batch.places:  # nobody will ask for it
-                self._begun = None
-                self._waste(batch)
+        if batch is not None and batch.session is session:
+            fed = [one for one, drafts in zip(step.sequence_ids, step.num_drafts.tolist(), strict=True) if drafts == 0]
+            if not batch.places.keys() - {*step.closed_ids, *fed}:
+                self._waste()
         if not step.sequence_ids:
             return
         session.steps_ahead = min(session.steps_ahead + 1, 1)
@@ -124,9 +124,18 @@ class DraftsAhead:
         return self._begun is not None
 
     @property
+    def is_computing(self) -> bool:
+        """Whether the device computes one for which no step has asked."""
+        return self._begun is not None and not self.is_done(self._begun)
+
+    @property
     def is_ready(self) -> bool:
         """Whether one can be begun: its tokens are on the board."""
-        return self._begun is None and any(self._is_ready(*one) for one in self._upcoming)
+        has_place = self._begun is None or self._is_stale(self._begun)
+        return has_place and any(self._is_ready(*one) for one in self._upcoming)
+
+    def _is_stale(self, batch: BatchAhead) -> bool:
+        return time.monotonic() > batch.begun + STALE_S and self.is_done(batch)
 
     def _is_ready(self, session: Session, step: UpcomingStep) -> bool:
         return session.steps_ahead > 0 and step.board.is_written(step.generation, step.offset)
@@ -137,6 +146,8 @@ class DraftsAhead:
         if entry is None:
             return
         self._upcoming.remove(entry)
+        if self._begun is not None:
+            self._waste()
         session, step = entry
         rows = self._rows_of(session, step)
         if rows is None:
@@ -148,6 +159,7 @@ class DraftsAhead:
             return
         session.steps_ahead -= 1
         began = time.monotonic()
+        self.settle()
         if not step.is_fused:
             features = self._head.fuse(features.to(self._loop.states.device, non_blocking=True))
         self._loop.state_rows(0, len(rows.tokens)).copy_(features, non_blocking=True)
@@ -190,13 +202,13 @@ class DraftsAhead:
         for part in parts:
             if not batch.holds_any(part):
                 continue
-            self._begun = None
             places = batch.places_of(part)
             if places is not None:
+                self._begun = None
                 self.num_taken += 1
                 return part, batch, places
             batch.session.steps_ahead = 1 - STEPS_AFTER_WASTE
-            self._waste(batch)
+            self._waste()
             return None
         return None
 
@@ -213,23 +225,26 @@ class DraftsAhead:
 
     def settle(self) -> None:
         """Waits for what was begun and keeps it, because its inputs are about to be written again."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._proposer.take(unread)
         batch = self._begun
         if batch is not None and batch.launched is not None:
             tokens, is_draft, logits = self._proposer.take(batch.launched)
             batch.proposal, batch.launched = Proposal(tokens.copy(), is_draft.copy(), logits), None
             batch.ended = time.monotonic()
 
-    def _waste(self, batch: BatchAhead) -> None:
-        self.proposal(batch)
+    def _waste(self) -> None:
+        """Gives up what was begun."""
+        assert self._begun is not None
+        self._unread, self._begun = self._begun.launched or self._unread, None
         self.num_wasted += 1
 
     def forget(self, session: Session) -> None:
         """Forgets what a session has foretold, and with it memory that is shared."""
         self._upcoming = deque(one for one in self._upcoming if one[0] is not session)
-        batch = self._begun
-        if batch is not None and batch.session is session:
-            self._begun = None
-            self._waste(batch)
+        if self._begun is not None and self._begun.session is session:
+            self._waste()
 
 
 def chosen(proposal: Proposal, places: np.ndarray, num_drafts: np.ndarray) -> Proposal:

@@ -107,6 +107,7 @@ class EngineThread:
 
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step; on the engine's thread."""
+        self._commands.has_come()
         self.engine.submit(session, step)
 
     def foresee(self, session: Session, step: UpcomingStep) -> None:
@@ -118,6 +119,7 @@ class EngineThread:
         return self._begin_ahead if self.engine.can_begin_ahead else None
 
     def _begin_ahead(self) -> None:
+        self._commands.has_come()
         self.times.enter(Phase.COMPUTE)
         self._guard(self.engine.ahead.begin)
 
@@ -140,7 +142,6 @@ class EngineThread:
         self.times.enter(Phase.ANSWER)
         deliver(answer)
         self._commands.expect()
-        self._commands.expect_sight()
         self.times.enter(phase)
 
     def _run(self) -> None:
@@ -156,8 +157,10 @@ class EngineThread:
         except Exception as error:
             logger.exception("the draft engine failed")
             self._failure = EngineFailureError(f"the draft engine failed: {error}")
-            self.engine.fail(self._failure)
-            self._on_failure()
+            try:
+                self.engine.fail(self._failure)
+            finally:
+                self._on_failure()
             self._catch_up()
             self.times.enter(Phase.IDLE)
             while (command := self._commands.get()) is not None:
@@ -174,7 +177,7 @@ class EngineThread:
             if self._later and not has_work:
                 self.times.enter(Phase.ANSWER)
                 self._catch_up()
-            waiting = Phase.COMPUTE if self.engine.ahead.has_begun else Phase.IDLE
+            waiting = Phase.COMPUTE if self.engine.ahead.is_computing else Phase.IDLE
             self.times.enter(Phase.DECODE if has_work else waiting)
             try:
                 command = self._commands.get(timeout=0 if has_work else None)

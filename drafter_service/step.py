@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,8 @@ class Step(NamedTuple):
     is_fused: bool = False  # the features are the head's states
 
 
-class UpcomingStep(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class UpcomingStep:
     """The contract's UpcomingStep; S sequences."""
 
     sequence_ids: list[int]  # [S]

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
+# Steps that are foretold while none comes: a verifier foretells one for each that it launches.
+MAX_FORETOLD_STEPS = 16
 
 Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
 # Of the message that the running task has read last. gRPC decodes it in that task, where the service counts it, and
@@ -66,6 +68,7 @@ class DraftStream:
         self._lane = lane
         self._is_direct = lane is not None
         self._session: Session | None = None
+        self._num_foretold = 0  # since the last step came
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         # None: all have been written.
@@ -172,10 +175,16 @@ class DraftStream:
         if self._has_failed:
             return
         try:
+            self._num_foretold += 1
+            if self._num_foretold > MAX_FORETOLD_STEPS:
+                raise QueueFullError(f"{MAX_FORETOLD_STEPS} steps were foretold and did not come")
             assert self._session is not None
             self._engine.foresee(self._session, self._decoder.decode_upcoming(upcoming))
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
+        except Exception as error:  # as in `_take`
+            logger.exception("an upcoming step could not be read")
+            self._fail(EngineFailureError(f"an upcoming step could not be read: {error}"))
 
     def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
         """Checks a step and queues it, on the engine's thread; bytes of its message that room was made for count no
@@ -184,6 +193,7 @@ class DraftStream:
             return
         try:
             step = self._decoder.decode(request)
+            self._num_foretold = 0
             carrier, num_bytes = step.features.carrier, step.features.num_bytes
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
             size = message_bytes

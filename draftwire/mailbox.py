@@ -30,12 +30,12 @@ class Mailbox(Generic[T]):
         look: Callable[[], T | None] = lambda: None,
     ) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it; it goes through `rehearsal` before messages that it can `expect`. What it sees by `look`
+        nobody has to wake it; it goes through `rehearsal` before what it can `expect`. What it sees by `look`
         counts as a message: nothing wakes it for that."""
         self._awake_s = awake_s
         self._look = look
         self._practice = Practice(rehearsal, awake_s)
-        self._practice_of_sights = Practice(rehearsal, awake_s)
+        self._found_at = 0.0  # monotonic time of the last look that found something
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
@@ -62,12 +62,12 @@ class Mailbox(Generic[T]):
             self._poll.unregister(fd)
 
     def expect(self) -> None:
-        """The next message is to come so long from now as the last ones came from the call before."""
+        """Something is to come, for which `has_come` will be called, so long from now as it took the last times."""
         self._practice.begin(time.monotonic())
 
-    def expect_sight(self) -> None:
-        """The same of what is seen by `look`."""
-        self._practice_of_sights.begin(time.monotonic())
+    def has_come(self) -> None:
+        """What was expected is what the owner has got last. Without effect where nothing was."""
+        self._practice.end(self._found_at)
 
     def get(self, timeout: float | None = None) -> T:
         """The next item or message, within so many seconds; None waits for as long as it takes.
@@ -87,9 +87,8 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            practice = self._practice_of_sights if self._practice_of_sights.is_due(now) else self._practice
-            if practice.is_due(now) and (left is None or left > QUIET_S):
-                practice.go_on()
+            if self._practice.is_due(now) and (left is None or left > QUIET_S):
+                self._practice.go_on()
                 continue
             if now >= self._awake_until:
                 self._note_bell(self._poll.poll(left))
@@ -126,6 +125,7 @@ class Mailbox(Generic[T]):
         if self._is_rung:
             os.eventfd_read(self._bell)
             self._is_rung = False
+        num_found = len(self._items) + len(self._messages)
         while not self._put.empty():
             self._items.append(self._put.get())
         ready = self._poll.poll(0)
@@ -137,10 +137,10 @@ class Mailbox(Generic[T]):
                     self.unwatch(fd)
                 else:
                     self._messages.extend(messages)
-                    self._practice.end(time.monotonic())
         if not self._messages and (seen := self._look()) is not None:
             self._messages.append(seen)
-            self._practice_of_sights.end(time.monotonic())
+        if len(self._items) + len(self._messages) > num_found:
+            self._found_at = time.monotonic()
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:
         self._is_rung = self._is_rung or any(fd == self._bell for fd, _ in ready)

@@ -25,6 +25,7 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
+from verifier_service.expected_step import PATIENCE_S
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.flight import Flight
@@ -320,9 +321,8 @@ class Engine:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
-        # A prompt that waits goes with the drafts: it has no step before them while a pass is held.
         is_reserved = self._pass_ahead.is_reserved
-        # A prompt that waits goes with the drafts: it has no step before them while a pass is held.
+        # A prompt that waits is computed before the drafts come, unless the pass has been launched: then behind it.
         if num_drafts is None or (not is_reserved and (self._pass_ahead.is_pending or self.scheduler.may_admit)):
             return
         self.times.enter(Phase.WAIT)
@@ -351,7 +351,8 @@ class Engine:
         if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_counted_on:
             return {}
         held_back = self.drafting.held_back(flight.sampling)
-        if held_back is None:
+        # Who goes on may give its blocks back, and with them what it draws, which a drafter must not have seen.
+        if held_back is None or any(work.request.is_foretold for work in flight.sampling):
             return {}
         following: dict[Request, int] = {}
         for place, work in enumerate(flight.sampling):
@@ -460,6 +461,7 @@ class Engine:
             self._use_lane(event)
         has_begun = False
         if isinstance(event, Answered):
+            self._events.has_come()
             self.times.count_answer(event.drafts.compute_time_s)
             has_begun = self._has_begun(partial(self._pass_ahead.begin_with, event))
         self.drafting.handle(event)
@@ -570,7 +572,8 @@ class Engine:
         others = self._flight is not None or self._pass_ahead.is_pending or bool(self.scheduler.waiting)
         if others or not self._limits.async_scheduling or not flight.has_drafts or flight.has_prompts:
             return
-        if flight.marks is not None and self._practice.time_left(time.monotonic()) < self._pass_ahead.reserve_s:
+        left_s = self._practice.time_left(time.monotonic())
+        if flight.marks is not None and not self._pass_ahead.reserve_s <= left_s < PATIENCE_S:
             return
         num_drafts = self.drafting.gate.drafts_to_come(running)
         # Else all may have come to their end or their last token, and others would wait for a pass of nobody's.

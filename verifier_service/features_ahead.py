@@ -72,7 +72,7 @@ def begin_features(
     own = np.array([place for _, place, _ in pieces], np.int64)
     offsets = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
     slots = slots_of([(work.request.blocks, work.start, work.start + len(work.tokens)) for _, _, work in pieces])
-    slot, offset, place, each = upload([slots, offsets, own.repeat(counts), own], drawn.device)
+    slot, offset, place = upload([slots, offsets, own.repeat(counts)], drawn.device)
     is_refused = (offset >= drawn[:, 0].index_select(0, place)).to(torch.int32)
     true_first = torch.argsort(is_refused, stable=True)
     head = session.stream.head
@@ -81,8 +81,7 @@ def begin_features(
     try:
         store.read_slots(slot.index_select(0, true_first), features.tensor)
         features.seal()
-        numbers = drawn.index_select(0, each).to(torch.int32)
-        is_foretold = _foretell(session, bindings, first_rows, features, numbers)
+        is_foretold = _foretell(session, bindings, first_rows, features, drawn, own)
         for binding in bindings if is_foretold else ():
             binding.request.is_foretold = True
     except BaseException:
@@ -92,28 +91,35 @@ def begin_features(
 
 
 def _foretell(
-    session: DraftSession, bindings: Sequence[Binding], first_rows: list[int], features: Outgoing, numbers: torch.Tensor
+    session: DraftSession,
+    bindings: Sequence[Binding],
+    first_rows: list[int],
+    features: Outgoing,
+    drawn: torch.Tensor,
+    places: np.ndarray,
 ) -> bool:
-    """Tells the drafter what step will follow, if it can begin with that; whether it may read the features then."""
+    """Tells the drafter what step will follow, if it can begin with that, and has what is `drawn` at `places` put on
+    its board; whether it may read the features then."""
     stream, num_drafts = session.stream, session.pace.plan.num_drafts
     if stream.board is None or features.offset is None or num_drafts == 0 or not stream.is_direct_next:
         return False
-    if not all(binding.sequence_id for binding in bindings):
+    if not session.has_room or not all(binding.sequence_id for binding in bindings):
         return False
+    (place,) = upload([places], drawn.device)
     try:
-        drawn = stream.board.post(numbers)
+        span = stream.board.post(drawn.index_select(0, place).to(torch.int32))
     except SegmentError as error:
         logger.warning("drafter %s: steps are not foretold any more: %s", stream.address, error)
         stream.board = None
         return False
-    if drawn is None:
+    if span is None:
         return False
     upcoming = draft_pb2.UpcomingStep(
         sequence_ids=[binding.sequence_id for binding in bindings],
         first_rows=first_rows,
         num_drafts=[num_drafts] * len(bindings),
-        drawn=drawn,
-        columns=numbers.shape[1],
+        drawn=span,
+        columns=drawn.shape[1],
         features_offset=features.offset,
     )
     return stream.foretell(upcoming)

@@ -403,11 +403,15 @@ class _Graph:
             hold.release(lambda: None)
 
         def fill(step: StepRows) -> HeldStep | None:
-            slots = stage.fill(step)
-            if slots is None:
-                drop()
+            slots = output = None
+            try:
+                slots = stage.fill(step)
+                output = None if slots is None else self._output(step, slots, began)
+            finally:
+                if output is None:
+                    drop()
+            if output is None:
                 return None
-            output = self._output(step, slots, began)
 
             def begin(known: np.ndarray) -> StepOutput | None:
                 return output if hold.release(lambda: np.copyto(stage.token_ids[: len(known)], known)) else None

@@ -202,6 +202,18 @@ def test_what_is_foretold_malformed_is_named(drafter: ServedDrafter, changes: di
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
+def test_a_verifier_that_foretells_steps_and_sends_none_is_ended(drafter: ServedDrafter) -> None:
+    text = Text(4)
+    with connected(drafter) as other, connected(drafter) as direct:
+        direct.ask(first_step(text))
+        for number in range(stream_module.MAX_FORETOLD_STEPS + 1):
+            direct.foretell(step_message(2, [Rows(1, text, 6 + number, 2, drafts=4)]))
+        code, told = direct.stream.error()
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert told == "16 steps were foretold and did not come"
+        assert other.ask(first_step(Text(8))).step_id == 1
+
+
 def test_nothing_is_foretold_over_the_stream(drafter: ServedDrafter) -> None:
     stream = drafter.connect()
     stream.ask(first_step(Text(4)))

@@ -13,8 +13,10 @@ from foretelling import Foreteller
 from harness import Reply, Rows, Stream, Text, connect, make_engine, opened
 from tiny_head import TARGET_VOCAB, TinyHead
 
+from drafter_service import drafts_ahead
 from drafter_service.drafts_ahead import MAX_UPCOMING, STEPS_AFTER_WASTE
 from drafter_service.engine import DraftEngine
+from drafter_service.proposer import Proposer
 from drafter_service.sampling_mode import SamplingMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -285,6 +287,58 @@ def test_sequences_that_all_end_let_others_begin():
     assert engine.ahead.num_wasted == 1
     Foreteller(other).foretell(verified())
     assert begin(engine)
+
+
+def test_a_step_that_wants_no_drafts_gives_up_what_was_begun_and_costs_no_more():
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream)
+    teller.foretell(verified())
+    assert begin(stream.engine)
+    stream.step(verified(drafts=0))
+    assert not stream.engine.ahead.has_begun
+    rows = [Rows(i, TEXTS[i], 8 + i + i % 4, 2, 4) for i in IDS]
+    teller.foretell(rows)
+    assert begin(stream.engine)
+    stream.step(rows)
+    assert (stream.engine.ahead.num_taken, stream.engine.ahead.num_wasted) == (1, 1)
+
+
+def test_what_nobody_asks_for_keeps_no_other_session_from_its_own(monkeypatch):
+    engine = make_engine(TinyHead())
+    stream, other = prompted(engine), prompted(engine)
+    Foreteller(stream).foretell(verified())
+    assert begin(engine)
+    Foreteller(other).foretell(verified())
+    assert not begin(engine)
+    monkeypatch.setattr(drafts_ahead, "STALE_S", 0.0)
+    assert begin(engine)
+    assert_same(other.step(verified()), without(verified())[0])
+    assert_same(stream.step(verified()), without(verified())[0])
+    assert (engine.ahead.num_taken, engine.ahead.num_wasted) == (1, 1)
+
+
+def test_of_steps_foretold_alike_the_one_that_is_written_is_begun():
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream, holds=True)
+    for _ in range(MAX_UPCOMING + 1):
+        teller.foretell(verified())
+    teller.held[-1]()
+    assert begin(stream.engine)
+    assert_same(stream.step(verified()), without(verified())[0])
+    assert stream.engine.ahead.num_taken == 1
+
+
+def test_a_session_that_ends_by_a_device_that_fails_waits_for_nothing(monkeypatch):
+    stream = prompted(make_engine(TinyHead()))
+    Foreteller(stream).foretell(verified())
+    assert begin(stream.engine)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(Proposer, "take", fail)
+    stream.engine.fail(RuntimeError("the device failed"))
+    assert str(stream.answers[-1]) == "the device failed"
 
 
 def test_no_more_steps_are_kept_than_can_come():

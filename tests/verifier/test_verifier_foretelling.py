@@ -124,7 +124,7 @@ def test_a_drafter_that_goes_gives_all_of_it_back():
     assert features._shared[2].is_given_up
 
 
-@pytest.mark.parametrize("why", ["no-board", "features-in-the-message", "no-drafts", "behind-the-stream", "no-lane"])
+@pytest.mark.parametrize("why", ["no-board", "features-in-the-message", "no-drafts", "behind-the-stream", "late"])
 def test_nothing_is_foretold_that_the_drafter_could_not_begin(why):
     told = Told()
     if why == "no-board":
@@ -136,7 +136,7 @@ def test_nothing_is_foretold_that_the_drafter_could_not_begin(why):
     elif why == "behind-the-stream":
         told.stream._last_queued = 5
     else:
-        told.stream.lane = None
+        told.session.is_late = True
     told.launch([[5], [5], [5]])
     assert told.foretold == []
 
