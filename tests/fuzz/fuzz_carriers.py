@@ -1,4 +1,5 @@
-"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, and about spans."""
+"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, about spans, and about what
+it foretells."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from fuzz_noise import EDGES, mutated
 from fuzz_steps import WIDTH
 
-from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, segment_bytes
+from draftwire.carriers import BoardWriter, Rendezvous, SharedSegments, TensorSender, segment_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -125,6 +126,33 @@ def lie_about_span(rng: Random, features: pb.Tensor) -> None:
         span.offset, span.generation = rng.choice(EDGES), rng.choice(EDGES)
     else:
         features.shape[:] = [features.shape[0], WIDTH * rng.choice((2, 1000, 2**20))]
+
+
+def foretold(rng: Random, board: BoardWriter, step: pb.DraftStep) -> bytes:
+    """A message that foretells a step, truly or not; what it says is on the board may be anything."""
+    tokens = torch.frombuffer(bytearray(step.tokens.data or b"\0\0\0\0"), dtype=torch.int32).tolist()
+    columns = 1 + max(step.num_rows, default=1)
+    numbers = torch.full((max(len(step.num_rows), 1), columns), -1, dtype=torch.int32)
+    begin = 0
+    for row, count in zip(numbers, step.num_rows, strict=False):
+        own = tokens[begin : begin + count]
+        row[: 1 + len(own)] = torch.tensor([count, *own])
+        begin += count
+    if rng.random() < 0.3:
+        numbers[rng.randrange(len(numbers)), rng.randrange(columns)] = rng.choice((-1, 0, 2**31 - 1, 5, 10**6))
+    span = board.post(numbers)
+    upcoming = pb.UpcomingStep(
+        sequence_ids=step.sequence_ids,
+        first_rows=step.first_rows,
+        num_drafts=[max(count, 1) for count in step.num_drafts],
+        drawn=span,
+        columns=columns,
+        features_offset=rng.choice((step.features.span.offset,) * 4 + (0, 64, 130, *EDGES)),
+    )
+    if rng.random() < 0.2:
+        upcoming.drawn.offset = rng.choice((*EDGES, 128, 130))
+    message = pb.DraftRequest(upcoming=upcoming).SerializeToString()
+    return mutated(rng, message) or b"\0" if rng.random() < 0.2 else message
 
 
 def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import torch
-from fuzz_carriers import CARRIERS, CPU, LyingRendezvous, lie_about_span, scribble, share
+from fuzz_carriers import CARRIERS, CPU, LyingRendezvous, foretold, lie_about_span, scribble, share
 from fuzz_noise import hostile_connection, hostile_message, hostile_scrape
 from fuzz_requests import hostile_request
 from fuzz_requests import seeds as request_seeds
@@ -21,7 +21,7 @@ from fuzz_streams import FindingError, Ledger
 from fuzz_theft import steal
 from fuzz_world import OWNERS, PATIENCE_S, World
 
-from draftwire.carriers import Lane, Rendezvous, TensorSender
+from draftwire.carriers import BoardWriter, Lane, Rendezvous, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 
@@ -210,7 +210,7 @@ async def steps(world: World, rng: Random) -> Outcomes:
 
 
 async def sharing(world: World, rng: Random) -> Outcomes:
-    """One verifier on the drafter's host that lies at the rendezvous, or about spans."""
+    """One verifier on the drafter's host that lies at the rendezvous, about spans, or about what it foretells."""
     first = hello(rng.choice(CONFIGS))
     first.carriers[:] = CARRIERS
     if rng.random() < 0.6:
@@ -232,6 +232,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
         call, answer = await _open(world, first)
     shared = await settled
     sender = TensorSender(CPU, shared.outgoing)
+    board = None if shared.board is None else BoardWriter(shared.board, CPU)
     writer, ledger = Writer(rng), Ledger()
     outcomes: Outcomes = Counter()
     for _ in range(4):
@@ -246,6 +247,9 @@ async def sharing(world: World, rng: Random) -> Outcomes:
                 lie_about_span(rng, step.features)
             if rng.random() < 0.3:
                 scribble(rng, sender, shared)
+        if board is not None and shared.lane is not None and rng.random() < 0.6:
+            for _ in range(rng.choice((1, 1, 1, 2, 5))):
+                shared.lane.send(foretold(rng, board, step))
         data = pb.DraftRequest(step=step).SerializeToString()
         if shared.lane is None:
             answer = await _say(call, pb.DraftRequest(step=step), ledger)
