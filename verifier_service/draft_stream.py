@@ -167,15 +167,13 @@ class Stream:
         """Sends nothing more, upon which the drafter ends the stream."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
-    def foretell(self, upcoming: draft_pb2.UpcomingStep) -> bool:
-        """Tells the drafter what a step will be; whether it may have been told."""
+    def foretell(self, upcoming: draft_pb2.UpcomingStep) -> None:
+        """Tells the drafter what a step will be, if the lane takes it."""
         request = draft_pb2.DraftRequest(upcoming=upcoming)
         message = request.SerializeToString()
-        if self.lane is None or not self.lane.send(message):
-            return False
-        self._traffic.count_message("direct", "sent", request, len(message))
-        self.count_bytes("sent", len(message))
-        return True
+        if self.lane is not None and self.lane.send(message):
+            self._traffic.count_message("direct", "sent", request, len(message))
+            self.count_bytes("sent", len(message))
 
     @property
     def is_direct_next(self) -> bool:

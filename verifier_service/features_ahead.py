@@ -99,7 +99,7 @@ def _foretell(
     places: np.ndarray,
 ) -> bool:
     """Tells the drafter what step will follow, if it can begin with that, and has what is `drawn` at `places` put on
-    its board; whether it may read the features then."""
+    its board; whether it may see that, and read the features then."""
     stream, num_drafts = session.stream, session.pace.plan.num_drafts
     if stream.board is None or features.offset is None or num_drafts == 0 or not stream.is_direct_next:
         return False
@@ -122,4 +122,5 @@ def _foretell(
         columns=drawn.shape[1],
         features_offset=features.offset,
     )
-    return stream.foretell(upcoming)
+    stream.foretell(upcoming)
+    return True

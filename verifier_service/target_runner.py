@@ -17,14 +17,13 @@ from torch import Tensor
 from draftwire.block_pool import blocks_for
 from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
-from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.stream_hold import StreamHold
+from verifier_service.graph_inputs import GraphInputs, StagedStep
 from verifier_service.target import Target
 from verifier_service.target_buckets import LEAST_ROWS, Bucket, Buckets
 
 logger = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class TargetRunner:
         console = Console(stderr=True)
         every = []
         for buckets in (self._buckets.with_prompts, self._buckets.decoding):
-            inputs = _Inputs(buckets, self._max_blocks, self._target.device)  # a step copies what the largest holds
+            inputs = GraphInputs(buckets, self._max_blocks, self._target.device)  # a step copies what the largest holds
             every += [(bucket, inputs) for bucket in buckets]
         for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
             self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
@@ -279,93 +278,18 @@ class _Most(NamedTuple):
         )
 
 
-class _Loaded(NamedTuple):
-    """A step in the memory that graphs read."""
-
-    token_ids: Tensor  # [rows of the bucket] int64
-    positions: Tensor
-    logit_rows: Tensor  # [logit rows of the bucket] int64
-    batch: RaggedBatch
-
-
-class _Inputs:
-    """What the graphs of some buckets read, at fixed addresses."""
-
-    def __init__(self, buckets: Sequence[Bucket], max_blocks: int, device: torch.device) -> None:
-        most_rows = max(bucket.num_rows for bucket in buckets)
-        most_sequences = max(bucket.num_sequences for bucket in buckets)
-        self.max_blocks = max_blocks
-        self.token_ids, self.positions, self.chosen_rows = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
-        self.all_rows = torch.arange(most_rows, device=device)
-        self.batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
-
-
-class _Stage:
-    """A step between the host and the memory that the graph of a bucket reads. It may be filled after it was sent,
-    until the stream comes to that; unfilled it is padding, whose rows are at position 0.
-
-    Attributes
-    ----------
-    token_ids
-        int64 [rows of the bucket], on the host.
-    """
-
-    def __init__(self, inputs: _Inputs, bucket: Bucket, num_sequences: int, num_blocks: int) -> None:
-        """Of up to so many sequences with so many blocks each."""
-        self._inputs = inputs
-        self._bucket = bucket
-        self._token_ids, self._positions = _pinned(bucket.num_rows), _pinned(bucket.num_rows)
-        self._logit_rows = None if bucket.has_all_logits else _pinned(bucket.num_logit_rows)
-        self._batch = inputs.batch.stage(num_sequences, min(num_blocks, inputs.max_blocks))
-        self.token_ids = self._token_ids.numpy()
-
-    def fill(self, step: StepRows) -> np.ndarray | None:
-        """Writes all of a step that fits the bucket but its token ids; where its rows go in the cache, or None where
-        there is no room for it."""
-        own = RaggedBatch(step.sequences, _CPU)
-        if own.num_rows > self._bucket.num_rows or own.max_rows > self._bucket.max_rows or not self._batch.fits(own):
-            return None
-        self._batch.fill(own)
-        self._positions.numpy()[: len(step.positions)] = step.positions
-        if self._logit_rows is not None:
-            self._logit_rows.numpy()[: len(step.logit_rows)] = step.logit_rows
-        slots: np.ndarray = own.slot_mapping.numpy()
-        return slots
-
-    def send(self) -> _Loaded:
-        """Copies it, on the current stream."""
-        inputs, bucket = self._inputs, self._bucket
-        positions, token_ids = inputs.positions[: bucket.num_rows], inputs.token_ids[: bucket.num_rows]
-        positions.copy_(self._positions, non_blocking=True)
-        token_ids.copy_(self._token_ids, non_blocking=True)
-        logit_rows = (inputs.all_rows if self._logit_rows is None else inputs.chosen_rows)[: bucket.num_logit_rows]
-        if self._logit_rows is not None:
-            logit_rows.copy_(self._logit_rows, non_blocking=True)
-        batch = self._batch.send(
-            *(bucket.num_rows, bucket.num_sequences),
-            max_rows=bucket.max_rows,
-            max_length=inputs.max_blocks * BLOCK_SIZE,
-        )
-        return _Loaded(token_ids, positions, logit_rows, batch)
-
-
-def _pinned(size: int) -> Tensor:
-    """[size] int64 zeros in pinned memory."""
-    return torch.zeros(size, dtype=torch.int64, pin_memory=True)
-
-
 class _Graph:
     """The forward pass over one size of batch."""
 
     def __init__(
-        self, target: Target, cache: KVCache, inputs: _Inputs, bucket: Bucket, pool: Any, stream: torch.cuda.Stream
+        self, target: Target, cache: KVCache, inputs: GraphInputs, bucket: Bucket, pool: Any, stream: torch.cuda.Stream
     ) -> None:
         self._inputs = inputs
         self._bucket = bucket
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            token_ids, positions, rows, batch = _Stage(inputs, bucket, 0, 1).send()
+            token_ids, positions, rows, batch = StagedStep(inputs, bucket, 0, 1).send()
             # Kernels are built outside of the capture, and what that takes of memory is given back to it.
             target.forward(token_ids, positions, cache, batch, rows)
             torch.cuda.empty_cache()
@@ -420,10 +344,10 @@ class _Graph:
 
         return ReservedStep(fill, drop)
 
-    def _stage(self, num_sequences: int, num_blocks: int) -> _Stage:
-        return _Stage(self._inputs, self._bucket, num_sequences, num_blocks)
+    def _stage(self, num_sequences: int, num_blocks: int) -> StagedStep:
+        return StagedStep(self._inputs, self._bucket, num_sequences, num_blocks)
 
-    def _launch(self, stage: _Stage, drawn: DrawnTokens | None = None) -> torch.cuda.Event | None:
+    def _launch(self, stage: StagedStep, drawn: DrawnTokens | None = None) -> torch.cuda.Event | None:
         """Launches what is staged, which is read when the stream comes to it; when the device had it."""
         loaded = stage.send()
         if drawn is not None:

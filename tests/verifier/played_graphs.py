@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftwire.kv_cache import RaggedBatch
-from verifier_service import target_runner
+from verifier_service import graph_inputs, target_runner
 from verifier_service.target_runner import TargetRunner
 
 
@@ -19,7 +19,7 @@ class PlayedGraph(target_runner._Graph):
     def __init__(self, runner: TargetRunner, inputs: Any, bucket: Any, memory: list[torch.Tensor]) -> None:
         self._inputs, self._bucket = inputs, bucket
         self._target, self._cache, self._memory = runner._target, runner.cache, memory
-        self._read = target_runner._Stage(inputs, bucket, 0, 1).send()
+        self._read = graph_inputs.StagedStep(inputs, bucket, 0, 1).send()
         self._slots = self._read.batch.slot_mapping
         self._graph: Any = self
 
@@ -45,8 +45,8 @@ def play_graphs(runner: TargetRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int64)
 
-    monkeypatch.setattr(target_runner, "_pinned", pinned)  # there is no such memory
+    monkeypatch.setattr(graph_inputs, "_pinned", pinned)  # there is no such memory
     memory: list[torch.Tensor] = []
     for buckets in (runner._buckets.with_prompts, runner._buckets.decoding):
-        inputs = target_runner._Inputs(buckets, runner._max_blocks, torch.device("cpu"))
+        inputs = graph_inputs.GraphInputs(buckets, runner._max_blocks, torch.device("cpu"))
         runner._graphs |= {bucket: PlayedGraph(runner, inputs, bucket, memory) for bucket in buckets}

@@ -44,7 +44,7 @@ class Told:
         self.stream.sender = TensorSender(CPU, segment(1 << 16))
         self.stream.lane, self.stream._last_answered, self.stream._last_queued = object(), 0, 0
         self.foretold: list[pb.UpcomingStep] = []
-        self.stream.foretell = lambda message: self.foretold.append(message) or True
+        self.stream.foretell = self.foretold.append
         self.requests = [self.scene.decode(3 + i) for i in range(num_requests)]
         self.scene.flush()
         self.scene.answer(self.stream)
@@ -93,6 +93,10 @@ def test_who_is_foretold_is_marked_until_the_draw_is_committed():
     assert not any(request.is_foretold for request in told.requests)
     told.launch([[5], [5], [5]])
     assert all(request.is_foretold for request in told.requests)
+    silent = Told()
+    silent.stream.foretell = lambda _: None  # the lane is full: what is on the board can be seen all the same
+    silent.launch([[5], [5], [5]])
+    assert all(request.is_foretold for request in silent.requests)
     unmarked = Told()
     unmarked.stream.board = None
     unmarked.launch([[5], [5], [5]])
