@@ -250,9 +250,9 @@ def test_another_sessions_step_comes_between(device):
     teller = Foreteller(stream, device=torch.device(device, 0) if device == "cuda" else torch.device(device))
     teller.foretell(verified())
     assert begin(engine)
-    expected = without(verified(), mode, device=device)[0]
-    assert_same(other.step(verified()), expected)
-    assert_same(stream.step(verified()), expected)
+    others = verified([5, 3, 1])
+    assert_same(other.step(others), without(others, mode, device=device)[0])
+    assert_same(stream.step(verified()), without(verified(), mode, device=device)[0])
     assert (engine.ahead.num_taken, engine.ahead.num_wasted) == (1, 0)
 
 

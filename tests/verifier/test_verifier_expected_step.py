@@ -53,7 +53,7 @@ class Noted(Served):
         self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
         self.held: list[StepRows] = []
         self._has_held = threading.Event()
-        self.num_reserved = self.num_unfilled = 0
+        self.num_reserved = self.num_filled = self.num_unfilled = 0
         hold, reserve = self.engine._pass_ahead._hold, self.engine._pass_ahead._reserve
 
         def drop() -> None:
@@ -77,7 +77,12 @@ class Noted(Served):
             reserved = reserve(*sizes)
             assert reserved is not None
             self.num_reserved += 1
-            return ReservedStep(lambda step: noted(step, reserved.fill(step)), leave)
+
+            def fill(step: StepRows) -> HeldStep | None:
+                self.num_filled += 1
+                return noted(step, reserved.fill(step))
+
+            return ReservedStep(fill, leave)
 
         self.engine._pass_ahead._hold = lambda step: noted(step, hold(step))
         self.engine._pass_ahead._reserve = noted_reserve
@@ -219,6 +224,7 @@ def test_passes_are_launched_behind_the_steps_whose_tokens_they_wait_for(target)
     own.engine.stop()
     assert own.num_reserved > 0.7 * len(own.held)
     assert own.num_unfilled <= 1
+    assert own.num_filled == own.num_reserved - own.num_unfilled
 
 
 def test_a_request_that_comes_while_a_pass_is_reserved_waits_for_the_next_step(target):
