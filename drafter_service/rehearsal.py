@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -78,7 +77,8 @@ class Rehearsal:
         self._answers: list[Any] = []
         terms = SessionTerms("rehearsal", SamplingMode(), _DRAFTS, num_sequences)
         self._session = self._engine.open_session(terms, self._answers.append)
-        segment, board = _segment(_SEGMENT_BYTES), _segment(board_bytes(num_sequences, _DRAFTS))
+        segment = HostSegment.unshared(_SEGMENT_BYTES, _CPU)
+        board = HostSegment.unshared(board_bytes(num_sequences, _DRAFTS), _CPU)
         self._receiver, self._sender = TensorReceiver(_CPU, segment), TensorSender(_CPU, segment)
         self._board = BoardWriter(board, _CPU)
         self._decoder = StepDecoder(
@@ -191,13 +191,6 @@ class _IdleLoop(DraftLoop):
     """Computes nothing."""
 
     def run(self, shape: LoopShape) -> None: ...
-
-
-def _segment(size: int) -> HostSegment:
-    segment, files = HostSegment.create(size, _CPU)
-    for file in files:
-        os.close(file)
-    return segment
 
 
 class _NoHead(Head):

@@ -84,7 +84,7 @@ class Practice:
 
     def time_left(self, now: float) -> float:
         """Seconds until it should end; negative when it has not begun, or nothing is known."""
-        return self._begun + self._took - now if self._is_even and self._took < math.inf else -math.inf
+        return self._begun + self._took - now if self._is_even else -math.inf
 
     def is_due(self, now: float) -> bool:
         """Whether to go on with it: a piece ends a moment before what is expected is due."""

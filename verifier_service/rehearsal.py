@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -186,9 +185,7 @@ class AnswerRehearsal:
 def _stream(lane: Lane) -> Stream:
     loop = asyncio.new_event_loop()  # which nothing is given to
     loop.close()
-    segment, files = HostSegment.create(_SEGMENT_BYTES, _CPU)
-    for file in files:
-        os.close(file)
+    segment = HostSegment.unshared(_SEGMENT_BYTES, _CPU)
     return Stream(
         generate_pb2.DrafterStatus(address="rehearsal"),
         _HEAD,

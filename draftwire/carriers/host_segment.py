@@ -58,6 +58,14 @@ class HostSegment(Segment):
             raise SegmentError(f"no shared memory of {size} bytes: {error}") from error
 
     @classmethod
+    def unshared(cls, size: int, device: torch.device) -> HostSegment:
+        """A new one that no other process is handed, for what plays both ends; errors as of `create`."""
+        segment, fds = cls.create(size, device)
+        for fd in fds:
+            os.close(fd)
+        return segment
+
+    @classmethod
     def attach(cls, fds: Sequence[int], size: int, device: torch.device) -> HostSegment:
         """See `Segment.attach`."""
         if len(fds) != 1:

@@ -48,9 +48,7 @@ def test_a_place_tells_which_numbers_it_has():
 
 def test_the_generation_comes_behind_the_numbers():
     seen = []
-    segment, fds = HostSegment.create(board_bytes(2, 2), CPU)
-    for fd in fds:
-        os.close(fd)
+    segment = HostSegment.unshared(board_bytes(2, 2), CPU)
     reader = BoardReader(segment)
     numbers = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
     place = board_bytes(0, 2)  # the nonce's bytes, and the places' generations
@@ -116,8 +114,6 @@ def test_a_device_writes_when_its_stream_comes_to_it():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_memory_that_a_device_cannot_write_is_refused():
-    segment, fds = HostSegment.create(board_bytes(1, 4), CPU)
-    for fd in fds:
-        os.close(fd)
+    segment = HostSegment.unshared(board_bytes(1, 4), CPU)
     with pytest.raises(SegmentError, match="not pinned"):
         BoardWriter(segment, torch.device("cuda", 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,13 +14,6 @@ from draftwire.carriers import BoardReader, BoardWriter, TensorReceiver, TensorS
 from draftwire.carriers.host_segment import HostSegment
 
 CPU = torch.device("cpu")
-
-
-def new_segment(size: int, device: torch.device = CPU) -> HostSegment:
-    segment, fds = HostSegment.create(size, device)
-    for fd in fds:
-        os.close(fd)
-    return segment
 
 
 class Foreteller:
@@ -39,7 +31,8 @@ class Foreteller:
         self._columns = k + 2
         self._holds = holds
         self._device = device
-        board, features = new_segment(board_bytes(32, k), device), new_segment(1 << 20, device)
+        board = HostSegment.unshared(board_bytes(32, k), device)
+        features = HostSegment.unshared(1 << 20, device)
         self._words = board.memory.numpy().view(np.uint32)
         self._address = board.memory.data_ptr()
         self.writer = BoardWriter(board, device, self._write if device.type == "cpu" else None)

@@ -159,7 +159,7 @@ def test_drafts_are_the_same_where_the_engine_practises_between_steps(
     assert gone >= 2 * len(steps)
 
 
-def test_a_step_that_was_foretold_gets_the_same_drafts_sooner(drafter: ServedDrafter) -> None:
+def test_a_step_that_was_foretold_gets_the_same_drafts_begun_before_it_came(drafter: ServedDrafter) -> None:
     text = Text(4)
     steps = [first_step(text), *(step_message(2 + i, [Rows(1, text, 5 + 2 * i, 2, drafts=4)]) for i in range(5))]
     with connected(drafter) as direct:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +19,6 @@ from verifier_service.scheduler import Work
 DRAFTS = [5, 6, 7]
 
 
-def segment(size: int) -> HostSegment:
-    made, fds = HostSegment.create(size, CPU)
-    for fd in fds:
-        os.close(fd)
-    return made
-
-
 class Told:
     """Requests with drafts at a drafter of this host, and what that is foretold.
 
@@ -39,9 +31,9 @@ class Told:
     def __init__(self, num_requests: int = 3, **head: Any) -> None:
         self.scene = Scene()
         self.stream: Any = self.scene.connect(**head)
-        board = segment(board_bytes(num_requests, K))
+        board = HostSegment.unshared(board_bytes(num_requests, K), CPU)
         self.stream.board, self.board = BoardWriter(board, CPU), BoardReader(board)
-        self.stream.sender = TensorSender(CPU, segment(1 << 16))
+        self.stream.sender = TensorSender(CPU, HostSegment.unshared(1 << 16, CPU))
         self.stream.lane, self.stream._last_answered, self.stream._last_queued = object(), 0, 0
         self.foretold: list[pb.UpcomingStep] = []
         self.stream.foretell = self.foretold.append

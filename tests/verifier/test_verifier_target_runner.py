@@ -92,6 +92,16 @@ def prompts(count: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(5, VOCAB_SIZE) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
+def prompted(runner: TargetRunner, count: int) -> list[Sequence]:
+    """Sequences whose prompts have run."""
+    pool = BlockPool(200)
+    sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
+    run(runner, [(s, s.tokens) for s in sequences])
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens)
+    return sequences
+
+
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(model, runner):
@@ -263,11 +273,7 @@ def test_logits_come_for_the_rows_asked_for(runner):
 @pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS])
 @torch.inference_mode()
 def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count):
-    pool = BlockPool(200)
-    sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
-    run(runner, [(s, s.tokens) for s in sequences])
-    for sequence in sequences:
-        sequence.num_computed = len(sequence.tokens)
+    sequences = prompted(runner, count)
     rng = random.Random(count)
     rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(1 + rng.randrange(1, K + 1))] for _ in sequences]
     pieces = list(zip(sequences, rows, strict=True))
@@ -300,11 +306,7 @@ def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count)
 @torch.inference_mode()
 def test_a_reserved_pass_computes_the_step_that_it_is_filled_with(runner, count):
     """It was launched for more sequences, rows and blocks; what is dropped leaves the cache as it was."""
-    pool = BlockPool(200)
-    sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
-    run(runner, [(s, s.tokens) for s in sequences])
-    for sequence in sequences:
-        sequence.num_computed = len(sequence.tokens)
+    sequences = prompted(runner, count)
     rng = random.Random(count)
     rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, K + 1))] for _ in sequences]
     expected = run(runner, list(zip(sequences, rows, strict=True))).logits.clone()
