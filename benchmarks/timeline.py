@@ -4,8 +4,9 @@
 
 Runs a command and records when chosen methods of its services began and ended (benchmarks/timeline_hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
-their drafts, the median way of a step, mark after mark, and what the methods took. Where steps are foretold it has two
-ways from what the device has drawn on: that of the drafts, and that of the message. A record takes a microsecond.
+their drafts, the median way of a step, mark after mark from when its tokens are on the verifier's host, and what the
+methods took. Where steps are foretold it has two ways: that of the drafts, which can begin a little before that, and
+that of the message. A record takes a microsecond.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD, Mark
+from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD, WAYS_BY_BOARD, Mark
 
 HOOK = Path(__file__).resolve().parent / "timeline_hook"
 NAMES = [name for names in CALLS.values() for name in names]
 # Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
 GAP_S = 0.5
 LEAST_STEPS = 50
+# A device's numbers are seen at most so long before its tokens are taken.
+LEAD_S = 0.3e-3
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -67,13 +70,17 @@ def stretches(records: dict[str, np.ndarray]) -> list[tuple[float, float]]:
 
 def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
     """Those that the steps have taken."""
-    return WAYS_AHEAD if len(records[WAYS_AHEAD[0][0].call]) else (WAY,)
+    for found in (WAYS_BY_BOARD, WAYS_AHEAD):
+        if all(len(records[mark.call]) for mark in found[0]):
+            return found
+    return (WAY,)
 
 
 def way(records: dict[str, np.ndarray], marks: Sequence[Mark], begin: float, end: float) -> list[float]:
-    """Median seconds from the first mark to each of `marks`, each being the first after the one before it."""
-    first = _times(records, marks[0])
-    now = start = first[(first >= begin) & (first < end)]
+    """Median seconds from a step's tokens to each of `marks`, each being the first after the one before it."""
+    tokens = _times(records, WAY[0])
+    start = tokens[(tokens >= begin) & (tokens < end)]
+    now = start - LEAD_S
     medians = []
     for mark in marks:
         times = np.append(np.sort(_times(records, mark)), np.nan)
@@ -93,7 +100,7 @@ def _table(records: dict[str, np.ndarray], stretch: tuple[float, float]) -> Tabl
     title = f"{count} steps, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
     table.add_column("mark or method", no_wrap=True)
-    for column in ("from the first", "from the mark before", "calls a step", "median"):
+    for column in ("from the tokens", "from the mark before", "calls a step", "median"):
         table.add_column(column, justify="right", no_wrap=True)
     for marks in ways(records):
         before = 0.0

@@ -18,6 +18,7 @@ CALLS = {
     "draftwire.carriers.sender": ("Outgoing.finish",),
     "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
+    "verifier_service.pass_ahead": ("PassAhead.reserve", "PassAhead.begin_with_board"),
     "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin", "ExpectedStep.begin_with"),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
     "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
@@ -56,9 +57,20 @@ WAY = (
 )
 """Where steps are not foretold: all waits for the message."""
 
-_SEEN = Mark("DraftsAhead.begin", "begin")  # the drafter sees that the tokens have been drawn
+_BEGUN_AHEAD = (
+    Mark("DraftsAhead.begin", "begin"),  # the drafter sees that the tokens have been drawn
+    Mark("Proposer.launch", "begin"),
+    Mark("DraftsAhead.begin", "end"),
+)
 WAYS_AHEAD = (
-    (_SEEN, Mark("Proposer.launch", "begin"), Mark("DraftsAhead.begin", "end"), *WAY[10:]),
-    (_SEEN, *WAY[:7], Mark("Proposer.take", "begin")),
+    (*_BEGUN_AHEAD, *WAY[10:]),
+    (*WAY[:7], Mark("Proposer.take", "begin")),
 )
 """Where they are: the drafts' way, and beside it that of the message."""
+
+WAYS_BY_BOARD = (
+    (*_BEGUN_AHEAD, Mark("PassAhead.begin_with_board", "begin"), WAY[-1]),
+    (*WAY[:7], *WAY[9:14]),
+)
+"""And where the pass begins with drafts on the board, before their answer has come: the message's way ends with that.
+"""
