@@ -72,6 +72,10 @@ class DraftLoop:
         """Some of `states`; most steps have as many rows as one before, and to make a view takes long."""
         return self._state_rows(begin, end)
 
+    def drafts_on_device(self, num_sequences: int, num_drafts: int) -> torch.Tensor:
+        """[S, num_drafts] int32, what `drafts` will have of the step that was launched last."""
+        return self._state.drafts[:num_sequences, :num_drafts]
+
     def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
         """Notes the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the loop."""
         self.tables[slots] = blocks[:, : self.tables.shape[1]]

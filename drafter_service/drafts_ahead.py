@@ -164,6 +164,8 @@ class DraftsAhead:
             features = self._head.fuse(features.to(self._loop.states.device, non_blocking=True))
         self._loop.state_rows(0, len(rows.tokens)).copy_(features, non_blocking=True)
         launched = self._launch(session, rows)
+        drafts = self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts)
+        step.board.answer(step.generation, step.offset, drafts)
         places = {sequence_id: place for place, sequence_id in enumerate(step.sequence_ids)}
         self._begun = BatchAhead(session, places, rows, began, launched)
 

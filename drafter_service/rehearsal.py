@@ -23,13 +23,13 @@ from drafter_service.step import Step
 from drafter_service.step_decoder import StepDecoder
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.carriers import (
-    BoardReader,
-    BoardWriter,
+    DrafterBoard,
     Incoming,
     Lane,
     Outgoing,
     TensorReceiver,
     TensorSender,
+    VerifierBoard,
     board_bytes,
 )
 from draftwire.carriers.host_segment import HostSegment
@@ -80,9 +80,9 @@ class Rehearsal:
         segment = HostSegment.unshared(_SEGMENT_BYTES, _CPU)
         board = HostSegment.unshared(board_bytes(num_sequences, _DRAFTS), _CPU)
         self._receiver, self._sender = TensorReceiver(_CPU, segment), TensorSender(_CPU, segment)
-        self._board = BoardWriter(board, _CPU)
+        self._board, own = VerifierBoard(board, _CPU), DrafterBoard(board, _CPU)
         self._decoder = StepDecoder(
-            *(_SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, BoardReader(board)),
+            *(_SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, own),
             is_fused=True,
         )
         self._drawn = torch.tensor([[_ROWS] + [1] * (_DRAFTS + 1)] * num_sequences, dtype=torch.int32)

@@ -24,7 +24,7 @@ from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream, last_read_bytes
 from draftwire.carriers import (
     ALL_CARRIERS,
-    BoardReader,
+    DrafterBoard,
     SharedSegments,
     TensorReceiver,
     TensorSender,
@@ -226,7 +226,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             DTYPES[features.dtype],
             terms.num_speculative_tokens,
             receiver,
-            None if shared.board is None else BoardReader(shared.board),
+            None if shared.board is None else DrafterBoard(shared.board, self._device),
             is_fused=bool(features.fused_for),
         )
         stream = DraftStream(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire.carriers import BoardReader, Incoming, TensorReceiver
+from draftwire.carriers import DrafterBoard, Incoming, TensorReceiver
 
 
 class OpenedSequence(NamedTuple):
@@ -42,7 +42,7 @@ class UpcomingStep:
     sequence_ids: list[int]  # [S]
     first_rows: np.ndarray  # int64 [S]
     num_drafts: np.ndarray  # int64 [S], at least 1
-    board: BoardReader
+    board: DrafterBoard
     generation: int  # of what will be on the board
     offset: int  # where it will be, bytes
     columns: int  # numbers of each sequence there

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from drafter_service.step import OpenedSequence, Step, UpcomingStep
-from draftwire.carriers import BoardReader, Incoming, TensorReceiver
+from draftwire.carriers import DrafterBoard, Incoming, TensorReceiver
 from draftwire.errors import InvalidArgumentError
 from draftwire.request_id import check_request_id
 from draftwire.tensors import decode_id_array
@@ -27,7 +27,7 @@ class StepDecoder:
         dtype: torch.dtype,
         max_drafts: int,
         receiver: TensorReceiver,
-        board: BoardReader | None = None,
+        board: DrafterBoard | None = None,
         *,
         is_fused: bool = False,
     ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftwire import config as cfg
-from draftwire.carriers import TensorReceiver
+from draftwire.carriers import TensorReceiver, VerifierBoard
 from draftwire.errors import Described, InvalidArgumentError
 from draftwire.tensors import decode_id_array, decode_ids
 from draftwire.v1 import config_pb2, draft_pb2
@@ -84,8 +84,23 @@ def read_ahead(answer: draft_pb2.Drafts, awaited: AwaitedAnswer, vocab_size: int
         tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(awaited.num_drafts))
     except InvalidArgumentError:
         return None
-    # Read without its sign, a negative id is above all others.
-    return None if tokens.view(np.uint32).max(initial=0) >= vocab_size else tokens
+    return tokens if _are_ids(tokens, vocab_size) else None
+
+
+def read_board(board: VerifierBoard, awaited: AwaitedAnswer, vocab_size: int) -> np.ndarray | None:
+    """The draft tokens, int32 [D], that have come on the board before the answer that is awaited; None where they are
+    fewer than were asked for. They are good for what those of `read_ahead` are."""
+    assert awaited.drawn is not None
+    num_drafts = np.array(awaited.num_drafts)
+    most = int(num_drafts.max())
+    tokens = board.drafts(awaited.drawn, (len(num_drafts), most))
+    tokens = tokens[np.arange(most) < num_drafts[:, None]]
+    return tokens if _are_ids(tokens, vocab_size) else None
+
+
+def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Whether all are; read without its sign, a negative id is above all others."""
+    return int(tokens.view(np.uint32).max(initial=0)) < vocab_size
 
 
 def _decode_tensors(

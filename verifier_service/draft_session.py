@@ -45,6 +45,7 @@ class DraftSession:
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
     ahead: FeaturesAhead | None = None  # of the step that has landed last, until they are sent or given up
+    foretold: ForetoldStep | None = None  # the last step that was sent as it was foretold
     # Features that were foretold and then not sent, by the step until whose answer the drafter may read them: the last
     # one that was sent, or the next one.
     unsent: deque[tuple[int, Outgoing]] = field(default_factory=deque)
@@ -59,7 +60,7 @@ class DraftSession:
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return
-        if ahead.is_foretold:
+        if ahead.drawn is not None:
             self.unsent.append((self.step_id + (self.step_id not in self.unanswered), ahead.features))
         else:
             ahead.features.give_up()
@@ -143,6 +144,14 @@ class Binding:
         return self.wait_until is not None and now < self.wait_until and not self.session.is_late
 
 
+class ForetoldStep(NamedTuple):
+    """A step whose drafts may stand on the board before its answer comes."""
+
+    step_id: int
+    bindings: list[Binding]
+    drawn: draft_pb2.SharedSpan  # what they come after there
+
+
 class AwaitedAnswer(NamedTuple):
     """What the one answer that brings all drafts that are waited for will be, if each sequence gets what was asked."""
 
@@ -151,3 +160,5 @@ class AwaitedAnswer(NamedTuple):
     sequence_ids: list[int]
     num_drafts: list[int]
     requests: list[Request]
+    # What its drafts come after on the stream's board; None where they do not come there.
+    drawn: draft_pb2.SharedSpan | None = None

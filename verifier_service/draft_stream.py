@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from google.protobuf.message import DecodeError
 
-from draftwire.carriers import BoardWriter, Lane, Outgoing, TensorReceiver, TensorSender
+from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender, VerifierBoard
 from draftwire.fusion import FeatureFusion
 from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
@@ -113,7 +113,7 @@ class Stream:
         report: Callable[[Stream, generate_pb2.DrafterState], None],
         traffic: Traffic,
         lane: Lane | None = None,
-        board: BoardWriter | None = None,
+        board: VerifierBoard | None = None,
         *,
         on_trial: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,

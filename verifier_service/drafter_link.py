@@ -20,13 +20,13 @@ from google.protobuf.message import Message
 from draftwire import config as cfg
 from draftwire.carriers import (
     ALL_CARRIERS,
-    BoardWriter,
     Rendezvous,
     Segment,
     SegmentError,
     SharedSegments,
     TensorReceiver,
     TensorSender,
+    VerifierBoard,
     carrier_name,
     offered_carriers,
     segment_bytes,
@@ -273,10 +273,10 @@ class DrafterLink:
             on_trial=self._on_trial,
         )
 
-    def _board(self, segment: Segment | None) -> BoardWriter | None:
+    def _board(self, segment: Segment | None) -> VerifierBoard | None:
         """What drawn tokens are written on, if there is something."""
         try:
-            return None if segment is None else BoardWriter(segment, self._target.device)
+            return None if segment is None else VerifierBoard(segment, self._target.device)
         except SegmentError as error:
             logger.info("drafter %s: steps are not foretold: %s", self._address, error)
             return None

@@ -90,7 +90,13 @@ class _Refused:
     """A request was, before it came here."""
 
 
-_Event = _Arrived | _Cancelled | _Refused | LinkEvent
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Drafts have come before their answer."""
+
+
+_Event = _Arrived | _Cancelled | _Refused | _Seen | LinkEvent
+_SEEN = _Seen()
 
 
 class Engine:
@@ -171,7 +177,9 @@ class Engine:
         self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         awake = awake_s(target.device)
         practises = awake > 0 and config.num_speculative_tokens > 0
-        self._events: Mailbox[_Event | None] = Mailbox(awake, rehearse_with(AnswerRehearsal) if practises else None)
+        self._events: Mailbox[_Event | None] = Mailbox(
+            awake, rehearse_with(AnswerRehearsal) if practises else None, self._look
+        )
         # Before the tokens of steps that drafters wait for.
         self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
         self._pass_ahead = PassAhead(
@@ -185,6 +193,10 @@ class Engine:
         self._stop_reason = ""
         self._ended: DraftwireError | None = None  # why the thread takes no more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def _look(self) -> _Seen | None:
+        """Drafts that let the next pass begin, before their answer has come; on the engine's thread."""
+        return _SEEN if self._pass_ahead.sees_drafts else None
 
     def start(self) -> None:
         """Starts the engine's thread."""
@@ -404,7 +416,9 @@ class Engine:
                 self._end_step()
                 if not self._pass_ahead.is_pending:  # else the step that waits for drafts hides it
                     self._count_landed()
-            self.times.enter(Phase.WAIT if self.scheduler.running else Phase.IDLE)
+            # A pass that has begun waits for the answer alone, and the device computes it meanwhile.
+            waiting = Phase.SAMPLE if self._pass_ahead.has_begun else Phase.WAIT
+            self.times.enter(waiting if self.scheduler.running else Phase.IDLE)
         try:
             event = self._next_event() if wait else self._events.get_nowait()
             self.times.enter(Phase.HOST)
@@ -450,6 +464,9 @@ class Engine:
             self._outputs.forget(event.request)
         elif isinstance(event, _Refused):
             self.metrics.count_refused()
+        elif isinstance(event, _Seen):
+            self._events.has_come()
+            self._has_begun(self._pass_ahead.begin_with_board)
         else:
             self._take_of_link(event)
 

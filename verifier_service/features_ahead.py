@@ -34,7 +34,7 @@ class FeaturesAhead(NamedTuple):
     bindings: list[Binding]
     first_rows: list[int]
     features: Outgoing
-    is_foretold: bool  # the drafter may read the features before a message names them
+    drawn: draft_pb2.SharedSpan | None  # on the board: the step is foretold, and the features may be read at once
 
     def of(self, bindings: list[Binding], first_rows: list[int], num_rows: int) -> Outgoing | None:
         """The features of a message of `num_rows` rows in all; None when they are not those."""
@@ -81,13 +81,13 @@ def begin_features(
     try:
         store.read_slots(slot.index_select(0, true_first), features.tensor)
         features.seal()
-        is_foretold = _foretell(session, bindings, first_rows, features, drawn, own)
-        for binding in bindings if is_foretold else ():
+        span = _foretell(session, bindings, first_rows, features, drawn, own)
+        for binding in () if span is None else bindings:
             binding.request.is_foretold = True
     except BaseException:
         features.give_up()
         raise
-    return FeaturesAhead(bindings, first_rows, features, is_foretold)
+    return FeaturesAhead(bindings, first_rows, features, span)
 
 
 def _foretell(
@@ -97,23 +97,23 @@ def _foretell(
     features: Outgoing,
     drawn: torch.Tensor,
     places: np.ndarray,
-) -> bool:
+) -> draft_pb2.SharedSpan | None:
     """Tells the drafter what step will follow, if it can begin with that, and has what is `drawn` at `places` put on
-    its board; whether it may see that, and read the features then."""
+    its board; where it may see that, and read the features then."""
     stream, num_drafts = session.stream, session.pace.plan.num_drafts
     if stream.board is None or features.offset is None or num_drafts == 0 or not stream.is_direct_next:
-        return False
+        return None
     if not session.has_room or not all(binding.sequence_id for binding in bindings):
-        return False
+        return None
     (place,) = upload([places], drawn.device)
     try:
         span = stream.board.post(drawn.index_select(0, place).to(torch.int32))
     except SegmentError as error:
         logger.warning("drafter %s: steps are not foretold any more: %s", stream.address, error)
         stream.board = None
-        return False
+        return None
     if span is None:
-        return False
+        return None
     upcoming = draft_pb2.UpcomingStep(
         sequence_ids=[binding.sequence_id for binding in bindings],
         first_rows=first_rows,
@@ -123,4 +123,4 @@ def _foretell(
         features_offset=features.offset,
     )
     stream.foretell(upcoming)
-    return True
+    return span

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from draftwire.practice import Practice
-from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_answer import read_ahead, read_board
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered
 from verifier_service.expected_step import PATIENCE_S, ExpectedStep
@@ -106,8 +106,8 @@ class PassAhead:
         return self._hold(step) if held is None else held
 
     def begin_with(self, answer: Answered) -> bool:
-        """Begins it with the drafts of an answer that has not been checked, if that is the one that was awaited; they
-        come to nothing should it prove wrong."""
+        """Begins it with the drafts of an answer that has not been checked, if that is the one that was awaited and it
+        has not begun; they come to nothing should it prove wrong."""
         step, awaited = self._step, self._awaited
         if step is None or awaited is None or awaited.stream is not answer.stream or not step.can_begin_with:
             return False
@@ -115,6 +115,30 @@ class PassAhead:
         if tokens is None:
             return False
         self._begin(lambda: step.begin_with(tokens))
+        return True
+
+    @property
+    def sees_drafts(self) -> bool:
+        """Whether the drafts that it waits for have come on the board, and their answer has not begun it."""
+        step, awaited = self._step, self._awaited
+        if awaited is None or awaited.drawn is None or step is None or not step.can_begin_with:
+            return False
+        board = awaited.stream.board
+        return board is not None and board.has_drafts(awaited.drawn)
+
+    def begin_with_board(self) -> bool:
+        """Begins it with the drafts that it sees, before the answer that brings them; they come to nothing should that
+        be another one."""
+        step, awaited = self._step, self._awaited
+        assert step is not None
+        assert awaited is not None
+        assert awaited.stream.board is not None
+        tokens = read_board(awaited.stream.board, awaited, self._vocab_size)
+        if tokens is None:
+            self._awaited = awaited._replace(drawn=None)
+            return False
+        step.begin_with(tokens)
+        self._practice.begin(time.monotonic())
         return True
 
     def begin(self) -> bool:

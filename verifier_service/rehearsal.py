@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from draftwire.block_pool import blocks_for
-from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.carriers import DrafterBoard, Lane, TensorReceiver, TensorSender, VerifierBoard, board_bytes
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
 from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
-from verifier_service.draft_answer import read_ahead
+from verifier_service.draft_answer import read_ahead, read_board
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Connected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
@@ -150,11 +150,16 @@ class Rehearsal:
 
 
 class AnswerRehearsal:
-    """From a drafter's answer to the begin of the step that waits for it, of one request. Nothing leaves it."""
+    """From a drafter's answer, and from drafts on the board, to the begin of the step that waits for them, of one
+    request. Nothing leaves it."""
 
     def __init__(self) -> None:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._drafter, self._stream = Lane(theirs), _stream(Lane(own))
+        board = HostSegment.unshared(board_bytes(1, _DRAFTS), _CPU)
+        self._board, self._drafters_board = VerifierBoard(board, _CPU), DrafterBoard(board, _CPU)
+        self._drawn = torch.tensor([[len(_EMITTED), *_EMITTED, *[-1] * (_DRAFTS + 1 - len(_EMITTED))]]).int()
+        self._drafts = torch.ones(1, _DRAFTS, dtype=torch.int32)
         self._request = _request(0)
         self._awaited = AwaitedAnswer(self._stream, 1, [1], [_DRAFTS], [self._request])
         drafts = draft_pb2.Drafts(step_id=1, sequence_ids=[1], num_drafts=[_DRAFTS])
@@ -162,21 +167,28 @@ class AnswerRehearsal:
         self._answer = draft_pb2.DraftResponse(drafts=drafts).SerializeToString()
 
     def prepare(self) -> None:
-        """Launches the step, and has its drafts asked for and answered."""
+        """Launches the step, and has its drafts asked for, written on the board and answered."""
         self._expected = ExpectedStep([(self._request, _DRAFTS)])
         computed: Any = None
         self._expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
         self._expected.foresee(self._awaited.requests, self._awaited.num_drafts)
+        drawn = self._board.post(self._drawn)
+        assert drawn is not None
+        self._drafters_board.answer(drawn.generation, drawn.offset, self._drafts)
+        self._awaited = self._awaited._replace(drawn=drawn)
         self._stream.count_received()
         self._stream.send(draft_pb2.DraftStep(step_id=1))
         self._drafter.receive()
         self._drafter.send(self._answer)
 
     def run(self) -> Iterator[float | None]:
-        """Takes the answer. Yields None after each piece."""
+        """Takes the answer, and what is on the board. Yields None after each piece."""
         (answer,) = [event for event in self._stream.read_lane() or () if isinstance(event, Answered)]
         yield None
         tokens = read_ahead(answer.drafts, self._awaited, _VOCAB)
+        assert tokens is not None
+        yield None
+        tokens = read_board(self._board, self._awaited, _VOCAB)
         assert tokens is not None
         self._expected.begin_with(tokens)
         yield None

@@ -195,12 +195,16 @@ class StepGate:
         waiting = [binding for binding in session.bindings if binding.wait_until is not None]
         if any(binding.asked_step != step_id for binding in waiting):
             return None
+        foretold, drawn = session.foretold, None
+        if foretold is not None and foretold.step_id == step_id and foretold.bindings == waiting:
+            drawn = foretold.drawn
         return AwaitedAnswer(
             session.stream,
             step_id,
             [binding.sequence_id for binding in waiting],
             [binding.asked_drafts for binding in waiting],
             [binding.request for binding in waiting],
+            drawn,
         )
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:

@@ -12,7 +12,7 @@ from draftwire.logs import fields
 from draftwire.tensors import encode_ids
 from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2
-from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.draft_session import Binding, DraftSession, ForetoldStep
 from verifier_service.features import FeatureStore
 from verifier_service.request import Request
 from verifier_service.step_gate import StepGate
@@ -142,7 +142,9 @@ class StepSender:
         if session.ahead is not None:
             features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
             if features is not None:
-                session.ahead = None
+                ahead, session.ahead = session.ahead, None
+                if ahead.drawn is not None:
+                    session.foretold = ForetoldStep(session.step_id, ahead.bindings, ahead.drawn)
                 return features
         head = session.stream.head
         features = session.stream.sender.begin(head.dtype, (num_rows, head.width))

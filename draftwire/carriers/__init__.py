@@ -1,6 +1,6 @@
 """How tensors travel between a verifier and a drafter: in the message, in shared host memory, in shared GPU memory."""
 
-from draftwire.carriers.board import BoardReader, BoardWriter, board_bytes
+from draftwire.carriers.board import DrafterBoard, VerifierBoard, board_bytes
 from draftwire.carriers.lane import Lane
 from draftwire.carriers.names import ALL_CARRIERS, carrier_name, offered_carriers, parse_carriers
 from draftwire.carriers.receiver import Incoming, TensorReceiver
@@ -10,8 +10,7 @@ from draftwire.carriers.sender import Outgoing, TensorSender
 
 __all__ = [
     "ALL_CARRIERS",
-    "BoardReader",
-    "BoardWriter",
+    "DrafterBoard",
     "Incoming",
     "Lane",
     "Outgoing",
@@ -21,6 +20,7 @@ __all__ = [
     "SharedSegments",
     "TensorReceiver",
     "TensorSender",
+    "VerifierBoard",
     "board_bytes",
     "carrier_name",
     "check_rendezvous_dir",

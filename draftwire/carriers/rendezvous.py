@@ -49,7 +49,7 @@ class SharedSegments:
     outgoing: Segment | None = None
     incoming: Segment | None = None
     lane: Lane | None = None
-    board: Segment | None = None  # which the drafter reads
+    board: Segment | None = None
 
 
 def check_rendezvous_dir(directory: Path | None) -> None:
@@ -184,7 +184,7 @@ def meet(
             connection.send(rendezvous.token)
             incoming = _offer(connection, carriers, features_bytes, device)
             outgoing = _attach(connection, carriers, device)
-            board = _offer(connection, _BOARD_CARRIERS, num_board_bytes if incoming is not None else 0, _CPU)
+            board = _offer(connection, _BOARD_CARRIERS, num_board_bytes if incoming is not None else 0, device)
             stack.pop_all()
             return SharedSegments(outgoing, incoming, Lane(connection), board)
         except (OSError, DecodeError, SegmentError) as error:

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from draftwire.carriers import BoardReader, BoardWriter, SegmentError, board_bytes
+from draftwire.carriers import DrafterBoard, SegmentError, VerifierBoard, board_bytes
 from draftwire.carriers.board import NUM_PLACES
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.errors import InvalidArgumentError
@@ -19,11 +19,11 @@ from draftwire.v1 import draft_pb2 as pb
 CPU = torch.device("cpu")
 
 
-def pair(size: int, device: torch.device = CPU) -> tuple[BoardWriter, BoardReader]:
+def pair(size: int, device: torch.device = CPU) -> tuple[VerifierBoard, DrafterBoard]:
     """Both ends, each with a mapping of its own."""
-    owned, fds = HostSegment.create(size, CPU)
+    owned, fds = HostSegment.create(size, device)
     try:
-        return BoardWriter(HostSegment.attach(fds, size, device), device), BoardReader(owned)
+        return VerifierBoard(HostSegment.attach(fds, size, device), device), DrafterBoard(owned, device)
     finally:
         for fd in fds:
             os.close(fd)
@@ -46,19 +46,55 @@ def test_a_place_tells_which_numbers_it_has():
     assert [reader.is_written(span.generation, span.offset) for span in spans] == [False] + [True] * NUM_PLACES
 
 
+def test_drafts_stand_beside_what_they_come_after():
+    writer, reader = pair(board_bytes(3, 4))
+    spans = []
+    for turn in range(3 * NUM_PLACES):
+        drawn = torch.full((3, 6), -turn, dtype=torch.int32)
+        span = writer.post(drawn)
+        assert not writer.has_drafts(span)
+        drafts = torch.arange(12, dtype=torch.int32).view(3, 4) + turn
+        reader.answer(span.generation, span.offset, drafts)
+        assert writer.has_drafts(span)
+        assert writer.drafts(span, (3, 4)).tolist() == drafts.tolist()
+        assert reader.read(span.offset, (3, 6)).tolist() == drawn.tolist()
+        spans.append(span)
+    assert [writer.has_drafts(span) for span in spans[-NUM_PLACES:]] == [True] * NUM_PLACES
+    assert not any(writer.has_drafts(span) for span in spans[:-NUM_PLACES])
+
+
+def test_drafts_are_a_part_of_rows_where_a_drafter_makes_more():
+    writer, reader = pair(board_bytes(3, 4))
+    span = writer.post(torch.zeros(3, 6, dtype=torch.int32))
+    made = torch.arange(32, dtype=torch.int32).view(4, 8)
+    reader.answer(span.generation, span.offset, made[:3, :4])
+    assert writer.drafts(span, (3, 4)).tolist() == made[:3, :4].tolist()
+
+
+def test_drafts_past_the_end_of_the_board_are_not_written():
+    """A verifier may name any place that has room for what it draws."""
+    writer, reader = pair(board_bytes(1, 4))
+    span = pb.SharedSpan(generation=1, offset=64 * 2 * NUM_PLACES)
+    reader.check(span, "drawn", 2)
+    reader.answer(1, span.offset, torch.ones(1, 17, dtype=torch.int32))
+    assert not writer.has_drafts(span)
+    reader.answer(1, span.offset, torch.ones(1, 16, dtype=torch.int32))
+    assert writer.has_drafts(span)
+
+
 def test_the_generation_comes_behind_the_numbers():
     seen = []
     segment = HostSegment.unshared(board_bytes(2, 2), CPU)
-    reader = BoardReader(segment)
+    reader = DrafterBoard(segment, CPU)
     numbers = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
-    place = board_bytes(0, 2)  # the nonce's bytes, and the places' generations
+    place = board_bytes(0, 2)  # the nonce's bytes, and the places' generations, one for each side
 
     def note(_stream: int, address: int, value: int) -> None:
         offset = address - segment.memory.data_ptr() + 64
         seen.append((value, reader.read(offset, (2, 4)).tolist()))
 
-    assert place == 64 * (1 + NUM_PLACES)
-    BoardWriter(segment, CPU, note).post(numbers)
+    assert place == 64 * (1 + 2 * NUM_PLACES)
+    VerifierBoard(segment, CPU, note).post(numbers)
     assert seen == [(1, numbers.tolist())]
 
 
@@ -113,7 +149,26 @@ def test_a_device_writes_when_its_stream_comes_to_it():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_writes_drafts_when_its_stream_comes_to_it():
+    device = torch.device("cuda", 0)
+    writer, reader = pair(board_bytes(64, 4), device)
+    for _ in range(20):
+        span = writer.post(torch.zeros(64, 6, dtype=torch.int32, device=device))
+        made = torch.randint(-9, 9, (64, 8), dtype=torch.int32, device=device)
+        torch.cuda._sleep(50_000_000)  # clock cycles, some 25 ms
+        reader.answer(span.generation, span.offset, made[:, :4])
+        assert not writer.has_drafts(span)
+        deadline = time.monotonic() + 5
+        while not writer.has_drafts(span):
+            assert time.monotonic() < deadline
+        assert writer.drafts(span, (64, 4)).tolist() == made[:, :4].tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_memory_that_a_device_cannot_write_is_refused():
-    segment = HostSegment.unshared(board_bytes(1, 4), CPU)
+    device, segment = torch.device("cuda", 0), HostSegment.unshared(board_bytes(1, 4), CPU)
     with pytest.raises(SegmentError, match="not pinned"):
-        BoardWriter(segment, torch.device("cuda", 0))
+        VerifierBoard(segment, device)
+    DrafterBoard(segment, device).answer(1, 128, torch.ones(1, 4, dtype=torch.int32, device=device))
+    torch.cuda.synchronize()
+    assert not segment.memory.any()

@@ -10,8 +10,9 @@ from harness import Rows, Stream
 from tiny_head import WIDTH
 
 from drafter_service.step import UpcomingStep
-from draftwire.carriers import BoardReader, BoardWriter, TensorReceiver, TensorSender, board_bytes
+from draftwire.carriers import DrafterBoard, TensorReceiver, TensorSender, VerifierBoard, board_bytes
 from draftwire.carriers.host_segment import HostSegment
+from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")
 
@@ -35,8 +36,8 @@ class Foreteller:
         features = HostSegment.unshared(1 << 20, device)
         self._words = board.memory.numpy().view(np.uint32)
         self._address = board.memory.data_ptr()
-        self.writer = BoardWriter(board, device, self._write if device.type == "cpu" else None)
-        self.reader = BoardReader(board)
+        self.writer = VerifierBoard(board, device, self._write if device.type == "cpu" else None)
+        self.reader = DrafterBoard(board, device)
         self.sender, self.receiver = TensorSender(device, features), TensorReceiver(device, features)
 
     def _write(self, _stream: int, address: int, value: int) -> None:
@@ -48,9 +49,11 @@ class Foreteller:
         else:
             write()
 
-    def foretell(self, rows: Sequence[Rows], numbers: Sequence[Sequence[int]] | None = None, offset: int = 0) -> None:
-        """What a step of these rows will be. `numbers` stand on the board instead of what they are; features are
-        `offset` bytes behind where they are."""
+    def foretell(
+        self, rows: Sequence[Rows], numbers: Sequence[Sequence[int]] | None = None, offset: int = 0
+    ) -> pb.SharedSpan:
+        """What a step of these rows will be, and where its numbers are. `numbers` stand on the board instead of what
+        they are; features are `offset` bytes behind where they are."""
         if numbers is None:
             tokens = [part.text.rows(part.first, part.count)[0].tolist() for part in rows]
             numbers = [[len(own), *own, *[-1] * (self._columns - 1 - len(own))] for own in tokens]
@@ -79,3 +82,4 @@ class Foreteller:
                 is_fused=False,
             ),
         )
+        return span

@@ -19,7 +19,7 @@ from tiny_head import DRAFT_VOCAB, TinyHead
 
 from drafter_service import engine_thread
 from drafter_service import stream as stream_module
-from draftwire.carriers import BoardWriter, Rendezvous, SharedSegments, TensorSender
+from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, VerifierBoard
 from draftwire.carriers import lane as lane_module
 from draftwire.config import DENSE, GUMBEL
 from draftwire.mailbox import Mailbox
@@ -37,7 +37,7 @@ class Direct:
         assert shared.lane is not None
         assert shared.board is not None
         self.stream = stream
-        self.board = BoardWriter(shared.board, torch.device("cpu"))
+        self.board = VerifierBoard(shared.board, torch.device("cpu"))
         self.sender = TensorSender(torch.device("cpu"), shared.outgoing)
         self._lane = lane = shared.lane
         self._box: Mailbox[bytes] = Mailbox()

@@ -77,10 +77,32 @@ def test_a_step_gets_the_drafts_that_were_begun_for_it(mode, device):
     ahead = stream.engine.ahead
     teller = Foreteller(stream, device=torch.device(device, 0) if device == "cuda" else torch.device(device))
     for number, rows in enumerate((verified(), later)):
-        teller.foretell(rows)
+        span = teller.foretell(rows)
         assert begin(stream.engine)
-        assert_same(stream.step(rows), expected[number])
+        found = stream.step(rows)
+        assert_same(found, expected[number])
+        assert teller.writer.has_drafts(span)
+        assert teller.writer.drafts(span, (len(rows), 4)).tolist() == [found[part.sequence_id].tokens for part in rows]
     assert (ahead.num_taken, ahead.num_wasted) == (2, 0)
+
+
+def test_drafts_on_the_board_end_where_fewer_are_wanted():
+    rows = [Rows(i, TEXTS[i], 7 + i, 1 + i % 4, 1 + i % 3) for i in IDS]
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream)
+    span = teller.foretell(rows)
+    assert begin(stream.engine)
+    found = stream.step(rows)
+    numbers = teller.writer.drafts(span, (5, 3)).tolist()
+    assert numbers == [found[i].tokens + [-1] * (3 - len(found[i].tokens)) for i in IDS]
+
+
+def test_a_step_that_is_begun_by_its_message_writes_nothing_on_the_board():
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream)
+    span = teller.foretell(verified())
+    stream.step(verified())
+    assert not teller.writer.has_drafts(span)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,7 +15,7 @@ import torch
 from fuzz_noise import EDGES, mutated
 from fuzz_steps import WIDTH
 
-from draftwire.carriers import BoardWriter, Rendezvous, SharedSegments, TensorSender, segment_bytes
+from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, VerifierBoard, segment_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def lie_about_span(rng: Random, features: pb.Tensor) -> None:
         features.shape[:] = [features.shape[0], WIDTH * rng.choice((2, 1000, 2**20))]
 
 
-def foretold(rng: Random, board: BoardWriter, step: pb.DraftStep) -> bytes:
+def foretold(rng: Random, board: VerifierBoard, step: pb.DraftStep) -> bytes:
     """A message that foretells a step, truly or not; what it says is on the board may be anything."""
     tokens = torch.frombuffer(bytearray(step.tokens.data or b"\0\0\0\0"), dtype=torch.int32).tolist()
     columns = 1 + max(step.num_rows, default=1)

@@ -21,7 +21,7 @@ from fuzz_streams import FindingError, Ledger
 from fuzz_theft import steal
 from fuzz_world import OWNERS, PATIENCE_S, World
 
-from draftwire.carriers import BoardWriter, Lane, Rendezvous, TensorSender
+from draftwire.carriers import Lane, Rendezvous, TensorSender, VerifierBoard
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 
@@ -232,7 +232,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
         call, answer = await _open(world, first)
     shared = await settled
     sender = TensorSender(CPU, shared.outgoing)
-    board = None if shared.board is None else BoardWriter(shared.board, CPU)
+    board = None if shared.board is None else VerifierBoard(shared.board, CPU)
     writer, ledger = Writer(rng), Ledger()
     outcomes: Outcomes = Counter()
     for _ in range(4):

@@ -15,6 +15,7 @@ from engine_scene import VOCAB, WAIT_S, K, Served, make_target
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import draft_session, expected_step
+from verifier_service import engine as engine_module
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Disconnected
@@ -197,6 +198,77 @@ def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_t
     own.engine.stop()
     assert begun[:3] == [True, True, begins]
     assert len(own.held) == own.num_begun + own.num_dropped
+    assert own.engine.kv_cache_usage == 0.0
+
+
+class Board:
+    """What a drafter's device writes: its drafts, before it answers."""
+
+    def __init__(self) -> None:
+        self.written: np.ndarray | None = None
+
+    def has_drafts(self, _drawn: pb.SharedSpan) -> bool:
+        return self.written is not None
+
+    def drafts(self, _drawn: pb.SharedSpan, shape: tuple[int, int]) -> np.ndarray:
+        assert self.written is not None
+        tokens, self.written = self.written, None
+        assert tokens.shape == shape
+        return tokens
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
+@pytest.mark.parametrize("wrong", [None, 7, -1])
+def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(target, monkeypatch, kind, wrong):
+    """A board that says something else than the answer makes a step that comes to nothing, now and then."""
+    monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
+    own, board = Noted(target), Board()
+    awaited_answer, begin_with_board = StepGate.awaited_answer, own.engine._pass_ahead.begin_with_board
+    begun, written = [], []
+
+    def awaited_on_board(gate: StepGate) -> AwaitedAnswer | None:
+        awaited = awaited_answer(gate)
+        return None if awaited is None else awaited._replace(drawn=pb.SharedSpan())
+
+    def noted_begin_with_board() -> bool:
+        begun.append(begin_with_board())
+        has_begun.set()
+        return begun[-1]
+
+    def answer_all() -> None:
+        while (step := steps.get()) is not None:
+            has_begun.wait(0.5)
+            own.engine.post(Answered(stream, answer_to(step, [5, 6, 7])))
+
+    def on_send(step: Any) -> None:
+        has_begun.clear()
+        if step.sequence_ids and all(step.num_drafts):
+            drafts = np.array([[5, 6, 7]] * len(step.sequence_ids), np.int32)
+            written.append(wrong if len(written) % 3 == 0 else None)
+            if written[-1] is not None:
+                drafts[0, 1] = wrong
+            board.written = drafts[:, : max(step.num_drafts)]
+        steps.put(step)
+
+    steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    has_begun = threading.Event()
+    threading.Thread(target=answer_all, daemon=True).start()
+    monkeypatch.setattr(StepGate, "awaited_answer", awaited_on_board)
+    monkeypatch.setattr(StepGate, "part_next", lambda _: None)  # all requests stay in one step
+    own.engine._pass_ahead.begin_with_board = noted_begin_with_board  # type: ignore[method-assign]
+    stream = own.connect()
+    stream.board, stream.on_send = board, on_send
+    made = [own.submit(**{**one, **kind}) for one in REQUESTS]
+    own.engine.start()
+    found = [own.tokens(one) for one in made]
+    own.engine.stop()
+    steps.put(None)
+    if not kind:
+        assert found == undrafted(target, REQUESTS)
+    assert len(written) >= len(begun) > 0.7 * len(written) > 7
+    assert begun.count(False) == (0 if wrong != -1 else pytest.approx(len(begun) / 3, abs=2))
+    assert len(own.held) == own.num_begun + own.num_dropped
+    assert own.num_foreseen <= len(written) - begun.count(True)  # the others were begun by their answers
     assert own.engine.kv_cache_usage == 0.0
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_scene import CPU, K, Scene, rows_of, tokens_of
+from drafting_scene import CPU, VOCAB, K, Scene, rows_of, tokens_of
 
-from draftwire.carriers import BoardReader, BoardWriter, SegmentError, TensorSender, board_bytes
+from draftwire.carriers import DrafterBoard, SegmentError, TensorSender, VerifierBoard, board_bytes
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service.draft_answer import read_board
 from verifier_service.pacing import Plan
 from verifier_service.request import ReadyDrafts, Request
 from verifier_service.scheduler import Work
@@ -32,7 +33,7 @@ class Told:
         self.scene = Scene()
         self.stream: Any = self.scene.connect(**head)
         board = HostSegment.unshared(board_bytes(num_requests, K), CPU)
-        self.stream.board, self.board = BoardWriter(board, CPU), BoardReader(board)
+        self.stream.board, self.board = VerifierBoard(board, CPU), DrafterBoard(board, CPU)
         self.stream.sender = TensorSender(CPU, HostSegment.unshared(1 << 16, CPU))
         self.stream.lane, self.stream._last_answered, self.stream._last_queued = object(), 0, 0
         self.foretold: list[pb.UpcomingStep] = []
@@ -78,6 +79,55 @@ def test_a_step_is_foretold_as_it_is_sent():
     assert [token for row in numbers for token in row[1 : 1 + row[0]]] == tokens_of(step)
     assert upcoming.features_offset == step.features.span.offset
     assert list(upcoming.num_drafts) == list(step.num_drafts) == [K] * 3
+
+
+def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
+    """Tokens that are read from the board where a drafter has put its drafts after the only step that was foretold."""
+    (upcoming,) = told.foretold
+    awaited = told.scene.drafting.gate.awaited_answer()
+    assert awaited.drawn == upcoming.drawn
+    assert not told.stream.board.has_drafts(awaited.drawn)
+    told.board.answer(upcoming.drawn.generation, upcoming.drawn.offset, drafts)
+    assert told.stream.board.has_drafts(awaited.drawn)
+    return read_board(told.stream.board, awaited, VOCAB)
+
+
+def test_drafts_of_a_step_that_was_sent_as_it_was_foretold_are_read_from_the_board():
+    told = Told()
+    drawn = [[5, 9], [5, 6, 7, 2], [8]]
+    told.launch(drawn)
+    told.land(drawn)
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == list(range(3 * K))
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_what_is_no_token_on_the_board_begins_nothing(wrong):
+    told = Told()
+    told.launch([[5], [5], [5]])
+    told.land([[5], [5], [5]])
+    drafts = torch.zeros(3, K, dtype=torch.int32)
+    drafts[1, 2] = wrong
+    assert awaited_drafts(told, drafts) is None
+
+
+def test_drafts_that_come_after_another_step_than_was_foretold_are_not_read_from_the_board():
+    told = Told()
+    told.launch([[5], [5], [5]])
+    told.land([[5], [5], [5]], ended=told.requests[:1])
+    assert told.scene.drafting.gate.awaited_answer().drawn is None
+    told.scene.answer(told.stream)
+    told.requests = told.requests[1:]
+    told.foretold.clear()
+    told.launch([[5], [5]])
+    told.land([[5], [5]])
+    assert told.scene.drafting.gate.awaited_answer().drawn == told.foretold[0].drawn
+    told.scene.answer(told.stream)
+    told.stream.board, board = None, told.stream.board
+    told.launch([[6], [6]])
+    told.land([[6], [6]])  # is not foretold
+    assert told.scene.drafting.gate.awaited_answer().drawn is None
+    told.stream.board = board
 
 
 def test_who_is_foretold_is_marked_until_the_draw_is_committed():
