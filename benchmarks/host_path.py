@@ -6,7 +6,8 @@ The services' own code takes steps of so many sequences, of which nothing is com
 in microseconds:
 
 - busy: step after step;
-- waited: after the thread has looked for messages for `--wait-ms`, as it does while a pass runs;
+- waited: after the thread has looked for messages for `--wait-ms`, as it does while a pass runs; the drafter has
+  prepared its batch before that;
 - rehearsed: the same, but from shortly before the end on it goes through steps of another engine, as
   `draftwire.practice` has it.
 """
@@ -17,6 +18,7 @@ import select
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 import click
 import numpy as np
@@ -26,8 +28,10 @@ from rich.table import Table
 
 from drafter_service.rehearsal import Rehearsal as DraftersRehearsal
 from draftwire.cli.bench_options import Numbers
-from draftwire.practice import BEFORE_S, QUIET_S, Practice, Rehearsal
+from draftwire.practice import BEFORE_S, QUIET_S, Practice
 from verifier_service.rehearsal import Rehearsal as VerifiersRehearsal
+
+_Engine = DraftersRehearsal | VerifiersRehearsal
 
 
 @click.command()
@@ -53,14 +57,17 @@ def main(sequences: Sequence[int], steps: int, wait_ms: float) -> None:
             console.print(table)
 
 
-def measure(path: Rehearsal, steps: int, wait_s: float = 0.0, other: Rehearsal | None = None) -> list[float]:
+def measure(path: _Engine, steps: int, wait_s: float = 0.0, other: _Engine | None = None) -> list[float]:
     """Median seconds of each part."""
     practice = None if other is None else Practice(other, wait_s)
     taken = []
     for _ in range(steps):
         path.prepare()
+        pieces = path.run()
+        marks = list(islice(pieces, path.num_marks_before_wait))
         _wait(time.monotonic() + wait_s, practice)
-        taken.append(np.diff([mark for mark in path.run() if mark is not None]))
+        marks += pieces
+        taken.append(np.diff([mark for mark in marks if mark is not None]))
     return [statistics.median(part) for part in zip(*taken[steps // 10 :], strict=True)]
 
 

@@ -13,12 +13,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from drafter_service.draft_loop import DraftLoop
 from drafter_service.heads.spec import Head
-from drafter_service.proposer import DraftRows, Launched, Proposal, Proposer
+from drafter_service.proposer import DraftRows, Launched, Prepared, Proposal, Proposer
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session
 from drafter_service.step import Step, UpcomingStep
@@ -33,6 +35,17 @@ MAX_UPCOMING = 4
 STEPS_AFTER_WASTE = 4
 # Nobody asks for what was done so long ago: its verifier hangs, or asks for nothing any more.
 STALE_S = 0.05
+
+
+class PreparedBatch(NamedTuple):
+    """An upcoming step of S sequences, made ready for what will be drawn."""
+
+    step: UpcomingStep
+    slots: np.ndarray  # int64 [S]
+    num_drafts: np.ndarray  # int64 [S], for which there is room
+    places: dict[int, int]  # of the sequences, by id
+    features: torch.Tensor  # [T, width], where those of the most rows will be
+    inputs: Prepared
 
 
 @dataclass(eq=False)
@@ -91,11 +104,14 @@ class DraftsAhead:
         self._table = table
         self._proposer = proposer
         self._upcoming: deque[tuple[Session, UpcomingStep]] = deque()
+        self._prepared: PreparedBatch | None = None  # the device reads no inputs while there is one
+        self._has_tried = False  # to prepare one, since something has changed
         self._begun: BatchAhead | None = None
         self._unread: Launched | None = None  # of a batch in vain, whose inputs the device may still read
 
     def foresee(self, session: Session, step: UpcomingStep) -> None:
         """Takes a step that a session has foretold."""
+        self._drop_prepared()
         own = [one for one in self._upcoming if one[0] is session]
         if len(own) == MAX_UPCOMING:
             self._upcoming.remove(own[0])
@@ -104,6 +120,7 @@ class DraftsAhead:
     def note(self, session: Session, step: Step) -> None:
         """A step has come: what was foretold of its sequences and has not been begun is not, and what has been begun
         only for sequences that it closes, or wants no drafts of, is given up."""
+        self._drop_prepared()
         batch = self._begun
         if batch is not None and batch.session is session:
             fed = [one for one, drafts in zip(step.sequence_ids, step.num_drafts.tolist(), strict=True) if drafts == 0]
@@ -128,72 +145,108 @@ class DraftsAhead:
         """Whether the device computes one for which no step has asked."""
         return self._begun is not None and not self.is_done(self._begun)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether one can be begun: its tokens are on the board."""
-        has_place = self._begun is None or self._is_stale(self._begun)
-        return has_place and any(self._is_ready(*one) for one in self._upcoming)
+    def look(self) -> bool:
+        """Whether one can be begun: its tokens are on the board. While none can, prepares the first that it can, once
+        after each change. To be called when no step waits: what is prepared is for sequences as they are."""
+        if not self._upcoming or (self._begun is not None and not self._is_stale(self._begun)):
+            return False
+        if self._first_ready() is not None:
+            return True
+        if not self._has_tried and (self._unread is None or self._proposer.is_done):
+            self._prepare_first()
+        return False
+
+    def _first_ready(self) -> tuple[Session, UpcomingStep] | None:
+        for entry in self._upcoming:
+            session, step = entry
+            if session.steps_ahead > 0 and step.board.is_written(step.generation, step.offset):
+                return entry
+        return None
 
     def _is_stale(self, batch: BatchAhead) -> bool:
         return time.monotonic() > batch.begun + STALE_S and self.is_done(batch)
 
-    def _is_ready(self, session: Session, step: UpcomingStep) -> bool:
-        return session.steps_ahead > 0 and step.board.is_written(step.generation, step.offset)
+    def _prepare_first(self) -> None:
+        """Prepares the first step that has room for as many rows and drafts as it can have."""
+        for session, step in self._upcoming:
+            if session.steps_ahead <= 0:
+                continue
+            batch = self._prepare(session, step, np.full(len(step.sequence_ids), step.columns - 1))
+            if batch is not None and np.array_equal(batch.num_drafts, step.num_drafts):
+                self._prepared = batch
+                break
+        self._has_tried = True
+
+    def _prepare(self, session: Session, step: UpcomingStep, counts: np.ndarray) -> PreparedBatch | None:
+        """Does all for a step that does not depend on what is drawn; None where it does not fit its sequences, or the
+        memory of features. `counts`, int64 [S], are the most rows that its sequences will have."""
+        self.settle()
+        table = self._table
+        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(counts))
+        if np.count_nonzero(step.first_rows != table.next_row[slots]):
+            return None
+        num_drafts = table.reserve_drafts(slots, counts + step.num_drafts) - counts
+        if min(num_drafts.tolist()) < 1:
+            return None
+        num_rows = int(counts.sum())
+        try:
+            features = step.receiver.look(step.features_offset, step.dtype, (num_rows, step.width))
+        except InvalidArgumentError as error:
+            logger.debug("%s: features were foretold where there are none: %s", session.terms.verifier, error)
+            return None
+        inputs = self._proposer.prepare(
+            session.terms.mode, slots, step.first_rows, num_drafts, num_rows, max(counts.tolist())
+        )
+        places = {sequence_id: place for place, sequence_id in enumerate(step.sequence_ids)}
+        return PreparedBatch(step, slots, num_drafts, places, features, inputs)
 
     def begin(self) -> None:
         """Begins the first that is ready, if its sequences are as they were foretold."""
-        entry = next((one for one in self._upcoming if self._is_ready(*one)), None)
+        entry = self._first_ready()
         if entry is None:
             return
+        began = time.monotonic()
+        session, step = entry
         self._upcoming.remove(entry)
         if self._begun is not None:
             self._waste()
-        session, step = entry
-        rows = self._rows_of(session, step)
-        if rows is None:
+        batch = self._prepared
+        self._drop_prepared()
+        drawn = self._read(step)
+        if drawn is None:
             return
-        try:
-            features = step.receiver.look(step.features_offset, step.dtype, (len(rows.tokens), step.width))
-        except InvalidArgumentError as error:
-            logger.debug("%s: features were foretold where there are none: %s", session.terms.verifier, error)
-            return
-        session.steps_ahead -= 1
-        began = time.monotonic()
-        self.settle()
+        counts, tokens = drawn
+        if batch is None or batch.step is not step:
+            batch = self._prepare(session, step, counts)
+            if batch is None:
+                return
+        num_rows = len(tokens)
+        features = batch.features[:num_rows]
         if not step.is_fused:
             features = self._head.fuse(features.to(self._loop.states.device, non_blocking=True))
-        self._loop.state_rows(0, len(rows.tokens)).copy_(features, non_blocking=True)
-        launched = self._launch(session, rows)
+        self._loop.state_rows(0, num_rows).copy_(features, non_blocking=True)
+        launched = self._proposer.start(batch.inputs, counts, tokens)
         drafts = self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts)
         step.board.answer(step.generation, step.offset, drafts)
-        places = {sequence_id: place for place, sequence_id in enumerate(step.sequence_ids)}
-        self._begun = BatchAhead(session, places, rows, began, launched)
+        session.steps_ahead -= 1
+        rows = DraftRows(batch.slots, step.first_rows, counts, step.num_drafts, tokens)
+        self._begun = BatchAhead(session, batch.places, rows, began, launched)
 
-    def _rows_of(self, session: Session, step: UpcomingStep) -> DraftRows | None:
-        """The rows that a step will have, and the drafts that it may want; None where they do not fit the sequences."""
-        table, count = self._table, len(step.sequence_ids)
-        numbers = step.board.read(step.offset, (count, step.columns))
+    def _read(self, step: UpcomingStep) -> tuple[np.ndarray, np.ndarray] | None:
+        """Counts int64 [S] and tokens int32 [T] of a step's rows; None where those cannot be."""
+        numbers = step.board.read(step.offset, (len(step.sequence_ids), step.columns))
         counts, tokens = numbers[:, 0].astype(np.int64), numbers[:, 1:]
-        if counts.min() < 1 or counts.max() >= step.columns:
+        listed = counts.tolist()
+        if min(listed) < 1 or max(listed) >= step.columns:
             return None
         tokens = tokens[np.arange(step.columns - 1) < counts[:, None]]
         if np.count_nonzero(tokens.view(np.uint32) >= self._head.spec.target_vocab_size):
             return None
-        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, count)
-        fits = (step.first_rows == table.next_row[slots]) & table.has_room(slots, step.first_rows + counts)
-        if np.count_nonzero(fits) < count:
-            return None
-        return DraftRows(slots, step.first_rows, counts, step.num_drafts, tokens)
+        return counts, tokens
 
-    def _launch(self, session: Session, rows: DraftRows) -> Launched:
-        """Computes them as if the rows were true already, which they are when the step has come."""
-        next_row = self._table.next_row
-        next_row[rows.slots] = rows.first_rows + rows.counts
-        try:
-            num_drafts = self._table.reserve_drafts(rows.slots, rows.num_drafts)
-            return self._proposer.launch(session.terms.mode, rows._replace(num_drafts=num_drafts))
-        finally:
-            next_row[rows.slots] = rows.first_rows
+    def _drop_prepared(self) -> None:
+        """Something has changed, or is about to, that what is prepared depends on."""
+        self._prepared, self._has_tried = None, False
 
     def find(self, parts: list[StepRows]) -> tuple[StepRows, BatchAhead, np.ndarray] | None:
         """The one of `parts` whose drafts have been begun, the batch, and the places in it of the part's sequences,
@@ -227,6 +280,7 @@ class DraftsAhead:
 
     def settle(self) -> None:
         """Waits for what was begun and keeps it, because its inputs are about to be written again."""
+        self._drop_prepared()
         unread, self._unread = self._unread, None
         if unread is not None:
             self._proposer.take(unread)
@@ -244,6 +298,7 @@ class DraftsAhead:
 
     def forget(self, session: Session) -> None:
         """Forgets what a session has foretold, and with it memory that is shared."""
+        self._drop_prepared()
         self._upcoming = deque(one for one in self._upcoming if one[0] is not session)
         if self._begun is not None and self._begun.session is session:
             self._waste()

@@ -164,10 +164,10 @@ class DraftEngine:
         if session in self._sessions:
             self.ahead.foresee(session, step)
 
-    @property
-    def can_begin_ahead(self) -> bool:
-        """Whether drafts can be begun before their step: nobody waits for others, and their tokens are there."""
-        return self.ahead.is_ready and not self.has_work
+    def look_ahead(self) -> bool:
+        """Whether drafts can be begun before their step: nobody waits for others, and their tokens are there. While
+        they are not, prepares for them."""
+        return not self.has_work and self.ahead.look()
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:

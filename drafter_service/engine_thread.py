@@ -115,13 +115,13 @@ class EngineThread:
         self.engine.foresee(session, step)
 
     def _look_ahead(self) -> Callable[[], None] | None:
-        """What begins drafts before their step, once it can; on the engine's thread."""
-        return self._begin_ahead if self.engine.can_begin_ahead else None
+        """What begins drafts before their step, once it can, for which it prepares; on the engine's thread."""
+        return self._begin_ahead if self.engine.look_ahead() else None
 
     def _begin_ahead(self) -> None:
-        self._commands.has_come()
         self.times.enter(Phase.COMPUTE)
         self._guard(self.engine.ahead.begin)
+        self._commands.has_come()  # afterwards: the device waits for the begin
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]

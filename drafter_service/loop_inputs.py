@@ -102,8 +102,6 @@ class PackedInputs:
 def fill(
     host: LoopInputs,
     *,
-    counts: np.ndarray,
-    tokens: np.ndarray,
     proposal_keys: np.ndarray,
     first_positions: np.ndarray,
     first_places: np.ndarray,
@@ -112,11 +110,9 @@ def fill(
     temperatures: np.ndarray,
     new_blocks: np.ndarray,
 ) -> None:
-    """Writes the inputs of S sequences, which have `counts` rows each; the rest becomes padding."""
-    count, num_rows = len(counts), len(tokens)
-    host.tokens[:num_rows] = tokens
+    """Writes what does not depend on the rows of S sequences; the other sequences become padding."""
+    count = len(slots)
     host.cu_rows[0] = 0
-    host.cu_rows[1 : count + 1] = counts.cumsum()
     host.proposal_keys[:count] = proposal_keys
     host.first_positions[:count] = first_positions
     host.first_places[:count] = first_places
@@ -124,7 +120,13 @@ def fill(
     host.num_drafts[:count] = num_drafts
     host.temperatures[:count] = temperatures
     host.new_blocks[:count] = new_blocks
-    if count < len(host.slots):
-        host.cu_rows[count + 1 :] = num_rows
-        host.slots[count:] = -1
-        host.num_drafts[count:] = 0
+    host.slots[count:] = -1
+    host.num_drafts[count:] = 0
+
+
+def fill_rows(host: LoopInputs, counts: np.ndarray, tokens: np.ndarray) -> None:
+    """Writes the rows of S sequences: `counts` [S] of each and their tokens [T]; what is past them is padding."""
+    count, num_rows = len(counts), len(tokens)
+    host.tokens[:num_rows] = tokens
+    np.add.accumulate(counts, out=host.cu_rows[1 : count + 1])
+    host.cu_rows[count + 1 :] = num_rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from drafter_service.draft_loop import DraftLoop, LoopShape
 from drafter_service.logits_buffers import LogitsBuffers
 from drafter_service.loop_graphs import LoopGraphs
-from drafter_service.loop_inputs import fill
+from drafter_service.loop_inputs import LoopInputs, fill, fill_rows
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence_table import SequenceTable
 from draftwire.kv_cache import BLOCK_SIZE
@@ -41,6 +43,16 @@ class Proposal(NamedTuple):
         return Proposal(self.tokens[begin:end], self.is_draft[begin:end], [x[begin:end] for x in self.logits])
 
 
+class Prepared(NamedTuple):
+    """A step whose inputs are written but for its rows."""
+
+    host: LoopInputs
+    run: Callable[[], None]  # launches it on the device
+    mode: SamplingMode
+    num_sequences: int
+    num_drafts: int  # drafts of the sequence that wants most
+
+
 class Launched(NamedTuple):
     """A step that the device computes."""
 
@@ -68,21 +80,50 @@ class Proposer:
         self._drafts = loop.drafts.numpy()
 
     def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
-        """Drafts for rows of sessions of one mode. Does not wait for the device; `take` must be called before the next
-        launch."""
-        count, num_rows, most = len(rows.slots), len(rows.tokens), max(rows.num_drafts.tolist())
+        """Drafts for rows of sessions of one mode; `prepare` and `start` in one."""
+        num_rows, max_rows = len(rows.tokens), max(rows.counts.tolist())
+        prepared = self.prepare(mode, rows.slots, rows.first_rows, rows.num_drafts, num_rows, max_rows)
+        return self.start(prepared, rows.counts, rows.tokens)
+
+    def prepare(
+        self,
+        mode: SamplingMode,
+        slots: np.ndarray,
+        first_rows: np.ndarray,
+        num_drafts: np.ndarray,
+        num_rows: int,
+        max_rows: int,
+    ) -> Prepared:
+        """Writes the inputs of a step but for its rows. The device must be done with those of the last one.
+
+        Parameters
+        ----------
+        slots, first_rows, num_drafts
+            As in `DraftRows`.
+        num_rows, max_rows
+            Most rows that there will be, of all sequences and of one.
+        """
+        count, most = len(slots), max(num_drafts.tolist())
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_for(mode, count, num_rows, most)
         if self._graphs is not None and shape is not None:
-            self._fill(shape, rows)
-            self._graphs.replay(shape)
+            run = partial(self._graphs.replay, shape)
         else:
-            shape = LoopShape(mode, count, num_rows, int(rows.counts.max()), most)
-            self._fill(shape, rows)
-            self._loop.run(shape)
-        logits = [buffer[:count].clone() for buffer in self._buffers.of(mode)]
-        return Launched(count, most, logits)
+            shape = LoopShape(mode, count, num_rows, max_rows, most)
+            run = partial(self._loop.run, shape)
+        host = self._loop.inputs.host(shape.num_sequences, shape.num_rows)
+        self._fill(host, slots, first_rows, num_drafts)
+        return Prepared(host, run, mode, count, most)
+
+    def start(self, prepared: Prepared, counts: np.ndarray, tokens: np.ndarray) -> Launched:
+        """Drafts for the rows of what was prepared last; counts [S] and tokens int32 [T] as in `DraftRows`. Does not
+        wait for the device; `take` must be called before the next `prepare`."""
+        fill_rows(prepared.host, counts, tokens)
+        prepared.run()
+        count = prepared.num_sequences
+        logits = [buffer[:count].clone() for buffer in self._buffers.of(prepared.mode)]
+        return Launched(count, prepared.num_drafts, logits)
 
     @property
     def is_done(self) -> bool:
@@ -97,21 +138,18 @@ class Proposer:
         tokens = self._drafts[: launched.num_sequences, : launched.num_drafts]
         return Proposal(tokens, tokens >= 0, launched.logits)
 
-    def _fill(self, shape: LoopShape, rows: DraftRows) -> None:
-        """Sets the inputs of the step."""
+    def _fill(self, host: LoopInputs, slots: np.ndarray, first_rows: np.ndarray, num_drafts: np.ndarray) -> None:
         table = self._table
-        first_places = rows.first_rows - table.first_row[rows.slots]
+        first_places = first_rows - table.first_row[slots]
         width = table.blocks.shape[1]
-        first_blocks = rows.slots * width + first_places // BLOCK_SIZE
+        first_blocks = slots * width + first_places // BLOCK_SIZE
         fill(
-            self._loop.inputs.host(shape.num_sequences, shape.num_rows),
-            counts=rows.counts,
-            tokens=rows.tokens,
-            proposal_keys=table.proposal_key[rows.slots],
-            first_positions=rows.first_rows,
+            host,
+            proposal_keys=table.proposal_key[slots],
+            first_positions=first_rows,
             first_places=first_places,
-            slots=rows.slots,
-            num_drafts=rows.num_drafts,
-            temperatures=table.temperature[rows.slots],
+            slots=slots,
+            num_drafts=num_drafts,
+            temperatures=table.temperature[slots],
             new_blocks=table.blocks.ravel().take(first_blocks[:, None] + self._new_blocks),
         )

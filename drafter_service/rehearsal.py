@@ -63,9 +63,13 @@ class Rehearsal:
     ----------
     parts
         What `run` does, in order.
+    num_marks_before_wait
+        Times that `run` yields before the thread waits for what the rest is made of.
     """
 
-    parts = ("batch begun", "message parsed", "step decoded", "batch taken", "answer encoded")
+    parts = ("batch prepared", "batch begun", "message parsed", "step decoded", "batch taken", "answer encoded")
+
+    num_marks_before_wait = 2
 
     def __init__(self, num_sequences: int = 1) -> None:
         limits = EngineLimits(
@@ -80,7 +84,9 @@ class Rehearsal:
         segment = HostSegment.unshared(_SEGMENT_BYTES, _CPU)
         board = HostSegment.unshared(board_bytes(num_sequences, _DRAFTS), _CPU)
         self._receiver, self._sender = TensorReceiver(_CPU, segment), TensorSender(_CPU, segment)
-        self._board, own = VerifierBoard(board, _CPU), DrafterBoard(board, _CPU)
+        self._words, self._address = board.memory.numpy().view(np.uint32), board.memory.data_ptr()
+        self._board, own = VerifierBoard(board, _CPU, self._hold), DrafterBoard(board, _CPU)
+        self._held: tuple[int, int] | None = None  # place and value of a generation that is not on the board yet
         self._decoder = StepDecoder(
             *(_SPEC.target_vocab_size, _SPEC.hidden_size, torch.float32, _DRAFTS, self._receiver, own),
             is_fused=True,
@@ -133,21 +139,35 @@ class Rehearsal:
         self._engine.foresee(self._session, self._decoder.decode_upcoming(upcoming))
 
     def run(self) -> Iterator[float | None]:
-        """Begins the batch, and takes the message. Yields monotonic times: of the begin, and of the end of each part.
-        """
+        """Prepares the batch, begins it when its tokens are on the board, and takes the message. Yields monotonic
+        times: of the begin, and of the end of each part; the wait for the tokens is left out of them."""
         yield time.monotonic()
-        if self._engine.can_begin_ahead:
+        self._engine.look_ahead()
+        prepared = time.monotonic()
+        yield prepared
+        self._write_held()
+        waited = time.monotonic() - prepared
+        if self._engine.look_ahead():
             self._engine.ahead.begin()
-        yield time.monotonic()
+        yield time.monotonic() - waited
         request = pb.DraftRequest.FromString(self._message)
-        yield time.monotonic()
+        yield time.monotonic() - waited
         step = self._decoder.decode(request)
-        yield time.monotonic()
+        yield time.monotonic() - waited
         self._engine.submit(self._session, step)
         self._engine.iterate()
-        yield time.monotonic()
+        yield time.monotonic() - waited
         self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
-        yield time.monotonic()
+        yield time.monotonic() - waited
+
+    def _hold(self, _stream: int, address: int, value: int) -> None:
+        self._held = (address - self._address) // self._words.itemsize, value
+
+    def _write_held(self) -> None:
+        """The device has drawn."""
+        if self._held is not None:
+            place, generation = self._held
+            self._words[place], self._held = generation, None
 
 
 class AnswerRehearsal:

@@ -49,9 +49,13 @@ class Rehearsal:
     ----------
     parts
         What `run` does, in order.
+    num_marks_before_wait
+        Times that `run` yields before the thread waits for what the rest is made of.
     """
 
     parts = ("tokens read", "tokens committed", "message built and sent", "answer read", "step begun")
+
+    num_marks_before_wait = 0
 
     def __init__(self, num_requests: int = 1) -> None:
         config = speculative_config_from_mapping(

@@ -26,14 +26,22 @@ class Foreteller:
         Calls that write the generations on the board, while it `holds` them back.
     """
 
-    def __init__(self, stream: Stream, k: int = 4, device: torch.device = CPU, *, holds: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        k: int = 4,
+        device: torch.device = CPU,
+        *,
+        holds: bool = False,
+        feature_bytes: int = 1 << 20,
+    ) -> None:
         self.held: list[Callable[[], object]] = []
         self._stream = stream
         self._columns = k + 2
         self._holds = holds
         self._device = device
         board = HostSegment.unshared(board_bytes(32, k), device)
-        features = HostSegment.unshared(1 << 20, device)
+        features = HostSegment.unshared(feature_bytes, device)
         self._words = board.memory.numpy().view(np.uint32)
         self._address = board.memory.data_ptr()
         self.writer = VerifierBoard(board, device, self._write if device.type == "cpu" else None)

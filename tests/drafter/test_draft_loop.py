@@ -12,7 +12,7 @@ from drafter_service import loop_state
 from drafter_service.draft_loop import DraftLoop, LoopShape
 from drafter_service.engine import DraftEngine
 from drafter_service.loop_graphs import batch_sizes
-from drafter_service.loop_inputs import LoopInputs, PackedInputs, fill
+from drafter_service.loop_inputs import LoopInputs, PackedInputs, fill, fill_rows
 from drafter_service.loop_state import LoopState
 from drafter_service.sampling_mode import SamplingMode
 
@@ -27,8 +27,6 @@ def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
         column[:] = 99  # of an earlier step
     fill(
         packed.host(4, 10),
-        counts=np.array([5, 1, 2]),
-        tokens=np.array([10, 11, 12, 13, 14, 20, 30, 31]),
         proposal_keys=np.array([-7, 2**40, 0]),
         first_positions=np.array([14, 131, 4785]),  # the second begins at position 100
         first_places=np.array([14, 31, 4785]),
@@ -37,6 +35,7 @@ def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
         temperatures=np.array([1.0, 0.5, 0.0]),
         new_blocks=np.array([[40, 41], [51, 52], [299, 0]]),
     )
+    fill_rows(packed.host(4, 10), np.array([5, 1, 2]), np.array([10, 11, 12, 13, 14, 20, 30, 31]))
     packed.send(4, 10)
     tables = torch.zeros(NUM_SLOTS, MAX_BLOCKS, dtype=torch.int32)
     tables[0, 0] = 50

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from foretelling import Foreteller
 from harness import Reply, Rows, Stream, Text, connect, make_engine, opened
-from tiny_head import TARGET_VOCAB, TinyHead
+from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
 
 from drafter_service import drafts_ahead
 from drafter_service.drafts_ahead import MAX_UPCOMING, STEPS_AFTER_WASTE
 from drafter_service.engine import DraftEngine
-from drafter_service.proposer import Proposer
+from drafter_service.proposer import Prepared, Proposer
 from drafter_service.sampling_mode import SamplingMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -33,12 +34,11 @@ TEXTS = {i: Text(i) for i in range(1, 9)}
 def begin(engine: DraftEngine) -> bool:
     """Has drafts begun if the engine's thread would; whether it would."""
     deadline = time.monotonic() + (5.0 if engine.device.type == "cuda" else 0.0)
-    while not engine.can_begin_ahead and time.monotonic() < deadline:
+    while not (can_begin := engine.look_ahead()) and time.monotonic() < deadline:
         time.sleep(0.001)  # until the device has written
-    if engine.can_begin_ahead:
+    if can_begin:
         engine.ahead.begin()
-        return engine.ahead.has_begun
-    return False
+    return can_begin and engine.ahead.has_begun
 
 
 def verified(ids: Iterable[int] = IDS, drafts: int = 4) -> list[Rows]:
@@ -193,6 +193,188 @@ def test_a_step_that_comes_first_leaves_nothing_to_begin():
     assert_same(stream.step(verified()), without(verified())[0])
     teller.held.pop()()
     assert not begin(stream.engine)
+
+
+# What is prepared before the tokens are there.
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
+    """What has been prepared, of steps that were not foretold too."""
+    made, prepare = [], Proposer.prepare
+
+    def noted(self: Proposer, *args: Any) -> Prepared:
+        made.append(prepare(self, *args))
+        return made[-1]
+
+    monkeypatch.setattr(Proposer, "prepare", noted)
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_was_prepared_once_is_begun_with_as_few_rows_as_there_are(mode, device, prepared, monkeypatch):
+    expected = without(verified(), mode, device=device)[0]
+    stream = prompted(make_engine(TinyHead(device=device)), mode)
+    teller = Foreteller(stream, device=torch.device(device), holds=device == "cpu")
+    started, start = [], Proposer.start
+    monkeypatch.setattr(Proposer, "start", lambda *args: (started.append(args[1]), start(*args))[1])
+    prepared.clear()
+    teller.foretell(verified())
+    if device == "cpu":  # else the device writes when it likes
+        for _ in range(3):
+            assert not begin(stream.engine)
+        assert len(prepared) == 1
+        teller.held.pop()()
+    assert begin(stream.engine)
+    assert started == prepared
+    assert_same(stream.step(verified()), expected)
+    assert len(prepared) == stream.engine.ahead.num_taken == 1
+
+
+def step_of_others(_: Stream, other: Stream) -> None:
+    assert_same(other.step(verified([5, 3, 1])), without(verified([5, 3, 1]))[0])
+
+
+def step_of_its_own(stream: Stream, _: Stream) -> None:
+    assert stream.step([Rows(6, TEXTS[6], 13, 2, 4)])[6].tokens
+
+
+def sequence_that_closes(stream: Stream, _: Stream) -> None:
+    stream.step(closed=[6])
+
+
+def sequence_that_opens(stream: Stream, _: Stream) -> None:
+    stream.step([Rows(7, TEXTS[7], 0, 14, 4)], [opened(7, 0.7, key=7)])
+
+
+def session_that_opens(stream: Stream, _: Stream) -> None:
+    connect(stream.engine, SamplingMode(gumbel=True, dense=True))
+
+
+def session_that_closes(stream: Stream, other: Stream) -> None:
+    stream.engine.close_session(other.session)
+
+
+def other_batch_begun(stream: Stream, other: Stream) -> None:
+    Foreteller(other).foretell(verified([2, 4]))
+    assert begin(stream.engine)
+    assert_same(other.step(verified([2, 4])), without(verified([2, 4]))[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(step_of_others, step_of_its_own, sequence_that_closes, sequence_that_opens),
+        *(session_that_opens, session_that_closes, other_batch_begun),
+    ],
+)
+def test_what_comes_between_leaves_the_drafts_as_they_are(change: Callable[[Stream, Stream], None], prepared):
+    engine = make_engine(TinyHead())
+    stream, other = prompted(engine, ids=[*IDS, 6]), prompted(engine)
+    teller = Foreteller(stream, holds=True)
+    teller.foretell(verified())
+    assert not begin(engine)
+    change(stream, other)
+    before, taken = len(prepared), engine.ahead.num_taken
+    assert not begin(engine)
+    assert len(prepared) == before + 1  # anew
+    teller.held.pop()()
+    assert begin(engine)
+    assert len(prepared) == before + 1
+    assert_same(stream.step(verified()), without(verified())[0])
+    assert engine.ahead.num_taken == taken + 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_what_comes_between_and_is_at_once_followed_by_the_tokens(looks, prepared):
+    """Nothing is prepared any more when the tokens are there."""
+    engine = make_engine(TinyHead())
+    stream, other = prompted(engine), prompted(engine)
+    teller = Foreteller(stream, holds=True)
+    teller.foretell(verified())
+    if looks:
+        assert not begin(engine)
+    step_of_others(stream, other)
+    prepared.clear()
+    teller.held.pop()()
+    assert begin(engine)
+    assert len(prepared) == 1
+    assert_same(stream.step(verified()), without(verified())[0])
+    assert engine.ahead.num_taken == 1
+
+
+def test_a_prepared_step_that_is_another_begins_nothing():
+    short = [Rows(i, TEXTS[i], 7 + i, 1, 4) for i in IDS]
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream, holds=True)
+    teller.foretell(verified())
+    assert not begin(stream.engine)
+    assert_same(stream.step(short), without(short)[0])
+    teller.held.pop()()
+    assert not begin(stream.engine)
+
+
+def test_of_two_prepared_steps_the_later_one_may_come_first():
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream, holds=True)
+    parts = verified([1, 2]), verified([3, 4, 5])
+    expected = [without(part)[0] for part in parts]
+    for part in parts:
+        teller.foretell(part)
+        assert not begin(stream.engine)
+    for number in (1, 0):
+        teller.held[number]()
+        assert begin(stream.engine)
+        assert_same(stream.step(parts[number]), expected[number])
+    assert stream.engine.ahead.num_taken == 2
+
+
+def test_nothing_is_prepared_while_the_device_may_read_the_last_inputs(prepared, monkeypatch):
+    """Those of a batch in vain, for which nobody waits."""
+    engine = make_engine(TinyHead())
+    stream, other = prompted(engine), prompted(engine)
+    Foreteller(other).foretell(verified([1, 2]))
+    assert begin(engine)
+    is_done = False
+    monkeypatch.setattr(Proposer, "is_done", property(lambda _: is_done))
+    other.step(closed=[1, 2])
+    teller = Foreteller(stream, holds=True)
+    teller.foretell(verified())
+    prepared.clear()
+    assert not begin(engine)
+    assert prepared == []
+    is_done = True
+    assert not begin(engine)
+    assert len(prepared) == 1
+    teller.held.pop()()
+    assert begin(engine)
+    assert len(prepared) == 1
+    assert_same(stream.step(verified()), without(verified())[0])
+
+
+def test_a_sequence_with_room_for_its_rows_and_not_for_more_is_begun():
+    rows = [Rows(1, TEXTS[1], 14, 2, 4)]
+    streams = [connect(make_engine(TinyHead(), max_model_len=20)) for _ in range(2)]
+    for stream in streams:
+        stream.step([Rows(1, TEXTS[1], 0, 14)], [opened(1)])
+    teller = Foreteller(streams[0], holds=True)
+    teller.foretell(rows)
+    assert not begin(streams[0].engine)
+    teller.held.pop()()
+    assert begin(streams[0].engine)
+    assert_same(streams[0].step(rows), streams[1].step(rows))
+    assert streams[0].engine.ahead.num_taken == 1
+
+
+def test_features_at_the_end_of_the_memory_with_no_room_for_more_rows_are_begun():
+    stream = prompted(make_engine(TinyHead()))
+    teller = Foreteller(stream, holds=True, feature_bytes=128 + sum(part.count for part in verified()) * WIDTH * 4)
+    teller.foretell(verified())
+    assert not begin(stream.engine)
+    teller.held.pop()()
+    assert begin(stream.engine)
+    assert_same(stream.step(verified()), without(verified())[0])
 
 
 def numbers(count: int, *tokens: int) -> list[int]:
