@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire.devices import StagedUpload
+from draftwire.devices import StagedUpload, upload
 from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import BLOCK_SIZE
+from draftwire_kernels import gather_true_rows
 from verifier_service.request import Request
 from verifier_service.target import Target
 from verifier_service.target_runner import StepOutput
@@ -45,6 +46,7 @@ class FeatureStore:
             width, dtype = len(fusion.weight), fusion.weight.dtype
         self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=dtype, device=target.device)
         self._upload = StagedUpload(STAGED_ROWS, target.device)
+        self._compile()
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +79,32 @@ class FeatureStore:
             [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
             the current stream, always the same, and the host does not wait.
         """
-        self.read_slots(self._upload(slots_of(spans)), out)
+        gathered = self._place_to_gather(out)
+        torch.index_select(self._rows, 0, self._upload(slots_of(spans)), out=gathered)
+        if gathered is not out:
+            out.copy_(gathered, non_blocking=True)
 
-    def read_slots(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        """The same of rows at places in the cache, [rows] int64 on the store's device."""
+    def read_true_rows(
+        self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Copies the features of verified rows, true ones first; `out` as for `read`, the others as for
+        `gather_true_rows`, where `slots` are places in the cache."""
+        gathered = self._place_to_gather(out)
+        gather_true_rows(self._rows, slots, cu_rows, places, drawn, gathered)
+        if gathered is not out:
+            out.copy_(gathered, non_blocking=True)
+
+    def _compile(self) -> None:
+        """Runs the kernel for features of this width and type, so that no step waits for its compilation."""
+        zero, ends, one = np.zeros(1, np.int64), np.array([0, 1], np.int32), np.ones((1, 1), np.int64)
+        slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self._rows.device)
+        self.read_true_rows(slots, cu_rows, places, drawn, self._rows.new_empty(1, self._rows.shape[1]))
+
+    def _place_to_gather(self, out: torch.Tensor) -> torch.Tensor:
+        """`out` itself, or room on the store's device in its type, from which it is copied."""
         if out.device == self._rows.device and out.dtype == self._rows.dtype:
-            torch.index_select(self._rows, 0, index, out=out)
-        else:
-            out.copy_(self._rows.index_select(0, index), non_blocking=True)
+            return out
+        return self._rows.new_empty(out.shape)
 
 
 def slots_of(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -68,20 +69,21 @@ def begin_features(
     ]
     if not pieces:
         return None
-    counts = np.array([len(work.tokens) for _, _, work in pieces], np.int64)
-    own = np.array([place for _, place, _ in pieces], np.int64)
-    offsets = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-    slots = slots_of([(work.request.blocks, work.start, work.start + len(work.tokens)) for _, _, work in pieces])
-    slot, offset, place = upload([slots, offsets, own.repeat(counts)], drawn.device)
-    is_refused = (offset >= drawn[:, 0].index_select(0, place)).to(torch.int32)
-    true_first = torch.argsort(is_refused, stable=True)
+    slots, cu_rows, places = upload(
+        [
+            slots_of([(work.request.blocks, work.start, work.start + len(work.tokens)) for _, _, work in pieces]),
+            np.array([0, *accumulate(len(work.tokens) for _, _, work in pieces)], np.int32),
+            np.array([place for _, place, _ in pieces], np.int64),
+        ],
+        drawn.device,
+    )
     head = session.stream.head
     bindings, first_rows = [binding for binding, _, _ in pieces], [work.start for _, _, work in pieces]
     features = session.stream.sender.begin(head.dtype, (len(slots), head.width))
     try:
-        store.read_slots(slot.index_select(0, true_first), features.tensor)
+        store.read_true_rows(slots, cu_rows, places, drawn, features.tensor)
         features.seal()
-        span = _foretell(session, bindings, first_rows, features, drawn, own)
+        span = _foretell(session, bindings, first_rows, features, drawn, places)
         for binding in () if span is None else bindings:
             binding.request.is_foretold = True
     except BaseException:
@@ -96,7 +98,7 @@ def _foretell(
     first_rows: list[int],
     features: Outgoing,
     drawn: torch.Tensor,
-    places: np.ndarray,
+    places: torch.Tensor,
 ) -> draft_pb2.SharedSpan | None:
     """Tells the drafter what step will follow, if it can begin with that, and has what is `drawn` at `places` put on
     its board; where it may see that, and read the features then."""
@@ -105,9 +107,10 @@ def _foretell(
         return None
     if not session.has_room or not all(binding.sequence_id for binding in bindings):
         return None
-    (place,) = upload([places], drawn.device)
+    # Every other int32 is the low half of a number and equals it: one launch, where `to` would be another.
+    numbers = drawn.view(torch.int32)[:, ::2].index_select(0, places)
     try:
-        span = stream.board.post(drawn.index_select(0, place).to(torch.int32))
+        span = stream.board.post(numbers)
     except SegmentError as error:
         logger.warning("drafter %s: steps are not foretold any more: %s", stream.address, error)
         stream.board = None

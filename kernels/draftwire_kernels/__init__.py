@@ -1,4 +1,5 @@
-"""Kernels of speculative decoding: Gumbel-max sampling, rejection sampling, logit processing, paged attention.
+"""Kernels of speculative decoding: Gumbel-max sampling, rejection sampling, logit processing, paged attention, and the
+gathering of verified rows.
 
 Every function takes and returns tensors, on the CPU or CUDA; torch and numpy are the only dependencies.
 """
@@ -12,6 +13,7 @@ from draftwire_kernels.noise import NOISE_VERSION
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 from draftwire_kernels.rates import acceptance_length_to_rates, unconditional_to_conditional_rates
 from draftwire_kernels.rejection import rejection_sample
+from draftwire_kernels.true_rows import gather_true_rows
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Suppression",
     "acceptance_length_to_rates",
     "derive_stream_keys",
+    "gather_true_rows",
     "gumbel_sample",
     "paged_attention",
     "process_logits",

@@ -39,20 +39,21 @@ def check_logits(name: str, value: object) -> Tensor:
     return value
 
 
-def check_cu_rows(cu_rows: object, num_rows: int, device: torch.device) -> int:
-    """Raise ValueError unless `cu_rows` is [B + 1] int32; its values are checked on the CPU. Returns B."""
+def check_cu_rows(cu_rows: object, num_rows: int, device: torch.device, what: str = "rows of logits") -> int:
+    """Raise ValueError unless `cu_rows` is [B + 1] int32 for `num_rows` rows, which a message calls `what`; its values
+    are checked on the CPU. Returns B."""
     check_tensor("cu_rows", cu_rows, ("B + 1",), (torch.int32,), host_or(device))
     assert isinstance(cu_rows, Tensor)
     num_requests = cu_rows.shape[0] - 1
     if not 1 <= num_requests <= num_rows:
         raise ValueError(
-            f"cu_rows: got {cu_rows.shape[0]} entries, expected B + 1 for 1 <= B <= {num_rows}, the rows of logits"
+            f"cu_rows: got {cu_rows.shape[0]} entries, expected B + 1 for 1 <= B <= {num_rows}, the {what}"
         )
     if cu_rows.device.type == "cpu":
         values = cu_rows.tolist()
         increasing = all(a < b for a, b in pairwise(values))
         if values[0] != 0 or values[-1] != num_rows or not increasing:
-            raise ValueError(f"cu_rows: got {values}, expected increasing values from 0 to {num_rows} (rows of logits)")
+            raise ValueError(f"cu_rows: got {values}, expected increasing values from 0 to {num_rows} ({what})")
     return num_requests
 
 

@@ -5,7 +5,7 @@ Wrong features never change the output, so the chi-square cannot see them; this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -151,12 +151,17 @@ def test_a_prefix_that_is_in_the_cache_changes_no_step(
 @pytest.fixture(params=[-1, 1], ids=["earlier", "later"])
 def shifted_features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier sends each row the features of the row before or after it."""
-    read = FeatureStore.read_slots
 
-    def read_shifted(store: FeatureStore, index: torch.Tensor, out: torch.Tensor) -> None:
-        read(store, (index + request.param).clamp(0, len(store._rows) - 1), out)
+    def shifted(read: Callable[..., None]) -> Callable[..., None]:
+        def read_shifted(store: FeatureStore, *args: object) -> None:
+            rows, store._rows = store._rows, store._rows.roll(-request.param, 0)
+            read(store, *args)
+            store._rows = rows
 
-    monkeypatch.setattr(FeatureStore, "read_slots", read_shifted)
+        return read_shifted
+
+    for read in (FeatureStore.read, FeatureStore.read_true_rows):
+        monkeypatch.setattr(FeatureStore, read.__name__, shifted(read))
 
 
 @pytest.mark.usefixtures("shifted_features")

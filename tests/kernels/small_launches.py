@@ -1,4 +1,4 @@
-"""One small launch of each sampling kernel, for `compute-sanitizer`; needs CUDA. See benchmarks/kernels_check.sh.
+"""One small launch of each kernel but those of attention, for `compute-sanitizer`; needs CUDA. See kernels_check.sh.
 
     python tests/kernels/small_launches.py [PART PARTS]
 
@@ -12,7 +12,14 @@ from functools import partial
 import torch
 from test_kernels_rejection import RATES, Batch
 
-from draftwire_kernels import DraftLogits, LogitsSampling, gumbel_sample, process_logits, rejection_sample
+from draftwire_kernels import (
+    DraftLogits,
+    LogitsSampling,
+    gather_true_rows,
+    gumbel_sample,
+    process_logits,
+    rejection_sample,
+)
 from draftwire_kernels.gpu import launch
 from draftwire_kernels.gpu.tuning import Tuning
 
@@ -77,6 +84,13 @@ def filter_rows() -> None:
     process_logits(torch.randn(6, 5003, device="cuda"), sampling, backend="triton")
 
 
+def gather() -> None:
+    """More sequences than are looked at together, and a width of which a program copies a part."""
+    rows, places = torch.randn(900, 3001, device="cuda").bfloat16(), torch.arange(300, device="cuda")
+    drawn, cu_rows = (places % 4)[:, None], torch.arange(301, device="cuda", dtype=torch.int32) * 3
+    gather_true_rows(rows, torch.arange(900, device="cuda"), cu_rows, places, drawn, torch.empty_like(rows))
+
+
 def main() -> None:
     launches: list[tuple[str, Callable[[], None]]] = [
         *((f"{method} {form} {'float64' if wide else 'float32'}", partial(verify, method, form, wide))
@@ -85,6 +99,7 @@ def main() -> None:
           for method in ("standard", "synthetic") for requests in (5, 33, 64)),
         *((f"gumbel {dtype}", partial(sample, dtype)) for dtype in (torch.float32, torch.bfloat16)),
         ("filters", filter_rows),
+        ("true rows", gather),
     ]  # fmt: skip
     part, parts = (int(argument) for argument in sys.argv[1:] or ("0", "1"))
     for name, call in launches[part::parts]:

@@ -383,7 +383,7 @@ def test_heads_of_different_layers_get_their_own_features():
 
 def fusing_head(fingerprint: str, factor: float) -> dict[str, Any]:
     """A head of two states: `factor` times the sum of a row's features, twice."""
-    fusion = FeatureFusion(torch.full((2, WIDTH), factor))
+    fusion = FeatureFusion(torch.full((2, WIDTH), factor, dtype=torch.float32))
     return {"fingerprint": fingerprint, "fusion": fusion, "fusion_digest": str(factor), "row_bytes": 8}
 
 

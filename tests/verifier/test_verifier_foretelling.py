@@ -130,6 +130,16 @@ def test_drafts_that_come_after_another_step_than_was_foretold_are_not_read_from
     told.stream.board = board
 
 
+def test_numbers_are_those_of_the_drafters_sequences_wherever_the_draw_has_them():
+    told = Told()
+    told.requests.reverse()  # the step's, and not the session's
+    told.requests.insert(1, told.scene.decode(4))  # which the drafter has no place of yet
+    told.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
+    (upcoming,) = told.foretold
+    numbers = told.board.read(upcoming.drawn.offset, (3, upcoming.columns)).tolist()
+    assert numbers == [[2, 5, 9, -1, -1], [4, 5, 6, 7, 2], [1, 8, -1, -1, -1]]
+
+
 def test_who_is_foretold_is_marked_until_the_draw_is_committed():
     told = Told()
     assert not any(request.is_foretold for request in told.requests)
