@@ -343,6 +343,8 @@ class Engine:
             if min(rooms) >= 0:
                 with self._on_steps():
                     self._pass_ahead.launch(list(zip(running, rooms, strict=True)))
+                if self._pass_ahead.sees_drafts:  # their answer need not be read first
+                    self._pass_ahead.begin_with_board()
         except Exception as error:
             self._end_failed(list(running), error)
 

@@ -39,6 +39,11 @@ class GraphInputs:
         self.batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
 
 
+    def on_host(self, size: int) -> Tensor:
+        """[size] int64 zeros that can be copied from; pinned for a GPU."""
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self.all_rows.is_cuda)
+
+
 class StagedStep:
     """A step between the host and the memory that the graph of a bucket reads. It may be filled after it was sent,
     until the stream comes to that; unfilled it is padding, whose rows are at position 0.
@@ -53,8 +58,8 @@ class StagedStep:
         """Of up to so many sequences with so many blocks each."""
         self._inputs = inputs
         self._bucket = bucket
-        self._token_ids, self._positions = _pinned(bucket.num_rows), _pinned(bucket.num_rows)
-        self._logit_rows = None if bucket.has_all_logits else _pinned(bucket.num_logit_rows)
+        self._token_ids, self._positions = inputs.on_host(bucket.num_rows), inputs.on_host(bucket.num_rows)
+        self._logit_rows = None if bucket.has_all_logits else inputs.on_host(bucket.num_logit_rows)
         self._batch = inputs.batch.stage(num_sequences, min(num_blocks, inputs.max_blocks))
         self.token_ids = self._token_ids.numpy()
 
@@ -86,8 +91,3 @@ class StagedStep:
             max_length=inputs.max_blocks * BLOCK_SIZE,
         )
         return LoadedStep(token_ids, positions, logit_rows, batch)
-
-
-def _pinned(size: int) -> Tensor:
-    """[size] int64 zeros in pinned memory."""
-    return torch.zeros(size, dtype=torch.int64, pin_memory=True)

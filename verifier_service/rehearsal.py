@@ -24,6 +24,7 @@ from verifier_service.draft_stream import Answered, Connected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind
+from verifier_service.graph_inputs import GraphInputs, StagedStep
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.request_metrics import RequestMetrics
@@ -31,19 +32,22 @@ from verifier_service.request_outputs import RequestOutputs
 from verifier_service.sampler import PendingDraw, TokenSampler
 from verifier_service.scheduler import Work
 from verifier_service.step_times import StepTimes
-from verifier_service.target_runner import HeldStep
+from verifier_service.target_buckets import Bucket
+from verifier_service.target_runner import HeldStep, StepRows
 
 _CPU = torch.device("cpu")
 _DRAFTS, _EMITTED = 4, [1, 2, 3]  # in a step
 _PROMPT = [1] * 3
 _MODEL_LEN = 512
+_MODEL_BLOCKS = blocks_for(_MODEL_LEN)
 _VOCAB = 16
 _HEAD = HeadInfo("0" * 16, (1, 2, 3), torch.float32, _VOCAB, None, 96, 16, 1024, _MODEL_LEN)
 _SEGMENT_BYTES = 1 << 20
 
 
 class Rehearsal:
-    """Steps of a few requests: from their tokens to the message, and from the drafter's answer to the next begin.
+    """Steps of a few requests: from their tokens to the message and the pass that waits for drafts, and from the
+    drafter's answer to its begin.
 
     Attributes
     ----------
@@ -53,7 +57,7 @@ class Rehearsal:
         Times that `run` yields before the thread waits for what the rest is made of.
     """
 
-    parts = ("tokens read", "tokens committed", "message built and sent", "answer read", "step begun")
+    parts = ("tokens read", "tokens committed", "message built and sent", "pass filled", "answer read", "step begun")
 
     num_marks_before_wait = 0
 
@@ -80,6 +84,9 @@ class Rehearsal:
         self._drawn = torch.tensor([[len(_EMITTED), *_EMITTED, *[-1] * (_DRAFTS + 1 - len(_EMITTED))]] * num_requests)
         self._num_requests = num_requests
         self._requests: list[Request] = []
+        rows = (_DRAFTS + 1) * num_requests
+        bucket = Bucket(num_requests, _DRAFTS + 1, rows, rows)
+        self._staged = StagedStep(GraphInputs([bucket], _MODEL_BLOCKS, _CPU), bucket, num_requests, _MODEL_BLOCKS)
 
     def prepare(self) -> None:
         """Has drafts that were verified, of other requests where the last ones have come to their end."""
@@ -113,16 +120,19 @@ class Rehearsal:
         self._drafting.flush(self._requests, self._stores, watches=False)
         sent = time.monotonic()
         yield sent
+        gate = self._drafting.gate
+        gate.all_wait(self._requests)
+        gate.expected_drafts(self._requests)
         expected = ExpectedStep([(request, _DRAFTS) for request in self._requests])
-        computed: Any = None
-        expected.launch(lambda _: HeldStep(lambda _: computed, lambda: None))
-        awaited = self._drafting.gate.awaited_answer()
+        expected.launch(self._fill)
+        awaited = gate.awaited_answer()
         assert awaited is not None
         expected.foresee(awaited.requests, awaited.num_drafts)
-        yield None
+        filled = time.monotonic()
+        yield filled
         self._answer()
         yield None
-        skipped = time.monotonic() - sent
+        skipped = time.monotonic() - filled
         answers = self._read()
         yield time.monotonic() - skipped
         tokens = read_ahead(answers[0].drafts, awaited, _VOCAB)
@@ -130,6 +140,12 @@ class Rehearsal:
         expected.begin_with(tokens)
         yield time.monotonic() - skipped
         self._take(answers)
+
+    def _fill(self, step: StepRows) -> HeldStep:
+        """Tells a reserved pass what it is."""
+        self._staged.fill(step)
+        computed: Any = None
+        return HeldStep(lambda _: computed, lambda: None)
 
     def _answer(self) -> None:
         """The drafter's."""
@@ -220,7 +236,7 @@ def _request(number: int) -> Request:
     params = resolve_sampling_params(build_sampling_params(temperature=1.0, max_tokens=_MODEL_LEN - len(_PROMPT)))
     output = OutputBuilder(params, frozenset(), None)
     request = Request(f"{number}", _PROMPT, params, _DRAFTS, NoiseKeys(1, 2, 3), output, _MODEL_LEN)
-    request.blocks = list(range(1, 1 + blocks_for(_MODEL_LEN)))
+    request.blocks = list(range(1, 1 + _MODEL_BLOCKS))
     request.tokens.append(_EMITTED[0])
     request.num_computed = len(_PROMPT)
     return request
