@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from draftwire.kv_cache import RaggedBatch
@@ -39,13 +38,8 @@ class PlayedGraph(target_runner._Graph):
 
 
 @torch.inference_mode()
-def play_graphs(runner: TargetRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def play_graphs(runner: TargetRunner) -> None:
     """Has it compute every step by the graph that a GPU would."""
-
-    def pinned(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int64)
-
-    monkeypatch.setattr(graph_inputs, "_pinned", pinned)  # there is no such memory
     memory: list[torch.Tensor] = []
     for buckets in (runner._buckets.with_prompts, runner._buckets.decoding):
         inputs = graph_inputs.GraphInputs(buckets, runner._max_blocks, torch.device("cpu"))
