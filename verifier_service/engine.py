@@ -339,14 +339,23 @@ class Engine:
             return
         self.times.enter(Phase.WAIT)
         try:
-            rooms = list(map(self.scheduler.place_drafts, running, num_drafts))
-            if min(rooms) >= 0:
-                with self._on_steps():
-                    self._pass_ahead.launch(list(zip(running, rooms, strict=True)))
-                if self._pass_ahead.sees_drafts:  # their answer need not be read first
-                    self._pass_ahead.begin_with_board()
+            self._launch_pass(running, num_drafts)
+            self._await_drafts()
         except Exception as error:
             self._end_failed(list(running), error)
+
+    def _launch_pass(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> None:
+        """Launches the pass of these requests with so many drafts at most, if there is room for their last tokens."""
+        rooms = list(map(self.scheduler.place_drafts, requests, num_drafts))
+        if min(rooms) >= 0:
+            with self._on_steps():
+                self._pass_ahead.launch(list(zip(requests, rooms, strict=True)))
+
+    def _await_drafts(self) -> None:
+        """Has the pass that was launched begin as soon as its drafts are seen."""
+        self._pass_ahead.foresee()
+        if self._pass_ahead.sees_drafts:  # their answer need not be read first
+            self._pass_ahead.begin_with_board()
 
     def _would_part(self, flight: Flight, can_go: Callable[[Request], bool]) -> bool:
         """Whether a step beside one that is in flight would part requests that a step after it has together: some
@@ -579,9 +588,12 @@ class Engine:
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             self._outputs.commit(flight.works, drawn, now)
+            has_filled = self._fill_reserved()
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
             self._events.expect()
             self._has_told = True
+            if has_filled:
+                self._await_drafts()
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
 
@@ -600,6 +612,16 @@ class Engine:
         if max(rooms) > 1 and num_drafts is not None:
             with self._on_steps():
                 self._pass_ahead.reserve(running, num_drafts)
+
+    def _fill_reserved(self) -> bool:
+        """Fills the pass behind a step that has landed, where drafters draft already after what it has drawn: their
+        drafts may come before the message is built. Whether it did."""
+        if not self._pass_ahead.is_reserved:
+            return False
+        num_drafts = self.drafting.gate.drafts_to_come(self.scheduler.running, has_landed=True)
+        if num_drafts is not None:
+            self._launch_pass(self.scheduler.running, num_drafts)
+        return not self._pass_ahead.is_reserved
 
     def _practise(self, flight: Flight) -> None:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""

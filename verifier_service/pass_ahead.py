@@ -88,16 +88,20 @@ class PassAhead:
         self.reserve_s, self._reserved_until = now - began, now + PATIENCE_S
 
     def launch(self, expected: Sequence[tuple[Request, int]]) -> None:
-        """Launches the pass of these requests with so many drafts, unless it was the last one."""
-        step = ExpectedStep(expected)
+        """Launches the pass of these requests with so many drafts, or fills the one that is reserved, unless it was the
+        last one."""
+        step, self._awaited = ExpectedStep(expected), None
         if step.is_same(self._step):
             self._drop_reserved()
             return
         self._step = step
         step.launch(self._hold_or_fill)
+
+    def foresee(self) -> None:
+        """Prepares to begin it with the drafts that its requests wait for."""
         self._awaited = self._gate.awaited_answer()
-        if self._awaited is not None:
-            step.foresee(self._awaited.requests, self._awaited.num_drafts)
+        if self._awaited is not None and self._step is not None:
+            self._step.foresee(self._awaited.requests, self._awaited.num_drafts)
 
     def _hold_or_fill(self, step: StepRows) -> HeldStep | None:
         """The pass of a step: the reserved one, where that fits."""

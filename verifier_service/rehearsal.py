@@ -46,8 +46,8 @@ _SEGMENT_BYTES = 1 << 20
 
 
 class Rehearsal:
-    """Steps of a few requests: from their tokens to the message and the pass that waits for drafts, and from the
-    drafter's answer to its begin.
+    """Steps of a few requests: from their tokens to the pass that waits for drafts and the message, and from the
+    drafter's answer to the pass's begin.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Rehearsal:
         Times that `run` yields before the thread waits for what the rest is made of.
     """
 
-    parts = ("tokens read", "tokens committed", "message built and sent", "pass filled", "answer read", "step begun")
+    parts = ("tokens read", "tokens committed", "pass filled", "message built and sent", "answer read", "step begun")
 
     num_marks_before_wait = 0
 
@@ -117,22 +117,21 @@ class Rehearsal:
         yield read
         self._outputs.commit(self._pending.works, drawn, read)
         yield time.monotonic()
-        self._drafting.flush(self._requests, self._stores, watches=False)
-        sent = time.monotonic()
-        yield sent
         gate = self._drafting.gate
-        gate.all_wait(self._requests)
-        gate.expected_drafts(self._requests)
+        gate.drafts_to_come(self._requests, has_landed=True)
         expected = ExpectedStep([(request, _DRAFTS) for request in self._requests])
         expected.launch(self._fill)
+        yield time.monotonic()
+        self._drafting.flush(self._requests, self._stores, watches=False)
+        gate.all_wait(self._requests)
         awaited = gate.awaited_answer()
         assert awaited is not None
         expected.foresee(awaited.requests, awaited.num_drafts)
-        filled = time.monotonic()
-        yield filled
+        sent = time.monotonic()
+        yield sent
         self._answer()
         yield None
-        skipped = time.monotonic() - filled
+        skipped = time.monotonic() - sent
         answers = self._read()
         yield time.monotonic() - skipped
         tokens = read_ahead(answers[0].drafts, awaited, _VOCAB)

@@ -14,7 +14,7 @@ from drafting_scene import Scene, answer_to, make_request
 from engine_scene import VOCAB, WAIT_S, K, Served, make_target
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import draft_session, expected_step
+from verifier_service import draft_session, expected_step, features_ahead
 from verifier_service import engine as engine_module
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
@@ -220,15 +220,13 @@ class Board:
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
 @pytest.mark.parametrize("wrong", [None, 7, -1])
 def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(target, monkeypatch, kind, wrong):
-    """A board that says something else than the answer makes a step that comes to nothing, now and then."""
+    """It is filled before the drafters are told of its tokens. A board that says something else than the answer makes
+    a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
+    monkeypatch.setattr(features_ahead, "_foretell", lambda *_: pb.SharedSpan())
     own, board = Noted(target), Board()
-    awaited_answer, begin_with_board = StepGate.awaited_answer, own.engine._pass_ahead.begin_with_board
-    begun, written = [], []
-
-    def awaited_on_board(gate: StepGate) -> AwaitedAnswer | None:
-        awaited = awaited_answer(gate)
-        return None if awaited is None else awaited._replace(drawn=pb.SharedSpan())
+    begin_with_board = own.engine._pass_ahead.begin_with_board
+    begun, written, filled = [], [], []
 
     def noted_begin_with_board() -> bool:
         begun.append(begin_with_board())
@@ -248,12 +246,12 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
             if written[-1] is not None:
                 drafts[0, 1] = wrong
             board.written = drafts[:, : max(step.num_drafts)]
+            filled.append(own.engine._pass_ahead.is_pending and not own.engine._pass_ahead.is_reserved)
         steps.put(step)
 
     steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
     has_begun = threading.Event()
     threading.Thread(target=answer_all, daemon=True).start()
-    monkeypatch.setattr(StepGate, "awaited_answer", awaited_on_board)
     monkeypatch.setattr(StepGate, "part_next", lambda _: None)  # all requests stay in one step
     own.engine._pass_ahead.begin_with_board = noted_begin_with_board  # type: ignore[method-assign]
     stream = own.connect()
@@ -266,6 +264,7 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     if not kind:
         assert found == undrafted(target, REQUESTS)
     assert len(written) >= len(begun) > 0.7 * len(written) > 7
+    assert filled.count(True) > 0.5 * len(filled)
     assert begun.count(False) == (0 if wrong != -1 else pytest.approx(len(begun) / 3, abs=2))
     assert len(own.held) == own.num_begun + own.num_dropped
     assert own.num_foreseen <= len(written) - begun.count(True)  # the others were begun by their answers
