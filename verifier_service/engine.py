@@ -582,6 +582,7 @@ class Engine:
             elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
             self._landed = flight
+            self.times.land()
             self._landed_at = now = time.monotonic()
             self._was_delayed = self._flight is not None and self._flight.has_prompts
             self._practice.end(now)

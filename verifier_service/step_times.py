@@ -55,7 +55,8 @@ class StepTimes:
         self._lock = threading.Lock()  # a reader between the fields would show a counter that falls
         self._phase = Phase.IDLE
         self._since = clock()
-        self._own = dict.fromkeys(Phase, 0.0)  # of the thread since the last step ended
+        self._own = dict.fromkeys(Phase, 0.0)  # of the thread since the last step landed
+        self._landed: dict[Phase, float] | None = None  # of the step that has landed and is not counted yet
         self._seconds = dict.fromkeys(Phase, 0.0)  # until then
         self._draft_s = 0.0
         self._wire_s = 0.0
@@ -88,16 +89,23 @@ class StepTimes:
         self._wire_s += self._waited_s - draft_s
         self._waited_s = self._computed_s = 0.0
 
+    def land(self) -> None:
+        """The step's tokens are there: what the thread does from here on is for the next one."""
+        self.enter(Phase.HOST)
+        self._landed, self._own = self._own, dict.fromkeys(Phase, 0.0)
+
     def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
-        """Takes the time since the last step ended; on a GPU with the step's marks, unless it failed.
+        """Counts the step that has landed, or else lands now; on a GPU with the step's marks, unless it failed. To be
+        called before the next one lands.
 
         Returns
         -------
         tuple[float, float]
             Seconds that the step took, VERIFY and SAMPLE, and those of HOST, which went before it.
         """
-        self.enter(Phase.HOST)
-        own = self._own
+        if self._landed is None:
+            self.land()
+        own, self._landed = self._landed or {}, None
         verify_s, sample_s = own[Phase.VERIFY], own[Phase.SAMPLE]
         total_s = own[Phase.HOST] + verify_s + sample_s
         if marks is not None:
@@ -109,7 +117,6 @@ class StepTimes:
             self._seconds[Phase.VERIFY] += verify_s
             self._seconds[Phase.SAMPLE] += sample_s
             self._seconds[Phase.HOST] += host_s
-            self._own = dict.fromkeys(Phase, 0.0)
         self.histogram.observe(
             {
                 "draft": self._draft_s,

@@ -153,3 +153,20 @@ def test_a_bucket_has_the_steps_up_to_its_bound_and_the_last_one_all():
         histogram.observe({"verify": seconds})
     counts = {sample.labels["le"]: sample.value for sample in histogram.collect().samples if "le" in sample.labels}
     assert [counts[bound] for bound in ("0.0005", "0.001", "0.005", "5.0", "+Inf")] == [0, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("late", [0.0, 2.5])
+def test_a_step_that_is_counted_late_has_no_time_of_the_next_one(scene, late):
+    """Which has begun by then: every other step is counted `late` seconds after that."""
+    for i in range(4):
+        begin = scene.clock.now + 1
+        scene.spend(Phase.WAIT, 0.75)
+        scene.spend(Phase.HOST, 0.25)
+        scene.spend(Phase.VERIFY, late)
+        if i % 2:  # the step before
+            scene.times.end_step(StepMarks(*map(Mark, (begin - 4.25, begin - 1.25, begin - 1))))
+        scene.spend(Phase.SAMPLE, 3.25 - late)
+        scene.times.land()
+        if i % 2:
+            scene.times.end_step(StepMarks(*map(Mark, (begin, begin + 3, begin + 3.25))))
+    assert times_of(scene) == pytest.approx({"wire_s": 3, "verify_s": 12, "sample_s": 1, "host_s": 1})
