@@ -169,13 +169,23 @@ class DraftsAhead:
     def _prepare_first(self) -> None:
         """Prepares the first step that has room for as many rows and drafts as it can have."""
         for session, step in self._upcoming:
-            if session.steps_ahead <= 0:
+            counts = np.full(len(step.sequence_ids), step.columns - 1)
+            if session.steps_ahead <= 0 or not self._has_room(session, step, counts):
                 continue
-            batch = self._prepare(session, step, np.full(len(step.sequence_ids), step.columns - 1))
-            if batch is not None and np.array_equal(batch.num_drafts, step.num_drafts):
-                self._prepared = batch
+            self._prepared = self._prepare(session, step, counts)
+            if self._prepared is not None:
                 break
         self._has_tried = True
+
+    def _has_room(self, session: Session, step: UpcomingStep, counts: np.ndarray) -> bool:
+        """Whether its open sequences have the blocks for so many rows and their drafts, or can have them: what may not
+        be drawn takes none that others need."""
+        slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids])
+        if min(slots.tolist()) < 0:
+            return False
+        num_rows = counts + step.num_drafts - 1
+        self._table.reserve_ahead(slots, num_rows)
+        return bool(self._table.has_room(slots, step.first_rows + num_rows).all())
 
     def _prepare(self, session: Session, step: UpcomingStep, counts: np.ndarray) -> PreparedBatch | None:
         """Does all for a step that does not depend on what is drawn; None where it does not fit its sequences, or the
@@ -226,11 +236,12 @@ class DraftsAhead:
             features = self._head.fuse(features.to(self._loop.states.device, non_blocking=True))
         self._loop.state_rows(0, num_rows).copy_(features, non_blocking=True)
         launched = self._proposer.start(batch.inputs, counts, tokens)
-        drafts = self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts)
-        step.board.answer(step.generation, step.offset, drafts)
         session.steps_ahead -= 1
         rows = DraftRows(batch.slots, step.first_rows, counts, step.num_drafts, tokens)
         self._begun = BatchAhead(session, batch.places, rows, began, launched)
+        if launched.num_drafts == max(step.num_drafts.tolist()):  # else there is no room for so many
+            drafts = self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts)
+            step.board.answer(step.generation, step.offset, drafts)
 
     def _read(self, step: UpcomingStep) -> tuple[np.ndarray, np.ndarray] | None:
         """Counts int64 [S] and tokens int32 [T] of a step's rows; None where those cannot be."""

@@ -305,7 +305,8 @@ class DraftEngine:
         _finish_features(parts)
         for part in parts:
             part.announce()
-        self._table.reserve_ahead(slots, num_drafts)
+        # The next step's: the last token and accepted drafts, and all but the last of as many drafts again.
+        self._table.reserve_ahead(slots, 2 * num_drafts)
         meanwhile()
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:

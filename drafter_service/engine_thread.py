@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from draftwire.mailbox import Mailbox
 from draftwire.practice import Practice, rehearse_with
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineFailureError(Exception):
@@ -116,7 +119,7 @@ class EngineThread:
 
     def _look_ahead(self) -> Callable[[], None] | None:
         """What begins drafts before their step, once it can, for which it prepares; on the engine's thread."""
-        return self._begin_ahead if self.engine.look_ahead() else None
+        return self._begin_ahead if self._guard(self.engine.look_ahead) else None
 
     def _begin_ahead(self) -> None:
         self.times.enter(Phase.COMPUTE)
@@ -195,10 +198,10 @@ class EngineThread:
         self.times.enter(Phase.COMPUTE)
         self._guard(lambda: self.engine.iterate(self._catch_up, self._practise))
 
-    def _guard(self, compute: Callable[[], None]) -> None:
-        """Computes; where there is no memory for it all sessions end."""
+    def _guard(self, compute: Callable[[], T]) -> T | None:
+        """Computes; where there is no memory for it all sessions end, and it gives None."""
         try:
-            compute()
+            return compute()
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
@@ -206,6 +209,7 @@ class EngineThread:
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()
+            return None
 
     def _practise(self, are_there: Callable[[], bool]) -> None:
         """While the device drafts: goes through what follows, until shortly before the drafts are due."""

@@ -120,13 +120,11 @@ class SequenceTable:
         self._extend(slots[~has_room], num_drafts[~has_room] - 1)
         return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
 
-    def reserve_ahead(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
-        """Makes room for the rows of the sequences' next steps and for as many drafts again; one block for each open
-        sequence stays free.
+    def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
+        """Makes room for so many rows after the sequences' true ones; one block for each open sequence stays free.
 
         A step for which there is room is taken with no look at each of its sequences.
         """
-        num_rows = 2 * num_drafts  # the last token and accepted drafts, and all but the last of the new drafts
         end_rows = self.end_row[slots]
         lacks = (self.next_row[slots] + num_rows > end_rows) & (end_rows < self._max_model_len)
         if np.count_nonzero(lacks):

@@ -90,11 +90,10 @@ def read_ahead(answer: draft_pb2.Drafts, awaited: AwaitedAnswer, vocab_size: int
 def read_board(board: VerifierBoard, awaited: AwaitedAnswer, vocab_size: int) -> np.ndarray | None:
     """The draft tokens, int32 [D], that have come on the board before the answer that is awaited; None where they are
     fewer than were asked for. They are good for what those of `read_ahead` are."""
-    assert awaited.drawn is not None
-    num_drafts = np.array(awaited.num_drafts)
-    most = int(num_drafts.max())
-    tokens = board.drafts(awaited.drawn, (len(num_drafts), most))
-    tokens = tokens[np.arange(most) < num_drafts[:, None]]
+    told = awaited.foretold
+    assert told is not None
+    tokens = board.drafts(told.drawn, (len(awaited.num_drafts), told.num_drafts))
+    tokens = tokens[np.arange(told.num_drafts) < np.array(awaited.num_drafts)[:, None]]
     return tokens if _are_ids(tokens, vocab_size) else None
 
 

@@ -17,7 +17,7 @@ from verifier_service.pacing import NUM_SCOUTS, Message, Pace
 from verifier_service.request import Request
 
 if TYPE_CHECKING:
-    from verifier_service.features_ahead import FeaturesAhead
+    from verifier_service.features_ahead import FeaturesAhead, Foretold
 
 # Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
@@ -45,7 +45,7 @@ class DraftSession:
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
     ahead: FeaturesAhead | None = None  # of the step that has landed last, until they are sent or given up
-    foretold: ForetoldStep | None = None  # the last step that was sent as it was foretold
+    foretold: ForetoldStep | None = None  # the last step that was sent as it was foretold, until it is answered
     # Features that were foretold and then not sent, by the step until whose answer the drafter may read them: the last
     # one that was sent, or the next one.
     unsent: deque[tuple[int, Outgoing]] = field(default_factory=deque)
@@ -60,7 +60,7 @@ class DraftSession:
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return
-        if ahead.drawn is not None:
+        if ahead.foretold is not None:
             self.unsent.append((self.step_id + (self.step_id not in self.unanswered), ahead.features))
         else:
             ahead.features.give_up()
@@ -149,7 +149,7 @@ class ForetoldStep(NamedTuple):
 
     step_id: int
     bindings: list[Binding]
-    drawn: draft_pb2.SharedSpan  # what they come after there
+    told: Foretold
 
 
 class AwaitedAnswer(NamedTuple):
@@ -160,5 +160,4 @@ class AwaitedAnswer(NamedTuple):
     sequence_ids: list[int]
     num_drafts: list[int]
     requests: list[Request]
-    # What its drafts come after on the stream's board; None where they do not come there.
-    drawn: draft_pb2.SharedSpan | None = None
+    foretold: Foretold | None = None  # where its drafts may come on the stream's board before

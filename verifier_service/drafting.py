@@ -435,6 +435,8 @@ class Drafting:
             return
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
+        if session.foretold is not None and session.foretold.step_id <= drafts.step_id:
+            session.foretold = None
         session.give_up_unsent(drafts.step_id)
         session.is_late = session.is_late and bool(session.unanswered)
         try:
@@ -528,7 +530,8 @@ class Drafting:
         for other in self._sessions.values():
             other.pace.pause()
         session.stream.count_received()
-        session.give_up_ahead()  # they keep the session, which keeps them and the memory that is shared
+        session.foretold = None  # it keeps the session, as those do, which keeps them and the memory that is shared
+        session.give_up_ahead()
         session.give_up_unsent()
         for binding in session.bindings:
             del self._bindings[binding.request]

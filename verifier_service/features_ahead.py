@@ -25,6 +25,13 @@ from verifier_service.scheduler import Work
 logger = logging.getLogger(__name__)
 
 
+class Foretold(NamedTuple):
+    """What a drafter was told of a step beforehand."""
+
+    drawn: draft_pb2.SharedSpan  # where the step's numbers are on the board
+    num_drafts: int  # of each sequence
+
+
 class FeaturesAhead(NamedTuple):
     """Room in which the device puts the features of a step's true rows, sequence after sequence, and then others.
 
@@ -35,7 +42,7 @@ class FeaturesAhead(NamedTuple):
     bindings: list[Binding]
     first_rows: list[int]
     features: Outgoing
-    drawn: draft_pb2.SharedSpan | None  # on the board: the step is foretold, and the features may be read at once
+    foretold: Foretold | None  # if it was: the drafter may read the features before a message names them
 
     def of(self, bindings: list[Binding], first_rows: list[int], num_rows: int) -> Outgoing | None:
         """The features of a message of `num_rows` rows in all; None when they are not those."""
@@ -83,13 +90,13 @@ def begin_features(
     try:
         store.read_true_rows(slots, cu_rows, places, drawn, features.tensor)
         features.seal()
-        span = _foretell(session, bindings, first_rows, features, drawn, places)
-        for binding in () if span is None else bindings:
+        foretold = _foretell(session, bindings, first_rows, features, drawn, places)
+        for binding in () if foretold is None else bindings:
             binding.request.is_foretold = True
     except BaseException:
         features.give_up()
         raise
-    return FeaturesAhead(bindings, first_rows, features, span)
+    return FeaturesAhead(bindings, first_rows, features, foretold)
 
 
 def _foretell(
@@ -99,9 +106,9 @@ def _foretell(
     features: Outgoing,
     drawn: torch.Tensor,
     places: torch.Tensor,
-) -> draft_pb2.SharedSpan | None:
+) -> Foretold | None:
     """Tells the drafter what step will follow, if it can begin with that, and has what is `drawn` at `places` put on
-    its board; where it may see that, and read the features then."""
+    its board; what it was told, and that it may read the features then."""
     stream, num_drafts = session.stream, session.pace.plan.num_drafts
     if stream.board is None or features.offset is None or num_drafts == 0 or not stream.is_direct_next:
         return None
@@ -126,4 +133,4 @@ def _foretell(
         features_offset=features.offset,
     )
     stream.foretell(upcoming)
-    return span
+    return Foretold(span, num_drafts)

@@ -125,10 +125,10 @@ class PassAhead:
     def sees_drafts(self) -> bool:
         """Whether the drafts that it waits for have come on the board, and their answer has not begun it."""
         step, awaited = self._step, self._awaited
-        if awaited is None or awaited.drawn is None or step is None or not step.can_begin_with:
+        if awaited is None or awaited.foretold is None or step is None or not step.can_begin_with:
             return False
         board = awaited.stream.board
-        return board is not None and board.has_drafts(awaited.drawn)
+        return board is not None and board.has_drafts(awaited.foretold.drawn)
 
     def begin_with_board(self) -> bool:
         """Begins it with the drafts that it sees, before the answer that brings them; they come to nothing should that
@@ -137,9 +137,9 @@ class PassAhead:
         assert step is not None
         assert awaited is not None
         assert awaited.stream.board is not None
+        self._awaited = awaited._replace(foretold=None)  # whatever it finds, it looks once
         tokens = read_board(awaited.stream.board, awaited, self._vocab_size)
         if tokens is None:
-            self._awaited = awaited._replace(drawn=None)
             return False
         step.begin_with(tokens)
         self._practice.begin(time.monotonic())

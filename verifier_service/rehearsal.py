@@ -24,6 +24,7 @@ from verifier_service.draft_stream import Answered, Connected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind
+from verifier_service.features_ahead import Foretold
 from verifier_service.graph_inputs import GraphInputs, StagedStep
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
@@ -194,7 +195,7 @@ class AnswerRehearsal:
         drawn = self._board.post(self._drawn)
         assert drawn is not None
         self._drafters_board.answer(drawn.generation, drawn.offset, self._drafts)
-        self._awaited = self._awaited._replace(drawn=drawn)
+        self._awaited = self._awaited._replace(foretold=Foretold(drawn, _DRAFTS))
         self._stream.count_received()
         self._stream.send(draft_pb2.DraftStep(step_id=1))
         self._drafter.receive()

@@ -195,16 +195,17 @@ class StepGate:
         waiting = [binding for binding in session.bindings if binding.wait_until is not None]
         if any(binding.asked_step != step_id for binding in waiting):
             return None
-        foretold, drawn = session.foretold, None
-        if foretold is not None and foretold.step_id == step_id and foretold.bindings == waiting:
-            drawn = foretold.drawn
+        num_drafts, step, foretold = [binding.asked_drafts for binding in waiting], session.foretold, None
+        # More drafts than it was told of are drafted anew.
+        if step is not None and step.step_id == step_id and step.bindings == waiting:
+            foretold = step.told if max(num_drafts, default=0) <= step.told.num_drafts else None
         return AwaitedAnswer(
             session.stream,
             step_id,
             [binding.sequence_id for binding in waiting],
-            [binding.asked_drafts for binding in waiting],
+            num_drafts,
             [binding.request for binding in waiting],
-            drawn,
+            foretold,
         )
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
@@ -245,7 +246,7 @@ class StepGate:
             session, plan = binding.session, binding.session.pace.plan
             if plan.num_groups > 1 or not session.has_room or session.pace.is_off:
                 return None
-            if has_landed and (session.ahead is None or session.ahead.drawn is None):
+            if has_landed and (session.ahead is None or session.ahead.foretold is None or session.pace.skips_next):
                 return None
             wanted = request.num_drafts_wanted if has_landed else request.num_speculative_tokens
             counts.append(min(plan.num_drafts, wanted))

@@ -143,8 +143,8 @@ class StepSender:
             features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
             if features is not None:
                 ahead, session.ahead = session.ahead, None
-                if ahead.drawn is not None:
-                    session.foretold = ForetoldStep(session.step_id, ahead.bindings, ahead.drawn)
+                if ahead.foretold is not None:
+                    session.foretold = ForetoldStep(session.step_id, ahead.bindings, ahead.foretold)
                 return features
         head = session.stream.head
         features = session.stream.sender.begin(head.dtype, (num_rows, head.width))

@@ -7,6 +7,7 @@ written again while it is read gives numbers that no step has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,8 @@ from draftwire.carriers.cuda_segment import cuda_driver
 from draftwire.carriers.segment import ALIGNMENT, Segment, SegmentError, check_span
 from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import draft_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 # Steps that may have been launched and not been read: two groups that take turns, and as many again.
 NUM_PLACES = 4
@@ -42,8 +45,6 @@ class _Board:
         self._place_bytes = (segment.size - ALIGNMENT) // (2 * NUM_PLACES) // ALIGNMENT * ALIGNMENT
         # From the place of what was drawn to that of the drafts after it.
         self._beside = NUM_PLACES * self._place_bytes
-        if write_value is None and device.type == "cuda":
-            write_value = cuda_driver().write_value
         self._write_value = write_value  # None on a CPU, whose writes are done when they are called
 
     def _write(self, numbers: torch.Tensor, offset: int, generation: int) -> None:
@@ -76,6 +77,8 @@ class VerifierBoard(_Board):
         """
         if device.type == "cuda" and not segment.memory.is_pinned():
             raise SegmentError("the board is not pinned")
+        if write_value is None and device.type == "cuda":
+            write_value = cuda_driver().write_value
         super().__init__(segment, device, write_value)
         self._generation = 0
 
@@ -103,8 +106,13 @@ class DrafterBoard(_Board):
 
     def __init__(self, segment: Segment, device: torch.device, write_value: WriteValue | None = None) -> None:
         """`device` is what drafts; `write_value` stands for the driver's function, for tests."""
-        super().__init__(segment, device, write_value)
         self._takes_drafts = device.type != "cuda" or bool(segment.memory.is_pinned())
+        if write_value is None and device.type == "cuda":
+            try:
+                write_value = cuda_driver().write_value
+            except SegmentError as error:
+                self._leave(error)
+        super().__init__(segment, device, write_value)
 
     def check(self, span: pb.SharedSpan, name: str, num_numbers: int) -> None:
         """
@@ -130,4 +138,11 @@ class DrafterBoard(_Board):
         them when the current stream comes to it; without effect where there is no room, or the device cannot write."""
         beside = offset + self._beside
         if self._takes_drafts and beside + drafts.nbytes <= self._segment.size:
-            self._write(drafts, beside, generation)
+            try:
+                self._write(drafts, beside, generation)
+            except SegmentError as error:
+                self._leave(error)
+
+    def _leave(self, error: SegmentError) -> None:
+        logger.warning("drafts are not written on the board: %s", error)
+        self._takes_drafts = False

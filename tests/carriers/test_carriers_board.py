@@ -82,6 +82,20 @@ def test_drafts_past_the_end_of_the_board_are_not_written():
     assert writer.has_drafts(span)
 
 
+def test_a_device_that_cannot_write_drafts_is_left_alone(caplog):
+    segment, calls = HostSegment.unshared(board_bytes(1, 4), CPU), []
+
+    def fail(*call: int) -> None:
+        calls.append(call)
+        raise SegmentError("not here")
+
+    board = DrafterBoard(segment, CPU, fail)
+    for _ in range(3):
+        board.answer(1, 128, torch.ones(1, 4, dtype=torch.int32))
+    assert len(calls) == 1
+    assert "drafts are not written on the board: not here" in caplog.text
+
+
 def test_the_generation_comes_behind_the_numbers():
     seen = []
     segment = HostSegment.unshared(board_bytes(2, 2), CPU)

@@ -195,7 +195,7 @@ def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.nda
 
 def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
     table, slots = table_of(16, [16, 9, 8, 96])
-    table.reserve_ahead(slots, np.array([4, 4, 4, 4]))
+    table.reserve_ahead(slots, np.array([8, 8, 8, 8]))
     # The next step brings up to 5 rows, and 3 rows follow for drafts: from 9 and 8 on they end at 17 and 16.
     assert table.num_blocks[slots].tolist() == [2, 2, 1, 6]
     assert table.has_room(slots[:3], np.array([24, 17, 16])).all()
@@ -203,7 +203,7 @@ def test_the_next_step_finds_the_blocks_that_it_needs() -> None:
 
 def test_blocks_taken_ahead_leave_one_for_each_sequence() -> None:
     table, slots = table_of(8, [16, 16, 16])
-    table.reserve_ahead(slots, np.array([4, 4, 4]))
+    table.reserve_ahead(slots, np.array([8, 8, 8]))
     assert table.num_free_blocks == 3
     assert table.num_blocks[slots].tolist() == [2, 2, 1]
 

@@ -97,6 +97,24 @@ def test_drafts_on_the_board_end_where_fewer_are_wanted():
     assert numbers == [found[i].tokens + [-1] * (3 - len(found[i].tokens)) for i in IDS]
 
 
+def test_nothing_is_on_the_board_where_there_is_room_for_fewer_drafts_of_all():
+    """They would stand where others are looked for."""
+    stream = connect(make_engine(TinyHead(), max_model_len=18))
+    rows = [Rows(i, TEXTS[i], 12, 3, 4) for i in (1, 2)]
+    stream.step([Rows(i, TEXTS[i], 0, 12) for i in (1, 2)], [opened(i, 0.7, key=i) for i in (1, 2)])
+    teller = Foreteller(stream)
+    span = teller.foretell(rows)
+    assert begin(stream.engine)
+    found = stream.step(rows)
+    assert [len(found[i].tokens) for i in (1, 2)] == [4, 4] or not teller.writer.has_drafts(span)
+    rows = [Rows(i, TEXTS[i], 15, 1, 4) for i in (1, 2)]
+    span = teller.foretell(rows)
+    assert begin(stream.engine)
+    found = stream.step(rows)
+    assert [len(found[i].tokens) for i in (1, 2)] == [3, 3]
+    assert not teller.writer.has_drafts(span)
+
+
 def test_a_step_that_is_begun_by_its_message_writes_nothing_on_the_board():
     stream = prompted(make_engine(TinyHead()))
     teller = Foreteller(stream)

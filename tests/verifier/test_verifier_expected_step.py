@@ -20,6 +20,7 @@ from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.expected_step import ExpectedStep
+from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
 from verifier_service.scheduler import Work
@@ -223,7 +224,7 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     """It is filled before the drafters are told of its tokens. A board that says something else than the answer makes
     a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
-    monkeypatch.setattr(features_ahead, "_foretell", lambda *_: pb.SharedSpan())
+    monkeypatch.setattr(features_ahead, "_foretell", lambda *_: Foretold(pb.SharedSpan(), K))
     own, board = Noted(target), Board()
     begin_with_board = own.engine._pass_ahead.begin_with_board
     begun, written, filled = [], [], []
@@ -245,7 +246,7 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
             written.append(wrong if len(written) % 3 == 0 else None)
             if written[-1] is not None:
                 drafts[0, 1] = wrong
-            board.written = drafts[:, : max(step.num_drafts)]
+            board.written = drafts
             filled.append(own.engine._pass_ahead.is_pending and not own.engine._pass_ahead.is_reserved)
         steps.put(step)
 

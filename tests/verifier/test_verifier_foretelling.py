@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from draftwire.carriers import DrafterBoard, SegmentError, TensorSender, Verifie
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.draft_answer import read_board
+from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Plan
 from verifier_service.request import ReadyDrafts, Request
 from verifier_service.scheduler import Work
@@ -85,10 +88,10 @@ def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
     """Tokens that are read from the board where a drafter has put its drafts after the only step that was foretold."""
     (upcoming,) = told.foretold
     awaited = told.scene.drafting.gate.awaited_answer()
-    assert awaited.drawn == upcoming.drawn
-    assert not told.stream.board.has_drafts(awaited.drawn)
+    assert awaited.foretold == Foretold(upcoming.drawn, K)
+    assert not told.stream.board.has_drafts(upcoming.drawn)
     told.board.answer(upcoming.drawn.generation, upcoming.drawn.offset, drafts)
-    assert told.stream.board.has_drafts(awaited.drawn)
+    assert told.stream.board.has_drafts(upcoming.drawn)
     return read_board(told.stream.board, awaited, VOCAB)
 
 
@@ -99,6 +102,27 @@ def test_drafts_of_a_step_that_was_sent_as_it_was_foretold_are_read_from_the_boa
     told.land(drawn)
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
     assert awaited_drafts(told, drafts).tolist() == list(range(3 * K))
+
+
+@pytest.mark.parametrize("num_drafts", [1, K - 1])
+def test_fewer_drafts_than_were_foretold_are_the_first_ones_of_each_sequence(num_drafts):
+    told = Told()
+    told.launch([[5], [5, 6], [5]])
+    told.session.pace.governor.plan = Plan(num_drafts)
+    told.land([[5], [5, 6], [5]])
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == drafts[:, :num_drafts].flatten().tolist()
+
+
+def test_more_drafts_than_were_foretold_are_not_read_from_the_board():
+    told = Told()
+    told.session.pace.governor.plan = Plan(K - 1)
+    told.launch([[5], [5], [5]])
+    told.session.pace.governor.plan = Plan(K)
+    told.land([[5], [5], [5]])
+    awaited = told.scene.drafting.gate.awaited_answer()
+    assert awaited.num_drafts == [K] * 3
+    assert awaited.foretold is None
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
@@ -115,18 +139,18 @@ def test_drafts_that_come_after_another_step_than_was_foretold_are_not_read_from
     told = Told()
     told.launch([[5], [5], [5]])
     told.land([[5], [5], [5]], ended=told.requests[:1])
-    assert told.scene.drafting.gate.awaited_answer().drawn is None
+    assert told.scene.drafting.gate.awaited_answer().foretold is None
     told.scene.answer(told.stream)
     told.requests = told.requests[1:]
     told.foretold.clear()
     told.launch([[5], [5]])
     told.land([[5], [5]])
-    assert told.scene.drafting.gate.awaited_answer().drawn == told.foretold[0].drawn
+    assert told.scene.drafting.gate.awaited_answer().foretold.drawn == told.foretold[0].drawn
     told.scene.answer(told.stream)
     told.stream.board, board = None, told.stream.board
     told.launch([[6], [6]])
     told.land([[6], [6]])  # is not foretold
-    assert told.scene.drafting.gate.awaited_answer().drawn is None
+    assert told.scene.drafting.gate.awaited_answer().foretold is None
     told.stream.board = board
 
 
@@ -178,6 +202,27 @@ def test_a_drafter_that_goes_gives_all_of_it_back():
     ((_, features),) = told.session.unsent
     told.scene.disconnect(told.stream)
     assert features._shared[2].is_given_up
+
+
+def test_nothing_of_a_drafter_that_has_gone_waits_for_a_collector():
+    """Python looks for cycles seldom, and the memory that is shared goes with the session."""
+    told = Told()
+    told.launch([[5], [5], [5]])
+    told.land([[5], [5], [5]])
+    assert told.session.foretold is not None
+    told.scene.answer(told.stream)
+    assert told.session.foretold is None
+    told.launch([[5], [5], [5]])
+    told.land([[5], [5], [5]])
+    assert told.session.foretold is not None
+    session = weakref.ref(told.session)
+    gc.collect()
+    gc.disable()
+    try:
+        told.scene.disconnect(told.stream)
+        assert session() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("why", ["no-board", "features-in-the-message", "no-drafts", "behind-the-stream", "late"])

@@ -244,6 +244,11 @@ class Pace:
         """Has the next message ask for no drafts, so that the cost of a step without any shows."""
         self._skips = True
 
+    @property
+    def skips_next(self) -> bool:
+        """Whether the next message asks for none."""
+        return self._skips
+
     def take_num_drafts(self, has_rows: bool) -> int:
         """Drafts to ask for of each sequence in the next message."""
         skips, self._skips = self._skips and has_rows, self._skips and not has_rows
