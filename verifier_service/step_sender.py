@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from draftwire import config as cfg
 from draftwire.carriers import Outgoing
@@ -121,6 +122,8 @@ class StepSender:
         # The rest is done while the drafter computes.
         asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
         message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
+        if _is_in_vain(session, any(wanted)):
+            message = replace(message, is_behind=True)
         session.unanswered[step.step_id] = message
         for binding, drafts in asked:
             binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)
@@ -205,3 +208,10 @@ class StepSender:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
+
+
+def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:
+    """Whether a drafter was told of another step than that which has just been sent, or of drafts that nobody wants."""
+    if session.foretold is not None and session.foretold.step_id == session.step_id:
+        return not wants_drafts
+    return bool(session.unsent) or (session.ahead is not None and session.ahead.foretold is not None)

@@ -204,6 +204,20 @@ def test_a_drafter_that_goes_gives_all_of_it_back():
     assert features._shared[2].is_given_up
 
 
+@pytest.mark.parametrize("case", ["as it was foretold", "one has ended", "all have ended", "no drafts are wanted"])
+def test_what_waits_for_drafts_in_vain_tells_nothing_of_the_link(case):
+    told = Told()
+    told.launch([[5], [5], [5]])
+    if case == "no drafts are wanted":
+        told.session.pace.skip_drafts()
+    told.land([[5], [5], [5]], ended=told.requests[: {"one has ended": 1, "all have ended": 3}.get(case, 0)])
+    (message,) = told.session.unanswered.values()
+    assert message.is_behind == (case != "as it was foretold")
+    link = told.session.pace.cost.link
+    told.session.pace.take_answer(message, message.sent + 60.0, 1e-3, is_beside=False)
+    assert (told.session.pace.cost.link == link) == message.is_behind
+
+
 def test_nothing_of_a_drafter_that_has_gone_waits_for_a_collector():
     """Python looks for cycles seldom, and the memory that is shared goes with the session."""
     told = Told()

@@ -44,6 +44,7 @@ class Message:
     compute_s: float  # expected of the drafter
     expected: float  # monotonic time of the answer, as it was when the message was sent; 0 when nothing is known
     wait_until: float  # monotonic time until which its drafts are waited for
+    is_behind: bool = False  # whether it may wait for drafts that were begun for another one, in vain
 
 
 class Pace:
@@ -128,7 +129,9 @@ class Pace:
         # Messages that it takes together have one computing time.
         is_single = compute_s <= since_last_s
         way_s = received - begun - compute_s
-        if not is_behind:
+        if message.is_behind:
+            pass  # the way has nothing to do with it
+        elif not is_behind:
             self.cost.observe_link(way_s, message.num_bytes, received)
         elif not self.cost.is_known:  # one that never has a pause must become known too
             behind_s = max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
