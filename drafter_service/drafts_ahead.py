@@ -42,7 +42,6 @@ class PreparedBatch(NamedTuple):
 
     step: UpcomingStep
     slots: np.ndarray  # int64 [S]
-    num_drafts: np.ndarray  # int64 [S], for which there is room
     places: dict[int, int]  # of the sequences, by id
     features: torch.Tensor  # [T, width], where those of the most rows will be
     inputs: Prepared
@@ -208,7 +207,7 @@ class DraftsAhead:
             session.terms.mode, slots, step.first_rows, num_drafts, num_rows, max(counts.tolist())
         )
         places = {sequence_id: place for place, sequence_id in enumerate(step.sequence_ids)}
-        return PreparedBatch(step, slots, num_drafts, places, features, inputs)
+        return PreparedBatch(step, slots, places, features, inputs)
 
     def begin(self) -> None:
         """Begins the first that is ready, if its sequences are as they were foretold."""

@@ -105,7 +105,8 @@ class StepTimes:
         """
         if self._landed is None:
             self.land()
-        own, self._landed = self._landed or {}, None
+        own, self._landed = self._landed, None
+        assert own is not None
         verify_s, sample_s = own[Phase.VERIFY], own[Phase.SAMPLE]
         total_s = own[Phase.HOST] + verify_s + sample_s
         if marks is not None:

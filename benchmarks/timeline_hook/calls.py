@@ -25,7 +25,7 @@ CALLS = {
     "drafter_service.step_decoder": ("StepDecoder.decode",),
     "drafter_service.engine": ("DraftEngine.iterate", "DraftEngine._draft", "DraftEngine._feed"),
     "drafter_service.drafts_ahead": ("DraftsAhead.begin",),
-    "drafter_service.proposer": ("Proposer.launch", "Proposer.take"),
+    "drafter_service.proposer": ("Proposer.launch", "Proposer.start", "Proposer.take"),
     "drafter_service.loop_graphs": ("LoopGraphs.replay",),
 }
 """Methods by module."""
@@ -59,7 +59,7 @@ WAY = (
 
 _BEGUN_AHEAD = (
     Mark("DraftsAhead.begin", "begin"),  # the drafter sees that the tokens have been drawn
-    Mark("Proposer.launch", "begin"),
+    Mark("Proposer.start", "begin"),
     Mark("DraftsAhead.begin", "end"),
 )
 WAYS_AHEAD = (

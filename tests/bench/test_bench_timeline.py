@@ -84,8 +84,8 @@ def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):
     ("calls", "expected"),
     [
         ((), (WAY,)),
-        (("DraftsAhead.begin", "Proposer.launch"), WAYS_AHEAD),
-        (("DraftsAhead.begin", "Proposer.launch", "PassAhead.begin_with_board"), WAYS_BY_BOARD),
+        (("DraftsAhead.begin", "Proposer.start"), WAYS_AHEAD),
+        (("DraftsAhead.begin", "Proposer.start", "PassAhead.begin_with_board"), WAYS_BY_BOARD),
     ],
 )
 def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):
