@@ -166,8 +166,11 @@ def test_a_device_writes_when_its_stream_comes_to_it():
 def test_a_device_writes_drafts_when_its_stream_comes_to_it():
     device = torch.device("cuda", 0)
     writer, reader = pair(board_bytes(64, 4), device)
+    zeros = torch.zeros(64, 6, dtype=torch.int32, device=device)
+    # A kernel that is used for the first time is loaded then, which can wait for the device.
+    torch.zeros(64, 8, dtype=torch.int32, device=device)[:, :4].contiguous()
     for _ in range(20):
-        span = writer.post(torch.zeros(64, 6, dtype=torch.int32, device=device))
+        span = writer.post(zeros)
         made = torch.randint(-9, 9, (64, 8), dtype=torch.int32, device=device)
         torch.cuda._sleep(50_000_000)  # clock cycles, some 25 ms
         reader.answer(span.generation, span.offset, made[:, :4])
