@@ -7,28 +7,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import torch
-
-from draftwire.devices import awake_s, make_current, record_event
+from draftwire.devices import awake_s
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
-from draftwire.kv_cache import SequenceRows
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
 from draftwire.practice import Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
-from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.expected_step import PATIENCE_S
-from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.features_ahead import FeaturesAhead
+from verifier_service.features import FeatureStores
 from verifier_service.flight import Flight
+from verifier_service.next_step import NextStep
 from verifier_service.output_queue import Item
 from verifier_service.pacing import Profile
 from verifier_service.pass_ahead import PassAhead
@@ -40,9 +35,10 @@ from verifier_service.request_metrics import RequestMetrics
 from verifier_service.request_outputs import RequestOutputs
 from verifier_service.sampler import Drawn, TokenSampler
 from verifier_service.scheduler import Scheduler, Work
-from verifier_service.step_times import Phase, StepMarks, StepTimes
+from verifier_service.step_launcher import StepLauncher
+from verifier_service.step_times import Phase, StepTimes
 from verifier_service.target import Target
-from verifier_service.target_runner import DrawnTokens, StepOutput, StepRows, start_runner
+from verifier_service.target_runner import start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +107,6 @@ class Engine:
     whose rows are the tokens that the last step draws, and further rows of the same prompts. A row that turns out to
     come after a request's end is computed for nothing. Where all wait for drafts, the next forward pass is launched,
     and begins when the host has them.
-
-    Behind its draw a step puts its features where they are sent from. What else drafting does on the GPU goes to a
-    stream of its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits
-    for it.
     """
 
     def __init__(
@@ -137,9 +129,8 @@ class Engine:
         runner = start_runner(
             target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
         )
-        self._run_rows = runner.run if followers is None else followers.lead(runner.run)
         self._cache = runner.cache
-        self._stores: dict[FeatureKind, FeatureStore] = {}
+        self._stores = FeatureStores(target, limits.num_blocks)
         self._sampler = TokenSampler(
             config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device
         )
@@ -154,7 +145,7 @@ class Engine:
             limits.max_queue,
             limits.max_prefill_rows,
             self._suspend,
-            self._is_usable,
+            self._stores.is_usable,
         )
         self.times = StepTimes()
         self.metrics = RequestMetrics(config.num_speculative_tokens)
@@ -172,9 +163,6 @@ class Engine:
         self._landed_at = 0.0  # monotonic time
         self._was_delayed = False  # whether a step with prompts was launched before it landed
         self._has_ended_some = False  # a failure has made room for others since the last look
-        # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
-        self._steps = torch.cuda.default_stream(target.device) if target.device.type == "cuda" else None
-        self._beside = torch.cuda.Stream(target.device, priority=-1) if target.device.type == "cuda" else None
         awake = awake_s(target.device)
         practises = awake > 0 and config.num_speculative_tokens > 0
         self._events: Mailbox[_Event | None] = Mailbox(
@@ -184,6 +172,17 @@ class Engine:
         self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
         self._pass_ahead = PassAhead(
             *(runner.hold, runner.reserve, self.drafting.gate, target.vocab_size, self.times, self._practice)
+        )
+        self._next_step = NextStep(self.scheduler, self.drafting, self._pass_ahead)
+        self._launcher = StepLauncher(
+            target.device,
+            runner.run if followers is None else followers.lead(runner.run),
+            self._sampler,
+            self._stores,
+            self.drafting,
+            self._pass_ahead,
+            self._practice,
+            self.times,
         )
         self._has_told = False  # the drafters of all that has happened
         self._steps_held = 0
@@ -227,9 +226,7 @@ class Engine:
         self._events.put(event)
 
     def _run(self) -> None:
-        make_current(self._target.device)
-        if self._beside is not None:
-            torch.cuda.set_stream(self._beside)
+        self._launcher.make_current()
         try:
             self._loop()
             self._ended = UnavailableError(self._stop_reason)
@@ -290,7 +287,7 @@ class Engine:
         try:
             if has_answers:
                 self.drafting.drop_lost()
-            self.drafting.flush(self.scheduler.running, self._stores, watches=has_answers)
+            self.drafting.flush(self.scheduler.running, self._stores.by_kind, watches=has_answers)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
 
@@ -303,31 +300,14 @@ class Engine:
             until = self._pass_ahead.until
             if until is not None and (time.monotonic() >= until or not self.scheduler.running):
                 self._pass_ahead.drop()
-            works = self._schedule()
+            works = self._next_step.choose(self._flight)
             if not works:
                 return None
-            with self._on_steps():
-                return self._launch(works)
+            with self._launcher.on_steps():
+                return self._launcher.launch(works, self._flight)
         except Exception as error:
             self._end_failed([work.request for work in works] or list(self.scheduler.running), error)
             return None
-
-    def _schedule(self) -> list[Work]:
-        gate, flight = self.drafting.gate, self._flight
-        following = self._following(flight) if flight is not None else {}
-        drafted = [] if flight is None else [work.request for work in flight.works if work.num_drafts > 0]
-        requests = [one for one in self.scheduler.running if not one.is_in_flight or one in following]
-        has_launched = flight is not None or self._pass_ahead.is_pending
-        if gate.is_held(requests, has_launched=has_launched, may_admit=self.scheduler.may_admit):
-            return []
-
-        def can_go(request: Request) -> bool:
-            return gate.is_ready(request) and gate.takes_turns(request, drafted)
-
-        if flight is not None and not following and self._would_part(flight, can_go):
-            return []
-        going_on = {} if flight is None or gate.is_counted_on else self._going_on(flight)
-        return self.scheduler.schedule(can_go, following, going_on, takes_prompts=not self._pass_ahead.is_pending)
 
     def _launch_expected(self) -> None:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
@@ -348,7 +328,7 @@ class Engine:
         """Launches the pass of these requests with so many drafts at most, if there is room for their last tokens."""
         rooms = list(map(self.scheduler.place_drafts, requests, num_drafts))
         if min(rooms) >= 0:
-            with self._on_steps():
+            with self._launcher.on_steps():
                 self._pass_ahead.launch(list(zip(requests, rooms, strict=True)))
 
     def _await_drafts(self) -> None:
@@ -356,45 +336,6 @@ class Engine:
         self._pass_ahead.foresee()
         if self._pass_ahead.sees_drafts:  # their answer need not be read first
             self._pass_ahead.begin_with_board()
-
-    def _would_part(self, flight: Flight, can_go: Callable[[Request], bool]) -> bool:
-        """Whether a step beside one that is in flight would part requests that a step after it has together: some
-        without a drafter would never be in one again, and prompts alone would go before others that can go soon."""
-        is_bound = self.drafting.is_bound
-        others = [one for one in self.scheduler.running if one.is_decoding and not one.is_in_flight]
-        flying = [work.request for work in flight.works if work.is_current]
-        if not any(map(can_go, others)):
-            have_drafts = any(one.drafts is not None for one in others)
-            return have_drafts or self.drafting.gate.come_soon(one for one in flying if one.is_decoding)
-        return any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying)
-
-    def _following(self, flight: Flight) -> dict[Request, int]:
-        """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all
-        that go on, or none, so that they stay together, but for a few that look after a drafter."""
-        if flight.pending is None or flight.pending.first_tokens is None or self.drafting.gate.is_counted_on:
-            return {}
-        held_back = self.drafting.held_back(flight.sampling)
-        # Who goes on may give its blocks back, and with them what it draws, which a drafter must not have seen.
-        if held_back is None or any(work.request.is_foretold for work in flight.sampling):
-            return {}
-        following: dict[Request, int] = {}
-        for place, work in enumerate(flight.sampling):
-            request = work.request
-            if not work.is_current or len(request.tokens) + 1 >= request.max_length or request in held_back:
-                continue
-            if work.num_drafts > 0:
-                return {}
-            following[request] = place
-        return following
-
-    def _going_on(self, flight: Flight) -> dict[Request, int]:
-        """The prompts that go on while a step is in flight that has rows of them and not the last one, and the first
-        row after those."""
-        return {
-            work.request: work.start + len(work.tokens)
-            for work in flight.works
-            if not work.samples and work.is_current and self.drafting.may_go_on(work.request)
-        }
 
     def _awaits(self, flight: Flight) -> bool:
         """Waits for a step to be done; False when something came first that may let the next one be launched."""
@@ -495,7 +436,7 @@ class Engine:
         self.drafting.handle(event)
         if not has_begun:
             self._has_begun(self._pass_ahead.begin)
-        self._drop_unused_stores()
+        self._stores.keep(self.drafting.feature_kinds)
 
     def _has_begun(self, begin: Callable[[], bool]) -> bool:
         """What `begin` says; or true when it failed, and nothing is left to begin."""
@@ -516,57 +457,14 @@ class Engine:
 
     def _has_store(self, stream: Stream) -> bool:
         """Whether there is a store of the features that a new stream needs; makes it."""
-        head = stream.head
-        if head.kind not in self._stores:
-            try:
-                with self._on_steps():  # which write it
-                    store = FeatureStore(self._target, head.layers, self._limits.num_blocks, head.fusion)
-            except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU and on a GPU without memory
-                stream.fail(f"there is no memory for the features of its layers {list(head.layers)}: {error}")
-                return False
-            self._stores[head.kind] = store
+        try:
+            with self._launcher.on_steps():  # which write it
+                self._stores.need(stream.head.kind, stream.head.fusion)
+        except (RuntimeError, MemoryError) as error:
+            layers = list(stream.head.layers)
+            stream.fail(f"there is no memory for the features of its layers {layers}: {error}")
+            return False
         return True
-
-    def _drop_unused_stores(self) -> None:
-        """Frees the features that no drafter takes any more, but for the last ones: their drafter may come back."""
-        used = self.drafting.feature_kinds
-        if used:
-            self._stores = {kind: store for kind, store in self._stores.items() if kind in used}
-
-    def _is_usable(self, request: Request, block: int) -> bool:
-        """Whether a request may begin with a cached block: one that drafts needs features, which blocks that were
-        computed before a drafter came do not have, or its head would see a part of the prompt alone.
-        """
-        return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self._stores.values())
-
-    def _on_steps(self) -> AbstractContextManager[object]:
-        """What is launched within belongs to the steps of a GPU."""
-        return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
-
-    def _launch(self, works: Sequence[Work]) -> Flight:
-        if self._steps is not None and self._beside is not None:
-            self._steps.wait_stream(self._beside)
-        output = self._forward(works)
-        computed = record_event(self._target.device)
-        sampling = [work for work in works if work.samples]
-        self.times.enter(Phase.SAMPLE)
-        pending = self._sampler.launch(sampling, output.logits) if sampling else None
-        drawn = record_event(self._target.device) if pending is None else pending.copied
-        self.times.enter(Phase.HOST)
-        for work in works:
-            if work.is_decoding and work.num_drafts == 0 and work.follows is None and work.cause is None:
-                work.cause = self.drafting.fallback_cause(work.request)  # answers may come while it is in flight
-            work.request.num_in_flight += 1
-        marks = None
-        if output.began is not None and computed is not None and drawn is not None:
-            marks = StepMarks(output.began, computed, drawn)
-        ahead: dict[DraftSession, FeaturesAhead] = {}
-        if pending is not None and pending.drawn is not None:
-            ahead = self.drafting.begin_features(sampling, pending.drawn, self._stores)
-        num_rows, is_beside = len(output.slots_on_host), self._flight is not None
-        verified = self.drafting.count_by_drafter(works)
-        self.drafting.gate.note_launch()
-        return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, verified=verified)
 
     def _land(self, flight: Flight) -> None:
         """Takes the tokens of a step, for which it waits."""
@@ -611,7 +509,7 @@ class Engine:
         # Else all may have come to their end or their last token, and others would wait for a pass of nobody's.
         rooms = (work.request.max_length - len(work.request.tokens) - len(work.tokens) for work in flight.works)
         if max(rooms) > 1 and num_drafts is not None:
-            with self._on_steps():
+            with self._launcher.on_steps():
                 self._pass_ahead.reserve(running, num_drafts)
 
     def _fill_reserved(self) -> bool:
@@ -628,52 +526,6 @@ class Engine:
         """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
         if flight.has_drafts:
             self._practice.wait(lambda: flight.is_done)
-
-    def _forward(self, works: Sequence[Work]) -> StepOutput:
-        """Runs the rows of `works`; logits [R, V] of the rows that sample."""
-        self._count(works)
-        self.times.enter(Phase.VERIFY)
-        has_begun = self._pass_ahead.has_begun
-        output = self._pass_ahead.take(works)
-        if output is None:
-            output, has_begun = self._run_rows(self._step_of(works)), False
-        if not has_begun:
-            self._practice.begin(time.monotonic())
-        for store in self._stores.values():
-            store.capture(output)
-        return output
-
-    def _step_of(self, works: Sequence[Work]) -> StepRows:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        followed: list[tuple[int, int]] = []
-        sequences = []
-        for work in works:
-            count = len(work.tokens)
-            if work.follows is not None:
-                followed.append((len(token_ids), work.follows))
-            token_ids += work.tokens
-            positions += range(work.start, work.start + count)
-            rows += range(len(token_ids) - work.num_logit_rows, len(token_ids))
-            sequences.append(SequenceRows(work.request.blocks, work.start, count))
-        ids, places, logit_rows = (np.array(values, np.int64) for values in (token_ids, positions, rows))
-        return StepRows(ids, places, sequences, logit_rows, self._drawn_tokens(followed))
-
-    def _drawn_tokens(self, followed: Sequence[tuple[int, int]]) -> DrawnTokens | None:
-        """Those of (row, place in the draw that is in flight)."""
-        if not followed:
-            return None
-        assert self._flight is not None
-        assert self._flight.pending is not None
-        assert self._flight.pending.first_tokens is not None
-        rows, places = np.array(followed, np.int64).T
-        return DrawnTokens(rows, places, self._flight.pending.first_tokens)
-
-    def _count(self, works: Sequence[Work]) -> None:
-        verified = [len(work.tokens) for work in works if work.is_decoding]
-        prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
-        self.times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
     def _end_step(self) -> None:
         """Counts the last step."""
@@ -713,8 +565,7 @@ class Engine:
     @property
     def memory(self) -> draft_pb2.MemoryUse:
         """What the process takes of memory; from any thread."""
-        features = sum(store.num_bytes for store in list(self._stores.values()))
-        return measure_memory(self._cache, self._target.device, features=features)
+        return measure_memory(self._cache, self._target.device, features=self._stores.num_bytes)
 
     @property
     def kv_cache_usage(self) -> float:

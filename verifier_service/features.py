@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +105,53 @@ class FeatureStore:
         if out.device == self._rows.device and out.dtype == self._rows.dtype:
             return out
         return self._rows.new_empty(out.shape)
+
+
+class FeatureStores:
+    """A store of each kind of features that drafters take.
+
+    Attributes
+    ----------
+    by_kind
+        The stores, [kind].
+    """
+
+    def __init__(self, target: Target, num_blocks: int) -> None:
+        self.by_kind: dict[FeatureKind, FeatureStore] = {}
+        self._target = target
+        self._num_blocks = num_blocks
+
+    def need(self, kind: FeatureKind, fusion: FeatureFusion | None) -> None:
+        """Makes the store of a kind, unless there is one.
+
+        Raises
+        ------
+        RuntimeError, MemoryError
+            What torch raises on a CPU and on a GPU without memory.
+        """
+        if kind not in self.by_kind:
+            self.by_kind[kind] = FeatureStore(self._target, kind.layers, self._num_blocks, fusion)
+
+    def keep(self, used: Collection[FeatureKind]) -> None:
+        """Frees the features that no drafter takes any more, but for the last ones: their drafter may come back."""
+        if used:
+            self.by_kind = {kind: store for kind, store in self.by_kind.items() if kind in used}
+
+    def capture(self, output: StepOutput) -> None:
+        """Keeps the features of the forward pass that has just run."""
+        for store in self.by_kind.values():
+            store.capture(output)
+
+    def is_usable(self, request: Request, block: int) -> bool:
+        """Whether a request may begin with a cached block: one that drafts needs features, which blocks that were
+        computed before a drafter came do not have, or its head would see a part of the prompt alone.
+        """
+        return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self.by_kind.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated, bytes; from any thread."""
+        return sum(store.num_bytes for store in list(self.by_kind.values()))
 
 
 def slots_of(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:

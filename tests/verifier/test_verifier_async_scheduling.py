@@ -59,17 +59,18 @@ class Watched(Served):
         super().__init__(target, config, **{"async_scheduling": True, **limits})
         self.log: list[tuple[str, list[int | None], list[int]]] = []
         self.decode: list[list[bool]] = []  # of each entry: whether a work does, or computes rows of a prompt
-        launch, land = self.engine._launch, self.engine._land
+        launch, land = self.engine._launcher.launch, self.engine._land
 
-        def noted_launch(works: Any) -> Any:
+        def noted_launch(works: Any, running: Any) -> Any:
             self._note("launch", works)
-            return launch(works)
+            return launch(works, running)
 
         def noted_land(flight: Any) -> None:
             self._note("land", flight.works)
             land(flight)
 
-        self.engine._launch, self.engine._land = noted_launch, noted_land  # type: ignore[method-assign]
+        self.engine._launcher.launch = noted_launch  # type: ignore[method-assign]
+        self.engine._land = noted_land  # type: ignore[method-assign]
 
     def _note(self, what: str, works: Any) -> None:
         self.log.append((what, [work.follows for work in works], [work.num_drafts for work in works]))
@@ -279,8 +280,8 @@ def test_a_place_at_a_drafter_that_is_asked_for_nothing_is_taken_by_another_requ
         places.append((len(requests), own.engine.drafting.sequences_at("drafter:1")))
 
     monkeypatch.setattr(own.engine.drafting, "flush", noted)
-    launch = own.engine._launch
-    monkeypatch.setattr(own.engine, "_launch", lambda works: (time.sleep(0.004), launch(works))[1])
+    launch = own.engine._launcher.launch
+    monkeypatch.setattr(own.engine._launcher, "launch", lambda *args: (time.sleep(0.004), launch(*args))[1])
     requests = [own.submit([3, 1, 4, i], max_tokens=15 if i == 0 else 55) for i in range(4)]
     own.engine.start()
     for one in requests:
@@ -317,15 +318,15 @@ def test_a_step_that_lands_when_one_with_prompts_has_been_launched_counts_as_del
 
     monkeypatch.setattr(gate, "count_step", noted)
     launched: list[bool] = []
-    launch = own.engine._launch
+    launch = own.engine._launcher.launch
 
-    def launching(works: Any) -> Any:
+    def launching(works: Any, running: Any) -> Any:
         if len(launched) == 10:
             own.submit([2, 7], k=0, max_tokens=30)
         launched.append(not all(work.is_decoding for work in works))
-        return launch(works)
+        return launch(works, running)
 
-    monkeypatch.setattr(own.engine, "_launch", launching)
+    monkeypatch.setattr(own.engine._launcher, "launch", launching)
     one = own.submit([3, 1, 4], k=0, max_tokens=40)
     own.engine.start()
     own.tokens(one)
@@ -385,16 +386,16 @@ def test_a_prompt_does_not_go_on_before_its_last_rows_have_landed_while_drafts_a
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     answer_late(stream, 0.02)
-    launch, alone, ahead = own.engine._launch, 0, 0
+    launch, alone, ahead = own.engine._launcher.launch, 0, 0
 
-    def noted(works: Any) -> Any:
+    def noted(works: Any, running: Any) -> Any:
         nonlocal alone, ahead
         if own.engine.drafting.gate.is_awaited:
             alone += not any(work.is_decoding for work in works)
             ahead += any(work.request.is_in_flight for work in works)
-        return launch(works)
+        return launch(works, running)
 
-    own.engine._launch = noted  # type: ignore[method-assign]
+    own.engine._launcher.launch = noted  # type: ignore[method-assign]
     drafted = own.submit(max_tokens=12)
     own.engine.start()
     own.next(drafted)
@@ -426,13 +427,13 @@ def test_a_prompt_goes_on_before_its_last_rows_have_landed_and_prompts_keep_thei
     own = Watched(target, max_prefill_rows=16)
     made = [own.submit(**one) for one in requests]
     launched: list[tuple[int, int]] = []
-    launch = own.engine._launch
+    launch = own.engine._launcher.launch
 
-    def noted(works: Any) -> Any:
+    def noted(works: Any, running: Any) -> Any:
         launched.extend((made.index(work.request), work.start) for work in works if not work.is_decoding)
-        return launch(works)
+        return launch(works, running)
 
-    own.engine._launch = noted  # type: ignore[method-assign]
+    own.engine._launcher.launch = noted  # type: ignore[method-assign]
     own.engine.start()
     assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
     own.engine.stop()

@@ -15,7 +15,7 @@ from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting, engine, redraws
+from verifier_service import drafting, features, redraws
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan, governor
@@ -252,8 +252,8 @@ def test_features_that_there_is_no_memory_for_fail_their_stream_alone(served, gr
             raise RuntimeError("not enough memory")
         return make_store(target, layers, *rest)
 
-    make_store = engine.FeatureStore
-    monkeypatch.setattr(engine, "FeatureStore", allocate)
+    make_store = features.FeatureStore
+    monkeypatch.setattr(features, "FeatureStore", allocate)
     large, small = served.connect(layers=(3,)), served.connect(layers=(1, 2))
     one = served.submit()
     assert served.tokens(one) == greedy

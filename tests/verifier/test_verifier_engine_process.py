@@ -200,13 +200,13 @@ def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
 
 def slow_down(host: EngineHost, until: threading.Event) -> None:
     """Makes each step take a while."""
-    run_rows = host.engine._run_rows
+    run_rows = host.engine._launcher._run_rows
 
     def run_slowly(step: Any) -> Any:
         until.wait(0.2)
         return run_rows(step)
 
-    host.engine._run_rows = run_slowly
+    host.engine._launcher._run_rows = run_slowly
 
 
 def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():

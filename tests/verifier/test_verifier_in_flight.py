@@ -32,14 +32,14 @@ def target() -> Target:
 
 def on_launch(own: Served, act: Callable[[Any], object]) -> None:
     """Has `act` called with the works of each step when it has been launched."""
-    launch = own.engine._launch
+    launch = own.engine._launcher.launch
 
-    def launching(works: Any) -> Any:
-        flight = launch(works)
+    def launching(works: Any, running: Any) -> Any:
+        flight = launch(works, running)
         act(works)
         return flight
 
-    own.engine._launch = launching  # type: ignore[method-assign]
+    own.engine._launcher.launch = launching  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("prompt", [5, 40])
@@ -124,15 +124,15 @@ def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
 def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeypatch):
     monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
     own = Served(target, max_num_seqs=1)
-    launch, calls = own.engine._launch, []
+    launch, calls = own.engine._launcher.launch, []
 
-    def failing(works: Any) -> Any:
+    def failing(works: Any, running: Any) -> Any:
         calls.append(works)
         if len(calls) == number:
             raise RuntimeError("lost")
-        return launch(works)
+        return launch(works, running)
 
-    own.engine._launch = failing  # type: ignore[method-assign]
+    own.engine._launcher.launch = failing  # type: ignore[method-assign]
     first, second = own.submit(k=0), own.submit(k=0)
     own.engine.start()
     assert "lost" in own.error(first)
