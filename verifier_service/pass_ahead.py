@@ -142,6 +142,7 @@ class PassAhead:
         if tokens is None:
             return False
         step.begin_with(tokens)
+        self._times.see_drafts()
         self._practice.begin(time.monotonic())
         return True
 

@@ -71,6 +71,40 @@ def test_drafts_computed_while_nobody_waited_cost_no_time(scene):
     assert "wire_s" not in times_of(scene)
 
 
+def test_what_the_thread_does_while_drafts_are_computed_is_the_drafters_time(scene):
+    scene.times.end_step()
+    scene.spend(Phase.HOST, 2)  # one for the message, and another that the drafter computes
+    scene.spend(Phase.WAIT, 1)
+    scene.times.enter(Phase.HOST)
+    scene.times.count_answer(2)
+    scene.spend(Phase.VERIFY, 4)
+    assert scene.times.end_step() == (4, 1)
+    assert times_of(scene) == {"draft_s": 2, "verify_s": 4, "host_s": 1}
+
+
+def test_drafts_that_came_while_a_step_was_computed_cost_no_time(scene):
+    scene.spend(Phase.SAMPLE, 5)
+    scene.times.count_answer(3)
+    scene.spend(Phase.SAMPLE, 1)
+    scene.times.end_step()
+    scene.spend(Phase.HOST, 2)
+    scene.spend(Phase.VERIFY, 4)
+    scene.times.end_step()
+    assert times_of(scene) == {"verify_s": 4, "sample_s": 6, "host_s": 2}
+
+
+def test_drafts_that_come_before_their_answer_took_what_the_last_such_answer_told(scene):
+    for waited in (0, 3):
+        scene.spend(Phase.HOST, 1 + waited)
+        scene.times.see_drafts()
+        scene.spend(Phase.SAMPLE, 2)  # the device computes
+        scene.times.count_answer(2.5, is_behind=True)
+        scene.spend(Phase.VERIFY, 0)
+        scene.spend(Phase.SAMPLE, 4)
+        scene.times.end_step()
+    assert times_of(scene) == {"draft_s": 2.5, "sample_s": 12, "host_s": 2.5}  # nothing is known of the first ones
+
+
 def test_each_step_is_split_by_its_own_answers(scene):
     scene.step(waited=5, computed=3)
     scene.step(waited=5, computed=7)

@@ -255,6 +255,9 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     threading.Thread(target=answer_all, daemon=True).start()
     monkeypatch.setattr(StepGate, "part_next", lambda _: None)  # all requests stay in one step
     own.engine._pass_ahead.begin_with_board = noted_begin_with_board  # type: ignore[method-assign]
+    seen, behind = [], []
+    monkeypatch.setattr(own.engine.times, "see_drafts", lambda: seen.append(True))
+    monkeypatch.setattr(own.engine.times, "count_answer", lambda _, *, is_behind: behind.append(is_behind))
     stream = own.connect()
     stream.board, stream.on_send = board, on_send
     made = [own.submit(**{**one, **kind}) for one in REQUESTS]
@@ -267,6 +270,7 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     assert len(written) >= len(begun) > 0.7 * len(written) > 7
     assert filled.count(True) > 0.5 * len(filled)
     assert begun.count(False) == (0 if wrong != -1 else pytest.approx(len(begun) / 3, abs=2))
+    assert behind.count(True) >= len(seen) == begun.count(True)
     assert len(own.held) == own.num_begun + own.num_dropped
     assert own.num_foreseen <= len(written) - begun.count(True)  # the others were begun by their answers
     assert own.engine.kv_cache_usage == 0.0
