@@ -5,7 +5,7 @@
 The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
 verifier outside of it; the number of drafts adapts. For each link, rounds without and with drafts follow each other,
 after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
-code 1 when one is under 0.97.
+code 1 when one is under 0.97. Beside it stands the gain that the verifier expected of drafts in the end.
 
 By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a large model:
 
@@ -18,6 +18,7 @@ By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +38,7 @@ from draftwire.bench.serve import LevelResult, ServeOptions, measure
 from draftwire.bench.services import START_TIMEOUT_S
 from draftwire.bench.workload import Level, Shape, endless, random_prompts
 from draftwire.cli.bench_options import Numbers
+from draftwire.client import Client
 from draftwire.client.request import Prompt
 from draftwire.demo import PROMPTS
 from draftwire.processes import start_drafter, start_verifier
@@ -122,7 +125,15 @@ def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str
         "rounds": [with_ / without_ for with_, without_ in zip(tokens, without, strict=True)],
         "drafts_per_step": sum(sum(one.acceptance.drafted) for one in drafted) / steps,
         "accepted_per_step": sum(sum(one.acceptance.accepted) for one in drafted) / steps,
+        "plan": _plan(address),
     }
+
+
+def _plan(address: str) -> dict[str, Any]:
+    """What the verifier expects of drafts at the end, and what it works that out from: the contract's `DraftPlan`."""
+    with Client(address, ClientSecurity(insecure=True)) as client:
+        (drafter,) = client.info().drafters
+    return MessageToDict(drafter.plan, preserving_proto_field_name=True)
 
 
 @cache
@@ -132,7 +143,8 @@ def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("delay, ms", "Gbit/s", "requests", "without", "with, tokens/s", "ratio", "drafts/step", "accepted")
+    columns = ("delay, ms", "Gbit/s", "requests", "without", "with, tokens/s", "ratio", "drafts/step", "accepted")
+    table = Table(*columns, "expected")
     for row in rows:
         table.add_row(
             f"{row['delay_ms']:g}",
@@ -143,6 +155,7 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['ratio']:.3f}",
             f"{row['drafts_per_step']:.2f}",
             f"{row['accepted_per_step']:.2f}",
+            f"{row['plan'].get('expected_gain', math.nan):.2f}",
         )
     console.print(table)
 

@@ -111,6 +111,9 @@ class Drafting:
         session = next((one for one in list(self._sessions.values()) if one.stream.address == address), None)
         status.other_sequences = 0 if session is None else session.others
         status.kv_cache_usage = 0.0 if session is None else session.kv_cache_usage
+        outlook = None if session is None else session.pace.outlook
+        if outlook is not None:
+            status.plan.CopyFrom(outlook)
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""

@@ -69,6 +69,16 @@ class VerifierCollector(Collector):
         accepted = CounterMetricFamily(
             "draftwire_drafter_accepted_tokens", "Drafts of a drafter that were accepted.", labels=["drafter"]
         )
+        planned = GaugeMetricFamily(
+            "draftwire_drafter_planned_drafts",
+            "Drafts asked for of each sequence in a step; 0 where none are faster.",
+            labels=["drafter"],
+        )
+        gain = GaugeMetricFamily(
+            "draftwire_drafter_expected_gain",
+            "Tokens per second expected with its drafts, over those without.",
+            labels=["drafter"],
+        )
         for drafter in self._drafters():
             self._engine.drafting.describe(drafter)
             for number, name in _STATES.items():
@@ -76,7 +86,10 @@ class VerifierCollector(Collector):
             sequences.add_metric([drafter.address], drafter.sequences)
             drafted.add_metric([drafter.address], drafter.drafted)
             accepted.add_metric([drafter.address], drafter.accepted)
-        yield from (state, sequences, drafted, accepted)
+            if drafter.HasField("plan"):
+                planned.add_metric([drafter.address], drafter.plan.num_drafts)
+                gain.add_metric([drafter.address], drafter.plan.expected_gain)
+        yield from (state, sequences, drafted, accepted, planned, gain)
 
 
 def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:

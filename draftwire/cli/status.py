@@ -58,6 +58,7 @@ def _tables(server: str, before: Info, now: Info, seconds: float) -> Group:
     return Group(
         _verifier(server, before, now, seconds),
         _drafters(before, now, seconds),
+        *_plans(now),
         _fallbacks(before, now, seconds),
         memory_table(now),
     )
@@ -106,6 +107,32 @@ def _drafters(before: Info, now: Info, seconds: float) -> Table:
             visible(drafter.detail),
         )
     return table
+
+
+def _plans(now: Info) -> list[Table]:
+    """What drafters are asked for, and what is expected of drafts."""
+    planned = [drafter for drafter in now.drafters if drafter.HasField("plan")]
+    if not planned:
+        return []
+    table = Table(title="drafts: asked for, and fastest by what was measured", title_justify="left")
+    table.add_column("address", overflow="fold")
+    for column in ("asked", "fastest", "gain", "trip, ms", "features, ms", "drafting, ms", "step without, ms"):
+        table.add_column(column, justify="right")
+    for drafter in planned:
+        plan = drafter.plan
+        seconds = (plan.trip_s, plan.features_s, plan.compute_s, plan.step_s)
+        table.add_row(
+            drafter.address,
+            _drafts(plan.num_drafts, plan.num_groups),
+            _drafts(plan.best_num_drafts, plan.best_num_groups),
+            f"{plan.expected_gain:.2f}",
+            *(f"{1e3 * one:.2f}" for one in seconds),
+        )
+    return [table]
+
+
+def _drafts(number: int, groups: int) -> str:
+    return f"{number}, {groups} groups" if groups > 1 else str(number)
 
 
 def _features(drafter: pb.DrafterStatus) -> str:

@@ -271,7 +271,7 @@ class CarrierTraffic(_message.Message):
     def __init__(self, carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., steps: _Optional[int] = ..., feature_rows: _Optional[int] = ..., feature_bytes: _Optional[int] = ..., logits_bytes: _Optional[int] = ...) -> None: ...
 
 class DrafterStatus(_message.Message):
-    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct", "drafted", "accepted", "other_sequences", "kv_cache_usage", "memory")
+    __slots__ = ("address", "state", "detail", "head_fingerprint", "sequences", "feature_row_bytes", "features_carrier", "logits_carrier", "sent_message_bytes", "received_message_bytes", "features_are_fused", "is_direct", "drafted", "accepted", "other_sequences", "kv_cache_usage", "memory", "plan")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +289,7 @@ class DrafterStatus(_message.Message):
     OTHER_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: DrafterState
     detail: str
@@ -306,4 +307,27 @@ class DrafterStatus(_message.Message):
     other_sequences: int
     kv_cache_usage: float
     memory: _draft_pb2.MemoryUse
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ...) -> None: ...
+    plan: DraftPlan
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., plan: _Optional[_Union[DraftPlan, _Mapping]] = ...) -> None: ...
+
+class DraftPlan(_message.Message):
+    __slots__ = ("num_drafts", "num_groups", "expected_gain", "best_num_drafts", "best_num_groups", "trip_s", "features_s", "compute_s", "step_s")
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_GAIN_FIELD_NUMBER: _ClassVar[int]
+    BEST_NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    BEST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    num_drafts: int
+    num_groups: int
+    expected_gain: float
+    best_num_drafts: int
+    best_num_groups: int
+    trip_s: float
+    features_s: float
+    compute_s: float
+    step_s: float
+    def __init__(self, num_drafts: _Optional[int] = ..., num_groups: _Optional[int] = ..., expected_gain: _Optional[float] = ..., best_num_drafts: _Optional[int] = ..., best_num_groups: _Optional[int] = ..., trip_s: _Optional[float] = ..., features_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...

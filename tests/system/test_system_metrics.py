@@ -54,6 +54,8 @@ VERIFIER = VLLM | SHARED | {
     "draftwire_drafter_sequences": {"drafter"},
     "draftwire_drafter_draft_tokens_total": {"drafter"},
     "draftwire_drafter_accepted_tokens_total": {"drafter"},
+    "draftwire_drafter_planned_drafts": {"drafter"},
+    "draftwire_drafter_expected_gain": {"drafter"},
 }
 DRAFTER = SHARED | {
     "draftwire_kv_cache_usage_perc": set(),

@@ -10,6 +10,7 @@ import pytest
 from drafting_scene import Clock, K, Scene
 from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 
+from draftwire.v1 import generate_pb2
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
@@ -218,6 +219,28 @@ def test_a_near_drafter_is_asked_for_all_drafts(clock, sequences):
     world = adaptive(clock, sequences, Costs())
     assert world.run(1.0) > 1.4 * world.rate_without()
     assert num_drafts(world) == 4
+
+
+@pytest.mark.parametrize(("trip_s", "asked"), [(0.2e-3, 4), (30e-3, 0)])
+def test_the_status_of_a_drafter_says_what_is_asked_of_it_and_why(clock, trip_s, asked):
+    world = adaptive(clock, 8, Costs(trip_s=trip_s))
+    status = generate_pb2.DrafterStatus(address="drafter:1")
+    world.drafting.describe(status)
+    assert not status.HasField("plan")  # nothing is known yet
+    world.run(2.0)
+    world.drafting.describe(status)
+    plan, costs = status.plan, world.costs
+    assert (plan.num_drafts, plan.num_groups) == (asked, 1)
+    assert plan.best_num_drafts > 0
+    if asked:
+        assert (plan.best_num_drafts, plan.best_num_groups) == (asked, 1)
+        assert plan.expected_gain == pytest.approx(world.run(2.0) / world.rate_without(), rel=0.1)
+        assert plan.features_s == pytest.approx(8 * 3.05 * costs.feature_row_s, rel=0.2)  # 0.75 + .. + 0.75**4 accepted
+        assert plan.compute_s == pytest.approx(4 * costs.draft_s, rel=0.1)
+    else:
+        assert plan.expected_gain < 1
+    assert plan.trip_s == pytest.approx(trip_s, rel=0.2)
+    assert plan.step_s == pytest.approx(costs.step_s + 8 * costs.row_s, rel=0.1)
 
 
 @pytest.mark.parametrize("sequences", [1, 8, 32])

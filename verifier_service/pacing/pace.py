@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from draftwire.v1.generate_pb2 import DraftPlan
 from verifier_service.pacing.costs import FEW_STEPS, Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
@@ -48,7 +49,13 @@ class Message:
 
 
 class Pace:
-    """Costs and plan of one drafter. Used by the engine's thread alone."""
+    """Costs and plan of one drafter. Used by the engine's thread alone, but for `outlook`.
+
+    Attributes
+    ----------
+    outlook
+        What is asked for, and what is expected of it, as of the last plan; None while too little is known for one.
+    """
 
     def __init__(self, max_drafts: int, deadline_s: float | None, *, is_adaptive: bool = False) -> None:
         """
@@ -64,6 +71,7 @@ class Pace:
         self.cost = DrafterCost()
         self.acceptance = Acceptance(max_drafts)
         self.governor = Governor(max_drafts, is_adaptive=is_adaptive)
+        self.outlook: DraftPlan | None = None
         self._hindsight = Hindsight()
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._max_drafts = max_drafts
@@ -227,6 +235,7 @@ class Pace:
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)
         self.governor.decide(now, likely, optimistic, scale)
+        self.outlook = self._outlook(load, likely, tokens)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             optimistic = optimistic or forecast(tokens=all_accepted)
@@ -238,6 +247,23 @@ class Pace:
             if has_others:
                 stall_s += max(0.0, TRIAL_STEPS - (tokens[drafts] - 1.0)) * self._step_s
             self.governor.allow_trials(optimistic, stall_s)
+
+    def _outlook(self, load: Load, forecast: Forecast, tokens: Sequence[float]) -> DraftPlan:
+        best, cost = forecast.best(), self.cost
+        sequences = load.sequences / best.num_groups
+        rows = sequences * tokens[best.num_drafts]
+        is_beside = best.num_groups > 1 or self._has_others
+        return DraftPlan(
+            num_drafts=self.plan.num_drafts,
+            num_groups=self.plan.num_groups,
+            best_num_drafts=best.num_drafts,
+            best_num_groups=best.num_groups,
+            expected_gain=forecast.rate(best) / forecast.without,
+            trip_s=cost.transfer_s(0),
+            features_s=cost.link[1] * load.row_bytes * rows,
+            compute_s=cost.compute_s(rows, best.num_drafts, sequences, is_beside=is_beside),
+            step_s=self._step_s,
+        )
 
     def pause(self) -> None:
         """What comes up to the next plan is not compared with a forecast."""
