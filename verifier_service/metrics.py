@@ -76,7 +76,7 @@ class VerifierCollector(Collector):
         )
         gain = GaugeMetricFamily(
             "draftwire_drafter_expected_gain",
-            "Tokens per second expected with its drafts, over those without.",
+            "Tokens per second expected with the fastest number of its drafts, over those without.",
             labels=["drafter"],
         )
         for drafter in self._drafters():

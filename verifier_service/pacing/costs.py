@@ -282,7 +282,7 @@ class DrafterCost:
         """Expected time on the link, both ways."""
         return self._link.read().predict((1.0, num_bytes))
 
-    def compute_s(self, rows: float, drafts: int, sequences: float, *, is_beside: bool) -> float:
+    def compute_s(self, rows: int, drafts: int, sequences: int, *, is_beside: bool) -> float:
         """Expected computing time, beside a step or while none runs."""
         alone_s = sum(map(mul, self.compute, (1.0, drafts, drafts * sequences, rows)))
         return alone_s + (self.beside_s if is_beside else 0.0)

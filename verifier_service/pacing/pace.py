@@ -235,7 +235,7 @@ class Pace:
         is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
         optimistic = None if is_known else forecast(tokens=all_accepted)
         self.governor.decide(now, likely, optimistic, scale)
-        self.outlook = self._outlook(load, likely, tokens)
+        self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             optimistic = optimistic or forecast(tokens=all_accepted)
@@ -248,20 +248,18 @@ class Pace:
                 stall_s += max(0.0, TRIAL_STEPS - (tokens[drafts] - 1.0)) * self._step_s
             self.governor.allow_trials(optimistic, stall_s)
 
-    def _outlook(self, load: Load, forecast: Forecast, tokens: Sequence[float]) -> DraftPlan:
-        best, cost = forecast.best(), self.cost
-        sequences = load.sequences / best.num_groups
-        rows = sequences * tokens[best.num_drafts]
-        is_beside = best.num_groups > 1 or self._has_others
+    def _outlook(self, forecast: Forecast) -> DraftPlan:
+        best = forecast.best()
+        trip_s, features_s, compute_s = forecast.answer_s(best)
         return DraftPlan(
             num_drafts=self.plan.num_drafts,
             num_groups=self.plan.num_groups,
             best_num_drafts=best.num_drafts,
             best_num_groups=best.num_groups,
             expected_gain=forecast.rate(best) / forecast.without,
-            trip_s=cost.transfer_s(0),
-            features_s=cost.link[1] * load.row_bytes * rows,
-            compute_s=cost.compute_s(rows, best.num_drafts, sequences, is_beside=is_beside),
+            trip_s=trip_s,
+            features_s=features_s,
+            compute_s=compute_s,
             step_s=self._step_s,
         )
 

@@ -102,6 +102,7 @@ class Forecast:
         round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
         rates = (emitted + groups * load.other_tokens) / round_s * np.asarray(shares)[groups]
         self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
+        self._trip, self._wire, self._compute = trip, wire, compute  # the latter two [J, k]
 
     def rate(self, plan: Plan) -> float:
         """Tokens per second of a plan; 0 for one that is not open to this load."""
@@ -111,6 +112,11 @@ class Forecast:
         if plan.num_groups > most_groups or plan.num_drafts > most_drafts:
             return 0.0
         return float(self._rates[plan.num_groups - 1, plan.num_drafts - 1])
+
+    def answer_s(self, plan: Plan) -> tuple[float, float, float]:
+        """Seconds from a message to its answer, for a plan with drafts: the way, the features' bytes, the drafting."""
+        place = plan.num_groups - 1, plan.num_drafts - 1
+        return self._trip, float(self._wire[place]), float(self._compute[place])
 
     def best(self, num_drafts: int | None = None) -> Plan:
         """The fastest plan with drafts, of `num_drafts` if that is given."""
