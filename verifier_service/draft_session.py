@@ -40,6 +40,7 @@ class DraftSession:
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
+    has_caught_up: bool = False  # whether the scouts were sent what they lacked, and are asked for drafts next
     others: int = 0  # sequences that other verifiers have open there, as last told
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer

@@ -178,9 +178,9 @@ class Drafting:
             self._leave_drained()
             self._watch_circuits(now)
         if len(self._bindings) < len(requests) and any(session.takes_more for session in self._sessions.values()):
-            for request in requests:
-                if request.num_speculative_tokens > 0 and request not in self._bindings:
-                    self._bind(request, stores, now)
+            unbound = [one for one in requests if one.num_speculative_tokens > 0 and one not in self._bindings]
+            for request in sorted(unbound, key=lambda one: one.num_feature_rows):  # the least is sent of the first
+                self._bind(request, stores, now)
         for session in list(self._sessions.values()):
             store = stores[session.stream.head.kind]
             if session.is_draining:
@@ -324,7 +324,7 @@ class Drafting:
         held: set[Request] = set()
         due = {one for one in self._sessions.values() if one.is_due(now)}
         places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
-        trying = [one for one in places if one.pace.governor.is_trial_due(now)]
+        trying = [one for one in places if self._may_ask(one) and one.pace.governor.is_trial_due(now)]
         tried = {scout.request for session in trying for scout in session.scouts if _can_be_tried(scout)}
         for work in works:
             request = work.request
@@ -399,7 +399,8 @@ class Drafting:
         """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is.
 
         How far shows by drafts that nobody waits for. How good they are shows where they are verified, for which a
-        sequence stays out of the steps that are launched meanwhile.
+        sequence stays out of the steps that are launched meanwhile. What they lack is sent before, so that they are
+        asked for as those of all would be.
         """
         governor = session.pace.governor
         if session.unanswered or not governor.is_ping_due(now):
@@ -407,7 +408,8 @@ class Drafting:
         if len(session.bindings) < NUM_SCOUTS and any(self._may_join(session, one, now) for one in requests):
             return  # the message stays due until the request has landed, and has its place
         scouts = session.scouts
-        is_trial = governor.is_trial_due(now) and any(map(_can_be_tried, scouts))
+        may_ask = self._may_ask(session)
+        is_trial = may_ask and governor.is_trial_due(now) and any(map(_can_be_tried, scouts))
         if is_trial:
             scouts = [one for one in scouts if _can_be_tried(one) and not one.request.is_in_flight]
         if not (scouts or (session.closed_ids and not session.bindings)):
@@ -416,8 +418,15 @@ class Drafting:
             if binding.rows_behind > MAX_PAUSED_ROWS:
                 del self._bindings[binding.request]
                 self._close(binding)
-        has_asked = self._sender.send_scouts(session, store, scouts, now, waits=is_trial)
-        governor.take_ping(now, is_trial=is_trial and has_asked)
+        num_drafts = governor.trial_drafts if may_ask else 0
+        has_asked = self._sender.send_scouts(session, store, scouts, num_drafts, now, waits=is_trial)
+        if may_ask:
+            governor.take_ping(now, is_trial=is_trial and has_asked)
+        session.has_caught_up = not may_ask
+
+    def _may_ask(self, session: DraftSession) -> bool:
+        """Whether its scouts lack no more than a step brings, or have just been sent the rest."""
+        return session.has_caught_up or all(map(self._sender.is_close, session.scouts))
 
     def _may_join(self, session: DraftSession, request: Request, now: float) -> bool:
         """Whether a request in flight gets a place there when it has landed."""

@@ -44,26 +44,53 @@ class StepSender:
     def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
         """Sends new rows of all sequences, and asks for drafts of those whose rows are all there then.
 
-        Rows of prompts and histories go in a message of their own, after the one for which drafts are waited.
+        Rows of prompts and histories go in a message of their own, after the one for which drafts are waited. Where the
+        number of drafts adapts it asks for none: those behind the next step's rows are hardly later, and nobody waits
+        for a drafter that reads a long prompt.
         """
-        pieces = self._pieces(session, session.bindings, now)
+        is_adaptive = session.pace.governor.is_adaptive
+        pieces, num_lacking = self._pieces(session, session.bindings, now)
+        if is_adaptive and num_lacking > 0:
+            num_decoding = sum(binding.request.is_decoding for binding in session.bindings)
+            if 2 * num_lacking > num_decoding:
+                self._catch_up(session, store, now)
+                return
         num_drafts = session.pace.take_num_drafts(bool(pieces))
         others = [piece for piece in pieces if piece[1] > self._most_verified]
         verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
         if verified or session.closed_ids:
             self._send_step(session, store, verified, num_drafts)
         if others:
-            self._send_step(session, store, others, num_drafts)
+            self._send_step(session, store, others, 0 if is_adaptive else num_drafts)
+
+    def _catch_up(self, session: DraftSession, store: FeatureStore, now: float) -> None:
+        """Sends rows of sequences most of which lack more than those of a step, one message after another, and asks for
+        no drafts: each step would wait for those of a few, behind the rows of all others."""
+        if not session.unanswered:
+            pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
+            if pieces or session.closed_ids:
+                self._send_step(session, store, pieces, 0)
 
     def send_scouts(
-        self, session: DraftSession, store: FeatureStore, scouts: Sequence[Binding], now: float, *, waits: bool
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        scouts: Sequence[Binding],
+        num_drafts: int,
+        now: float,
+        *,
+        waits: bool,
     ) -> bool:
         """Sends new rows of a few sequences of a drafter that is asked for nothing, and waits for its answer or not;
-        whether it was asked for drafts."""
-        pieces = self._pieces(session, scouts, now)
+        whether it was asked for drafts, `num_drafts` of each."""
+        pieces, _ = self._pieces(session, scouts, now)
         if not pieces and not session.closed_ids:
             return False
-        return self._send_step(session, store, pieces, session.pace.governor.trial_drafts, waits=waits)
+        return self._send_step(session, store, pieces, num_drafts, waits=waits)
+
+    def is_close(self, binding: Binding) -> bool:
+        """Whether a sequence lacks no more rows than a verify step brings."""
+        return binding.rows_behind <= self._most_verified
 
     def note_rows(self, requests: Sequence[Request]) -> None:
         """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
@@ -159,32 +186,37 @@ class StepSender:
         features.seal()
         return features
 
-    def _pieces(self, session: DraftSession, bindings: Sequence[Binding], now: float) -> list[_Piece]:
-        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories.
+    def _pieces(
+        self, session: DraftSession, bindings: Sequence[Binding], now: float, *, is_idle: bool = False
+    ) -> tuple[list[_Piece], int]:
+        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and how many
+        of the sequences decode and lack more than a verify step brings.
 
         A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
-        prefix that was found in the cache.
+        prefix that was found in the cache. Where it `is_idle`, no drafts are waited for.
         """
         row_bytes = session.stream.head.row_bytes
         room = max(MAX_HISTORY_BYTES // row_bytes, 1)
         backlog = None
         pieces = []
+        num_lacking = 0
         for binding in bindings:
             request, first = binding.request, binding.next_row
             rows = request.num_feature_rows - first
             if rows <= 0:
                 continue
+            num_lacking += rows > self._most_verified and request.is_decoding
             if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
             if rows > self._most_verified:
                 if backlog is None:
-                    backlog = session.pace.backlog_rows(now, row_bytes)
+                    backlog = session.pace.backlog_rows(now, row_bytes, is_idle=is_idle)
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:
                 pieces.append((binding, rows))
-        return pieces
+        return pieces, num_lacking
 
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request

@@ -16,6 +16,7 @@ from verifier_service.request import Request
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
+FIRST_TOKENS = 20
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Costs:
     feature_row_s: float = 8e-6  # on the link: 8 KiB at 1 GB/s
     draft_s: float = 0.35e-3  # of each draft position
     acceptance: float = 0.75
+    first_acceptance: float | None = None  # of drafts of the first FIRST_TOKENS of an output, where they differ
+    history_s: float = 0.0  # that an answer takes longer for rows of prompts and histories, which no graph was made for
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
     unseen_step_s: float = 0.0  # the same, after any step
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
@@ -48,7 +51,8 @@ class Drafter:
         costs, noisy = self.costs, self.world.noisy
         self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
-        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0))
+        has_histories = max(step.num_rows, default=0) > K + 2
+        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0) + costs.history_s * has_histories)
         self.is_free = max(self.is_free, self.link_free + noisy(costs.trip_s / 2)) + compute_s
         answer = answer_to(step, [5] * 16)
         answer.compute_time_s = compute_s
@@ -104,6 +108,11 @@ class World:
                 self._wait()
         return (self.tokens - before) / (self.clock.now - began)
 
+    def _acceptance(self, request: Request) -> float:
+        is_first = len(request.tokens) < len(request.prompt) + FIRST_TOKENS
+        first = self.costs.first_acceptance
+        return first if is_first and first is not None else self.costs.acceptance
+
     def rate_without(self) -> float:
         """Tokens per second of steps without drafts."""
         count = len(self.scene.requests)
@@ -150,7 +159,7 @@ class World:
         self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
-            while accepted < count and self._random.random() < self.costs.acceptance:
+            while accepted < count and self._random.random() < self._acceptance(one):
                 accepted += 1
             self.drafting.count_verified(one, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))
@@ -171,6 +180,7 @@ class _Rates(Forecast):
 
     def __init__(self, gain: float) -> None:
         self.without = 1.0
+        self.step_s = 5e-3
         self._gain = gain
 
     def rate(self, plan: Plan) -> float:

@@ -212,11 +212,11 @@ def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
 def test_ids_of_opened_sequences_rise_when_later_sequences_open_before_a_paced_one(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
-    stream, (_, paced) = move(scene, 8, 6)
-    scene.decode(5)
+    stream, (_, paced) = move(scene, 8, 10)
+    scene.decode(11)
     for _ in range(5):
         scene.flush()
-    assert [rows_of(step) for step in stream.steps[:2]] == [[(1, 0, 4)], [(2, 0, 5)]]
+    assert [rows_of(step) for step in stream.steps[:2]] == [[(1, 0, 4)], [(2, 0, 11)]]
     opened = [sequence_id for step in stream.steps for sequence_id in step.opened.ids]
     assert opened == [1, 2, 3]
     third = [tokens_of(step) for step in stream.steps if 3 in step.sequence_ids]
@@ -479,7 +479,7 @@ def test_an_ended_request_is_closed_with_the_next_step():
 def test_an_ended_request_that_was_never_opened_is_not_closed(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
-    stream, (_, paced) = move(scene, 8, 6)
+    stream, (_, paced) = move(scene, 8, 10)
     scene.flush()
     scene.end(paced)
     scene.flush()

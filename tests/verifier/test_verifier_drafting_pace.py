@@ -63,7 +63,7 @@ def test_sequences_of_a_far_drafter_part_into_groups_that_take_turns(clock):
 
 def test_groups_that_take_turns_become_equal_when_sequences_have_come(clock):
     """The largest one's step takes the most time, padded to a size that was captured as it is."""
-    world = World(clock, 20, Costs(trip_s=6e-3))
+    world = World(clock, 20, Costs(trip_s=6e-3), output_length=450)  # none ends
     world.run(0.3)
     for _ in range(12):
         world.arrive()
@@ -109,6 +109,8 @@ def test_a_group_whose_drafts_were_late_waits_for_those_of_another_that_are_near
     world.run(0.3)
     gate, requests, fixed_s = world.drafting.gate, world.scene.requests, world.drafting.gate.target_cost.fixed
     late, flying = requests[:4], requests[4:]
+    for binding in world.drafting._bindings.values():
+        binding.next_row = binding.request.num_feature_rows  # the rows of the last step are there
 
     def ask(some: list[Request], draft_s: float) -> None:
         world.costs.draft_s = draft_s
@@ -141,6 +143,8 @@ def test_a_request_past_its_deadline_is_held_for_others_no_longer_than_one_that_
     gate, requests, fixed_s = world.drafting.gate, world.scene.requests, world.drafting.gate.target_cost.fixed
     silent = world.scene.connect()
     world.arrive()
+    world.scene.flush()
+    world.scene.verify(requests[-1], 9)  # behind its prompt, none are asked for
     world.scene.flush()
     overdue = world.drafting._bindings[requests[-1]]
     assert (overdue.session.stream, overdue.is_waiting) == (silent, True)
@@ -279,7 +283,7 @@ def test_a_drafter_is_not_given_up_for_its_first_drafts(clock):
     assert len(world.step_sizes) >= 8
     world.costs.acceptance = 0.85
     assert world.run(2.0) > 1.2 * world.rate_without()
-    assert num_drafts(world) == 4
+    assert num_drafts(world) >= 3
 
 
 def test_drafts_of_no_use_are_given_up_after_a_few(clock):
@@ -301,12 +305,12 @@ def test_drafts_that_lose_are_given_up_though_the_drafter_never_has_a_pause(cloc
 
 
 def test_few_trials_show_that_drafts_are_accepted_again(clock):
-    """One sequence makes one a second."""
+    """One sequence makes one in 1.3 s."""
     world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.05))
     world.run(5.0)
     assert num_drafts(world) == 0
     world.costs.acceptance = 0.9
-    world.run(12.0)
+    world.run(15.0)
     assert num_drafts(world) >= 2
 
 
@@ -338,9 +342,10 @@ def test_throughput_is_never_under_that_without_drafts(clock, sequences, trip_s,
 def test_drafts_that_gain_less_than_is_known_of_their_costs_are_given_up_where_none_are_faster(
     clock, sequences, unseen_s, gain
 ):
-    """The first three would go on at 0.66 to 0.78 of the throughput without drafts."""
+    """The first three would go on at 0.66 to 0.78 of the throughput without drafts. Each number of groups shows it for
+    itself."""
     world = adaptive(clock, sequences, Costs(unseen_s=unseen_s))
-    world.run(1.0)
+    world.run(3.0)
     assert world.run(5.0) > gain * world.rate_without()
     assert world.run(30.0) > gain * world.rate_without()
 
@@ -386,7 +391,7 @@ def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
     ],
 )
 def test_what_all_steps_take_and_nothing_counts_is_no_reason_to_give_up_drafts(clock, costs, gain):
-    world = adaptive(clock, 16, costs)
+    world = World(clock, 16, costs, config=CONFIG, k=4, output_length=400)
     without = 16 / (16 / world.rate_without() + costs.unseen_step_s)
     world.run(2.0)
     world.drafted.clear()
@@ -468,10 +473,13 @@ def far_world(clock: Clock, sequences: int = 8, **costs: float) -> World:
 def test_a_drafter_that_is_asked_for_nothing_is_sent_next_to_nothing(clock):
     world = far_world(clock, 32)
     before, began = len(world.stream.steps), clock.now
-    world.run(2.0)
+    world.run(8.0)
     sent = world.stream.steps[before:]
-    assert len(sent) <= (clock.now - began) / PING_EVERY_S + 1
-    rows = world.rate_without() * 2.0 * (1 + PROMPT_LENGTH / OUTPUT_LENGTH)
+    asked = [step for step in sent if any(step.num_drafts)]
+    most = (clock.now - began) / PING_EVERY_S + 1
+    assert 0 < len(asked) <= most
+    assert len(sent) <= 2 * most  # what they lack is sent before
+    rows = world.rate_without() * 8.0 * (1 + PROMPT_LENGTH / OUTPUT_LENGTH)
     assert 0 < sum(sum(step.num_rows) for step in sent) < 0.1 * rows
 
 
@@ -491,7 +499,7 @@ def test_the_wait_for_trials_of_a_drafter_takes_a_percent_of_the_time(clock):
 
 
 def test_a_trial_alone_keeps_requests_out_of_a_step_and_no_more_than_it_is_of(clock):
-    """All have a place at a drafter that was given up a moment ago."""
+    """All have a place at a drafter that was given up a moment ago, and lack no more than a step brings."""
     world = adaptive(clock, 8, Costs(trip_s=30e-3))
     world.run(0.2)
     governor = pace_of(world.drafting).governor
@@ -518,7 +526,7 @@ def test_a_trial_that_could_ask_for_no_drafts_is_not_counted(clock, obstacle, mo
         for one in world.scene.requests:
             one.max_length = len(one.tokens) + 1
     else:
-        monkeypatch.setattr(Pace, "backlog_rows", lambda *_: 1)
+        monkeypatch.setattr(Pace, "backlog_rows", lambda *_, **__: 1)
     before = len(world.stream.steps)
     world.scene.flush()
     assert len(world.stream.steps) == before + 1

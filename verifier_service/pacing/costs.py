@@ -33,12 +33,11 @@ UNCERTAIN = 0.05
 EXPLORE_EVERY_S = 1.0
 # Acceptance: what is assumed of the first position, how many drafts that counts for, and after how many verify steps a
 # draft counts half, in all and of each sequence; and of trials, which are far between. A position of which nothing is
-# known takes after the one before it. Fewer verify steps than so many, of one text maybe, do not tell of others.
+# known takes after the one before it.
 FIRST_RATE = 0.7
 PRIOR_DRAFTS = 4.0
 HALF_LIFE_STEPS = (64, 16)
 HALF_LIFE_TRIALS = 8
-FEW_STEPS = 32
 MOST_WEIGHT = 1e9
 
 _Rows = TypeVar("_Rows", float, np.ndarray)
@@ -200,12 +199,14 @@ class DrafterCost:
 
     A drafter may compute on the target's own device: by how much it takes longer while a step runs is a cost of its own
     (`beside_s`), and not what it takes alone. For answers to sequences that take turns always come beside steps, and
-    would never show that one group is faster.
+    would never show that one group is faster. Rows of prompts and histories are a cost of their own too: no graph has
+    been captured for them, so that a message of a few takes longer than one for the drafts of many sequences.
     """
 
     def __init__(self) -> None:
         self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
         self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
+        self._histories = _LazyEstimate((0.5, 0.5), LINK_DRIFT)
         self._beside = LinearEstimate((1.0,), HOST_DRIFT)
         self._num_alone = 0  # answers with drafts for which nothing else ran
         self._num_sooner = 0  # others, the last ones, that came sooner nevertheless
@@ -218,12 +219,12 @@ class DrafterCost:
     def observe_compute(
         self, seconds: float, rows: int, drafts: int, sequences: int, now: float, *, is_beside: bool
     ) -> None:
-        """Takes a drafter's computing time.
+        """Takes a drafter's computing time for drafts behind rows of a verify step.
 
         Parameters
         ----------
         rows
-            Of the message.
+            Of the message, no more of a sequence than a verify step brings.
         drafts, sequences
             Drafts wanted of each sequence, and of how many.
         is_beside
@@ -231,11 +232,16 @@ class DrafterCost:
         """
         self._news.append(((1.0, drafts, drafts * sequences, rows), seconds, now, is_beside))
 
+    def observe_histories(self, seconds: float, rows: int, now: float) -> None:
+        """Takes a drafter's computing time for other rows."""
+        self._histories.observe((1.0, rows), seconds, now)
+
     def settle(self) -> None:
         """Works in the answers taken, which the next use would do."""
         self._link.read()
+        self._histories.read()
         for causes, compute_s, now, is_beside in self._news:
-            self._num_alone += not is_beside and causes[1] > 0
+            self._num_alone += not is_beside
             is_new = not self._compute.has_seen(causes)
             if not is_beside or is_new or self._is_sooner(compute_s, self._compute.predict(causes), now):
                 self._compute.observe(causes, compute_s, now)
@@ -251,8 +257,8 @@ class DrafterCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough answers have been seen."""
-        return self._link.read().count >= ENOUGH
+        """Whether enough answers have been seen, and some with drafts."""
+        return self._link.read().count >= ENOUGH and (self._compute.count > 0 or bool(self._news))
 
     @property
     def jitter(self) -> float:
@@ -287,6 +293,15 @@ class DrafterCost:
         alone_s = sum(map(mul, self.compute, (1.0, drafts, drafts * sequences, rows)))
         return alone_s + (self.beside_s if is_beside else 0.0)
 
+    def histories_s(self, rows: int) -> float:
+        """Expected computing time of rows of prompts and histories."""
+        return self._histories.read().predict((1.0, rows))
+
+    @property
+    def per_history_row(self) -> float:
+        """Seconds of each of those."""
+        return self._histories.read().weights[1]
+
 
 class Acceptance:
     """Rates at which a drafter's drafts are accepted, given that those before them were.
@@ -310,6 +325,9 @@ class Acceptance:
         in_all, of_each = HALF_LIFE_STEPS
         half_life = max(in_all, of_each * sequences) if sequences else HALF_LIFE_TRIALS
         self._growth = 2 ** (1 / half_life)
+        # What has been counted counts for no more than if it had been forgotten like that all the time.
+        most = self._weight / (1 - 1 / self._growth)
+        self._weight *= max(1.0, self._tested[0] / most)
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Takes a verify step of one sequence: of its drafts the first `num_accepted` were accepted."""

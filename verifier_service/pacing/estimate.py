@@ -14,6 +14,7 @@ CHANGE_AFTER = 3
 FIRST_NOISE = 0.2
 LEAST_NOISE = 0.01
 NOISE_WEIGHT = 0.05
+NOISE_HALF_LIFE_S = 1.0
 # A coefficient near 0 moves as one of this share of the most that it could be.
 FLOOR = 0.02
 # Among the first few observations: where one takes less than this share of what those before it say, they were of a
@@ -54,6 +55,7 @@ class LinearEstimate:
         self._size = 0.0  # of an observation
         self._now = 0.0
         self._strays = 0  # outliers in a row, negative when they are below
+        self._left = 0.0
 
     @property
     def noise(self) -> float:
@@ -87,9 +89,10 @@ class LinearEstimate:
             self._begin()
         if self.count == 0:
             self._variance, self._size = (FIRST_NOISE * seconds) ** 2, seconds
+        elapsed = now - self._now if self.count else 0.0
         self._reveal(causes, seconds)
         self._drift(now)
-        self._correct(causes, seconds)
+        self._correct(causes, seconds, elapsed)
         self.count += 1
 
     def _reveal(self, causes: Sequence[float], seconds: float) -> None:
@@ -109,7 +112,7 @@ class LinearEstimate:
             step = self._drift_share * max(weight, FLOOR * spread)
             own[i] += min(step**2 * elapsed, max(0.0, spread**2 - own[i]))
 
-    def _correct(self, causes: Sequence[float], seconds: float) -> None:
+    def _correct(self, causes: Sequence[float], seconds: float, elapsed: float) -> None:
         gains, explained = self._gains(causes)
         residual = seconds - self.predict(causes)
         limit = OUTLIER_DEVIATIONS * math.sqrt(explained + self._variance)
@@ -126,9 +129,11 @@ class LinearEstimate:
             for j, other in enumerate(gains):
                 row[j] -= gain * other / total
         self._project()
-        weight = max(NOISE_WEIGHT, 1 / (self.count + 2))
+        weight = max(NOISE_WEIGHT, 1 / (self.count + 2), 1.0 - 0.5 ** (elapsed / NOISE_HALF_LIFE_S))
         self._size += weight * (seconds - self._size)
-        around = residual**2 * self._variance / total  # what is left of it when the line has moved
+        left = residual * self._variance / total
+        around = (left - self._left)**2 / 2 if self.count else left**2
+        self._left = left
         self._variance += weight * (around - self._variance)
         self._variance = max(self._variance, (LEAST_NOISE * self._size) ** 2)
 

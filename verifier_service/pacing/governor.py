@@ -18,6 +18,10 @@ from verifier_service.pacing.plan import OFF, Forecast, Plan
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
+# Where it is for their acceptance that they gain less, they are given up when the loss adds up to so many steps: a
+# few drafts, or those of the first tokens of texts, say little of others. Each time that they are given up again soon,
+# half of that.
+GIVE_UP_AFTER_STEPS = 6.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
 RESUME_AFTER = 5
@@ -58,10 +62,11 @@ class Governor:
         self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
+        self._lost_s = 0.0  # since drafts gained last
+        self._decided = math.inf
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
-        self._best = self.plan  # of those with drafts
         self._try_after_s = TRY_AFTER_S[0]
         self._trying_until = -math.inf
 
@@ -72,8 +77,8 @@ class Governor:
 
     @property
     def trial_drafts(self) -> int:
-        """How many drafts a message asks for while the plan is to ask for none."""
-        return self._best.num_drafts
+        """How many drafts a message asks for while the plan is to ask for none: all, of which most is seen."""
+        return self._max_drafts
 
     def decide(self, now: float, forecast: Forecast, optimistic: Forecast | None = None, scale: int = 0) -> None:
         """Takes up the plan that is fastest by far enough, or one that shows what another would take.
@@ -81,16 +86,17 @@ class Governor:
         Parameters
         ----------
         optimistic
-            What would be expected if every draft were accepted, given while too few have been verified to say
-            otherwise: drafts that gain by it are kept.
+            What would be expected if every draft were accepted: drafts that would not gain then are given up at once.
+            By default nothing more than is.
         scale
             Of the load. A drafter that was given up rests while the load is of that scale.
         """
+        since_s, self._decided = max(0.0, now - self._decided), now
         if now < self._trying_until:
             return
         if scale != self._scale:
-            self._scale, self._gains = scale, 0
-        self._choose(now, forecast, optimistic, self._rests[scale])
+            self._scale, self._gains, self._lost_s = scale, 0, 0.0
+        self._choose(now, since_s, forecast, optimistic or forecast, self._rests[scale])
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -101,25 +107,26 @@ class Governor:
             self.plan, self._trying_until = together, now + TRY_FOR_S
             self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
 
-    def _choose(self, now: float, forecast: Forecast, optimistic: Forecast | None, rest: _Rest) -> None:
+    def _choose(self, now: float, since_s: float, forecast: Forecast, optimistic: Forecast, rest: _Rest) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
                 self.plan = best
             return
-        self._best = best = forecast.best()
-        gain = forecast.rate(best) / forecast.without
+        best = forecast.best()
+        gain = _gain(forecast)
         if not self.is_off and rest.resumed < rest.until <= now:
             rest.resumed = now  # they were taken up at another scale
         if self.is_off:
             self._gains = self._gains + 1 if gain > RESUME_ABOVE else 0
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
-        elif now < rest.until:
+            return
+        self._lost_s = max(0.0, self._lost_s + (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s)
+        if now < rest.until:
             self._turn_off(now)
-        elif gain < KEEP_ABOVE:
-            if optimistic is None or optimistic.rate(optimistic.best()) < KEEP_ABOVE * optimistic.without:
-                self._give_up(now, rest)
+        elif self._lost_s >= self._most_lost_s(forecast, rest) or _gain(optimistic) < KEEP_ABOVE:
+            self._give_up(now, rest)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
 
@@ -129,8 +136,11 @@ class Governor:
         rest.until = now + rest.seconds
         self._turn_off(now)
 
+    def _most_lost_s(self, forecast: Forecast, rest: _Rest) -> float:
+        return GIVE_UP_AFTER_STEPS * forecast.step_s * REST_S[0] / rest.seconds
+
     def _turn_off(self, now: float) -> None:
-        self.plan, self._tried, self._pinged, self._gains = OFF, now, now, 0
+        self.plan, self._tried, self._pinged, self._gains, self._lost_s = OFF, now, now, 0, 0.0
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:
         """Sets how often a sequence may wait for drafts that the plan does not ask for.
@@ -142,7 +152,7 @@ class Governor:
         stall_s
             What a trial takes of the time of each of its sequences.
         """
-        can_gain = optimistic.rate(optimistic.best()) > RESUME_ABOVE * optimistic.without
+        can_gain = _gain(optimistic) > RESUME_ABOVE
         self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf
 
     def is_ping_due(self, now: float) -> bool:
@@ -158,3 +168,8 @@ class Governor:
         self._pinged = now
         if is_trial:
             self._tried = now
+
+
+def _gain(forecast: Forecast) -> float:
+    """Of the best plan with drafts over none."""
+    return forecast.rate(forecast.best()) / forecast.without

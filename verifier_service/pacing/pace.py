@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from draftwire.v1.generate_pb2 import DraftPlan
-from verifier_service.pacing.costs import FEW_STEPS, Acceptance, DrafterCost, TargetCost
+from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
 from verifier_service.pacing.hindsight import Hindsight, Output, scale_of
@@ -78,7 +78,6 @@ class Pace:
         self._planned = 0.0
         self._step_s = math.inf  # of a step without drafts
         self._skips = False
-        self._steps_before = 0  # verify steps that were counted before drafts were taken up
         self._link_free = 0.0  # when the bytes sent so far are through
         self._last_expected = 0.0
         self._last_answer = 0.0  # of which something is learnt
@@ -104,10 +103,17 @@ class Pace:
         compute_s = expected = 0.0
         if self.cost.is_known:
             begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
-            compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
+            if self._is_of_drafts(rows, sequences):
+                compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
+            else:
+                compute_s = self.cost.histories_s(rows)
             expected = self._last_expected = begins + compute_s
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
         return Message(now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until)
+
+    def _is_of_drafts(self, rows: int, sequences: int) -> bool:
+        """Whether a message asks for drafts of so many sequences behind rows of a verify step, and has no others."""
+        return 0 < rows <= (self._max_drafts + 1) * sequences
 
     @property
     def _is_beside(self) -> bool:
@@ -145,10 +151,14 @@ class Pace:
             behind_s = max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
             self.cost.observe_link(way_s - behind_s, message.num_bytes, received)
         self._last_answer = received
-        if is_single and message.rows > 0:
+        if not is_single or message.rows == 0:
+            return
+        if self._is_of_drafts(message.rows, message.sequences):
             self.cost.observe_compute(
                 compute_s, message.rows, message.drafts, message.sequences, received, is_beside=is_beside
             )
+        else:
+            self.cost.observe_histories(compute_s, message.rows, received)
 
     def expect(self, message: Message) -> Expected | None:
         """The group whose drafts the answer brings; None when there is none or its time is not known."""
@@ -181,18 +191,19 @@ class Pace:
         compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
         return self.cost.transfer_s(rows * row_bytes) + compute_s
 
-    def backlog_rows(self, now: float, row_bytes: int) -> int:
+    def backlog_rows(self, now: float, row_bytes: int, *, is_idle: bool = False) -> int:
         """How many rows of prompts and histories may be sent now, so that they delay no drafts.
 
-        They are to be through when the step that runs next is, before which nothing is asked for. Where every step is
-        to have its drafts, none of them waits: a sequence whose rows are not all there decodes without.
+        They are to be through when the step that runs next is, before which nothing is asked for, or later where it
+        `is_idle`: where nothing is. Where every step is to have its drafts, none of them waits: a sequence whose rows
+        are not all there decodes without.
         """
         if not self.governor.is_adaptive:
             return MOST_ROWS
-        per_row = self.cost.link[1] * row_bytes + self.cost.compute[3]
+        per_row = self.cost.link[1] * row_bytes + self.cost.per_history_row
         if not self.cost.is_known or math.isinf(self._step_s) or per_row <= 0.0:
             return MOST_ROWS
-        horizon = max(self._step_s, IDLE_BACKLOG_S if self.is_off else 0.0)
+        horizon = max(self._step_s, IDLE_BACKLOG_S if self.is_off or is_idle else 0.0)
         rows = int(max(0.0, now + horizon - max(now, self._link_free)) / per_row)
         if rows < LEAST_BACKLOG_ROWS:
             return 0 if self._link_free > now else LEAST_BACKLOG_ROWS
@@ -222,8 +233,6 @@ class Pace:
         if not self.cost.is_known:
             self._hindsight.pause()
             return
-        if self.is_off:
-            self._steps_before = self.acceptance.num_steps
         scale = scale_of(load.running, self._hindsight.scale)
         self._hindsight.turn_to(scale, now)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
@@ -231,14 +240,11 @@ class Pace:
         likely = forecast(tokens=tokens)
         rate = likely.rate(self.plan) / shares[self.plan.turns]
         self._hindsight.take(now, self.plan, load, rate, output, expected)
-        all_accepted = [1.0 + count for count in range(self._max_drafts + 1)]
-        is_known = self.acceptance.num_steps >= self._steps_before + FEW_STEPS
-        optimistic = None if is_known else forecast(tokens=all_accepted)
+        optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
         self.governor.decide(now, likely, optimistic, scale)
         self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
-            optimistic = optimistic or forecast(tokens=all_accepted)
             scouts = min(NUM_SCOUTS, load.sequences)
             drafts = self.governor.trial_drafts
             has_others = load.running > scouts

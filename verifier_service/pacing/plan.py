@@ -58,6 +58,8 @@ class Forecast:
     ----------
     without
         Tokens per second without drafts.
+    step_s
+        Seconds of a step without.
     lead_seen
         See `TargetCost`.
     """
@@ -84,7 +86,8 @@ class Forecast:
         self.lead_seen = target.lead_seen
         count = load.sequences
         undrafted = count + load.other_rows
-        self.without = shares[0] * (count + load.other_tokens) / (target.seconds(undrafted) + target.beside_s)
+        self.step_s = (target.seconds(undrafted) + target.beside_s) / shares[0]
+        self.without = (count + load.other_tokens) / self.step_s
         drafts = np.arange(1, len(tokens))  # [k]
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
