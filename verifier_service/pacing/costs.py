@@ -214,7 +214,7 @@ class DrafterCost:
 
     def observe_link(self, seconds: float, num_bytes: int, now: float) -> None:
         """Takes the time from a message of so many bytes until its answer, computing and time in queues taken off."""
-        self._link.observe((1.0, num_bytes), max(0.0, seconds), now)
+        self._link.observe((1.0, num_bytes), seconds, now)
 
     def observe_compute(
         self, seconds: float, rows: int, drafts: int, sequences: int, now: float, *, is_beside: bool

@@ -14,7 +14,7 @@ CHANGE_AFTER = 3
 FIRST_NOISE = 0.2
 LEAST_NOISE = 0.01
 NOISE_WEIGHT = 0.05
-NOISE_HALF_LIFE_S = 1.0
+NOISE_HALF_LIFE_S = 0.3
 # A coefficient near 0 moves as one of this share of the most that it could be.
 FLOOR = 0.02
 # Among the first few observations: where one takes less than this share of what those before it say, they were of a

@@ -22,6 +22,8 @@ PATIENCE_DEVIATIONS = 4.0
 # A drafter that answers so soon after the answer before, by its computing time or beyond it, was busy in between.
 BUSY_FOR = 1.5
 LEAST_PAUSE_S = 0.5e-3
+# So many in a row that never had a pause are believed nevertheless.
+MOST_BEHIND = 8
 # Fewer rows of prompts and histories than this are not worth a message while others are on their way.
 LEAST_BACKLOG_ROWS = 16
 MOST_ROWS = 1 << 30
@@ -81,6 +83,7 @@ class Pace:
         self._link_free = 0.0  # when the bytes sent so far are through
         self._last_expected = 0.0
         self._last_answer = 0.0  # of which something is learnt
+        self._num_behind = 0  # answers, the last ones, that told nothing of the link
         self._heard = 0.0  # when the last answer came
         self._has_others = False  # whether there are rows of others in each step
 
@@ -138,15 +141,20 @@ class Pace:
         """
         compute_s = min(compute_s, received - message.sent)
         begun, since_last_s = message.sent + message.queued_s, received - self._last_answer
-        # The drafter had no pause since the answer before, so that it may have had this message for long.
-        is_behind = begun < self._last_answer and since_last_s < max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
+        # The drafter had no pause since the answer before, so that it may have had this message for long; and as long as
+        # nothing is known of the link, bytes that were sent before it may have kept it.
+        has_pause = self.cost.is_known and since_last_s >= max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
+        is_behind = begun < self._last_answer and not has_pause
         # Messages that it takes together have one computing time.
         is_single = compute_s <= since_last_s
         way_s = received - begun - compute_s
-        if message.is_behind:
-            pass  # the way has nothing to do with it
+        if message.is_behind or way_s < 0.0:
+            pass  # the way has nothing to do with it, or the bytes before it were through sooner than it was thought
         elif not is_behind:
+            self._num_behind = 0
             self.cost.observe_link(way_s, message.num_bytes, received)
+        elif not self.cost.is_known and self._num_behind < MOST_BEHIND:
+            self._num_behind += 1
         elif not self.cost.is_known:  # one that never has a pause must become known too
             behind_s = max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
             self.cost.observe_link(way_s - behind_s, message.num_bytes, received)
