@@ -29,6 +29,8 @@ class StepGate:
         self._launched: deque[float] = deque()  # when the steps that run were; monotonic times
         self._ran_until = -math.inf  # when the last of those that have ended did
         self._feature_rows = 0  # sent since the last step was counted
+        self._sent_histories = False  # since the last step but one was
+        self._sends_histories = False  # since the last step was
         self._had_prompts = False  # whether that had any
         self._landed: float | None = None  # when its tokens were there
         self._verified: Counter[tuple[str, int]] = Counter()  # see `Output`
@@ -52,9 +54,10 @@ class StepGate:
         """Whether a step ran between two monotonic times, of which the first is after the last landing but one."""
         return self._ran_until > begin or (bool(self._launched) and self._launched[0] < end)
 
-    def count_sent(self, feature_rows: int) -> None:
+    def count_sent(self, feature_rows: int, *, has_histories: bool) -> None:
         """Notes rows that the drafters were sent, which take some of the engine's time."""
         self._feature_rows += feature_rows
+        self._sends_histories |= has_histories
 
     def count_step(
         self,
@@ -92,10 +95,11 @@ class StepGate:
             self._seconds += landed - self._landed
             self._verified.update(verified)
             self._steps += 1
-        has_drafts = any(drafts for _, drafts in verified)
         if not has_prompts:
-            self._learn(rows, step_s, host_s, is_beside, has_drafts=has_drafts, is_delayed=is_delayed)
+            is_busy = self._had_prompts or is_delayed or self._sent_histories or self._sends_histories
+            self._learn(rows, step_s, host_s, verified, is_beside, is_busy=is_busy)
         self._feature_rows = 0
+        self._sent_histories, self._sends_histories = self._sends_histories, False
         self._had_prompts, self._landed = has_prompts, landed
 
     def output(self, drafters: Collection[str]) -> Output:
@@ -106,21 +110,31 @@ class StepGate:
         return Output(self._verified.copy(), self._steps, self._seconds)
 
     def _learn(
-        self, rows: int, step_s: float, host_s: float, is_beside: bool | None, *, has_drafts: bool, is_delayed: bool
+        self,
+        rows: int,
+        step_s: float,
+        host_s: float,
+        verified: Mapping[tuple[str, int], int],
+        is_beside: bool | None,
+        *,
+        is_busy: bool,
     ) -> None:
+        """`is_busy`: the host had other things to do before it than drafts."""
         cost, now = self.target_cost, time.monotonic()
         if is_beside is None:
             cost.observe(rows, self._feature_rows, step_s + host_s, now)
             return
         take_turns = any(session.pace.plan.num_groups > 1 for session in self._sessions.values())
-        is_turn = take_turns and is_beside and has_drafts and cost.is_known
+        is_turn = take_turns and is_beside and any(drafts for _, drafts in verified) and cost.is_known
         if not is_turn:
             cost.observe(rows, 0, step_s, now)
-        if self._had_prompts or is_delayed:
+        if is_busy:
             return
+        # A part of the sequences that finds nothing running shows less than all, or is out of step with the others.
+        is_whole = not take_turns and 2 * sum(verified.values()) >= len(self._bindings)
         if is_turn:
             cost.observe_turn(rows, step_s, host_s, now)
-        elif is_beside or not take_turns:  # a part of the sequences that finds nothing running shows less than all
+        elif is_beside or is_whole:
             cost.observe_host(host_s, now, is_beside=is_beside)
 
     def part_next(self) -> None:

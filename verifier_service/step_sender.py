@@ -46,22 +46,22 @@ class StepSender:
 
         Rows of prompts and histories go in a message of their own, after the one for which drafts are waited. Where the
         number of drafts adapts it asks for none: those behind the next step's rows are hardly later, and nobody waits
-        for a drafter that reads a long prompt.
+        for a drafter that reads a long prompt. Neither is anything asked for while the link is full of such rows.
         """
         is_adaptive = session.pace.governor.is_adaptive
         pieces, num_lacking = self._pieces(session, session.bindings, now)
-        if is_adaptive and num_lacking > 0:
-            num_decoding = sum(binding.request.is_decoding for binding in session.bindings)
-            if 2 * num_lacking > num_decoding:
-                self._catch_up(session, store, now)
-                return
+        if is_adaptive and _lack_most(session, num_lacking):
+            self._catch_up(session, store, now)
+            return
         num_drafts = session.pace.take_num_drafts(bool(pieces))
+        if is_adaptive and session.pace.is_link_busy(now):
+            num_drafts = 0
         others = [piece for piece in pieces if piece[1] > self._most_verified]
         verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
         if verified or session.closed_ids:
             self._send_step(session, store, verified, num_drafts)
         if others:
-            self._send_step(session, store, others, 0 if is_adaptive else num_drafts)
+            self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
     def _catch_up(self, session: DraftSession, store: FeatureStore, now: float) -> None:
         """Sends rows of sequences most of which lack more than those of a step, one message after another, and asks for
@@ -69,7 +69,7 @@ class StepSender:
         if not session.unanswered:
             pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
             if pieces or session.closed_ids:
-                self._send_step(session, store, pieces, 0)
+                self._send_step(session, store, pieces, 0, has_histories=True)
 
     def send_scouts(
         self,
@@ -86,7 +86,8 @@ class StepSender:
         pieces, _ = self._pieces(session, scouts, now)
         if not pieces and not session.closed_ids:
             return False
-        return self._send_step(session, store, pieces, num_drafts, waits=waits)
+        has_histories = any(rows > self._most_verified for _, rows in pieces)
+        return self._send_step(session, store, pieces, num_drafts, has_histories=has_histories, waits=waits)
 
     def is_close(self, binding: Binding) -> bool:
         """Whether a sequence lacks no more rows than a verify step brings."""
@@ -107,6 +108,7 @@ class StepSender:
         pieces: list[_Piece],
         num_drafts: int,
         *,
+        has_histories: bool = False,
         waits: bool = True,
     ) -> bool:
         """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not;
@@ -157,7 +159,7 @@ class StepSender:
             binding.asked_drafts = drafts
             binding.wait_until = message.wait_until if waits else None
         self._times.count_sent(carrier, num_rows, num_bytes)
-        self._gate.count_sent(num_rows)
+        self._gate.count_sent(num_rows, has_histories=has_histories)
         return bool(asked)
 
     def _features(
@@ -240,6 +242,11 @@ class StepSender:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
+
+
+def _lack_most(session: DraftSession, num_lacking: int) -> bool:
+    """Whether `num_lacking` are most of the sequences that decode."""
+    return num_lacking > 0 and 2 * num_lacking > sum(binding.request.is_decoding for binding in session.bindings)
 
 
 def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:

@@ -28,6 +28,9 @@ FAR_SOONER = 0.5
 # half forgotten after each so many seconds in which they take none.
 TURN_SHARE = 0.07
 TURN_FADES_S = 5.0
+# What the host takes where nothing runs meanwhile is half forgotten after each so many seconds in which no drafts are
+# waited for: it is not seen then, and would keep them away for what it was in a bad moment.
+LEAD_FADES_S = 3.0
 # The cost of a step of few rows is uncertain, and tried out, from this share on, and no more often than this.
 UNCERTAIN = 0.05
 EXPLORE_EVERY_S = 1.0
@@ -115,11 +118,13 @@ class TargetCost:
         self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
         self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
+        self._now = -math.inf
         self.lead_seen = math.inf
         self._turn_seen = -math.inf
 
     def observe(self, rows: int, feature_rows: int, seconds: float, now: float) -> None:
         """Takes a step of `rows`, before which the drafters were sent `feature_rows`."""
+        self._now = now
         self._estimate.observe((1.0, self._profile.size(rows), feature_rows), seconds, now)
 
     def observe_host(self, seconds: float, now: float, *, is_beside: bool) -> None:
@@ -162,7 +167,8 @@ class TargetCost:
     @property
     def lead_s(self) -> float:
         """Expected time from one step's tokens to the next step's launch that the host takes when nothing else runs."""
-        return self._lead.read().weights[0]
+        unseen_s = max(0.0, self._now - max(self.lead_seen, self._turn_seen))
+        return self._lead.read().weights[0] * 0.5 ** (unseen_s / LEAD_FADES_S)
 
     @property
     def beside_s(self) -> float:

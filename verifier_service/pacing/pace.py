@@ -141,8 +141,8 @@ class Pace:
         """
         compute_s = min(compute_s, received - message.sent)
         begun, since_last_s = message.sent + message.queued_s, received - self._last_answer
-        # The drafter had no pause since the answer before, so that it may have had this message for long; and as long as
-        # nothing is known of the link, bytes that were sent before it may have kept it.
+        # The drafter had no pause since the answer before, so that it may have had this message for long; and as long
+        # as nothing is known of the link, bytes that were sent before it may have kept it.
         has_pause = self.cost.is_known and since_last_s >= max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
         is_behind = begun < self._last_answer and not has_pause
         # Messages that it takes together have one computing time.
@@ -216,6 +216,10 @@ class Pace:
         if rows < LEAST_BACKLOG_ROWS:
             return 0 if self._link_free > now else LEAST_BACKLOG_ROWS
         return rows
+
+    def is_link_busy(self, now: float) -> bool:
+        """Whether the bytes that were sent keep the link for longer than any drafts can gain."""
+        return self._link_free - now > self._max_drafts * self._step_s
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a new plan."""
