@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,14 @@ from draftwire.v1 import generate_pb2
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
-from verifier_service.pacing.governor import PING_EVERY_S, REST_S, RESUME_AFTER, TRIAL_SHARE
+from verifier_service.pacing.governor import (
+    GIVE_UP_AFTER_STEPS,
+    KEEP_ABOVE,
+    PING_EVERY_S,
+    REST_S,
+    RESUME_AFTER,
+    TRIAL_SHARE,
+)
 from verifier_service.pacing.hindsight import scale_of
 from verifier_service.pacing.pace import PLAN_EVERY_S, TRIAL_STEPS
 from verifier_service.request import Request
@@ -286,6 +294,42 @@ def test_a_drafter_is_not_given_up_for_its_first_drafts(clock):
     assert num_drafts(world) >= 3
 
 
+def test_the_first_tokens_of_texts_do_not_decide_for_all(clock):
+    """Drafts of theirs are slower than none, and then all others are faster."""
+    costs = Costs(step_s=6e-3, row_s=0.25e-3, draft_s=1e-3, trip_s=2e-3, acceptance=0.9, first_acceptance=0.5)
+    world = adaptive(clock, 8, costs)
+    assert world.run(1.0) > 0.97 * world.rate_without()
+    assert world.run(4.0) > 1.2 * world.rate_without()
+
+
+def test_drafts_are_given_up_when_they_have_lost_a_few_steps(clock):
+    governor, without = Governor(4, is_adaptive=True), forecast_of(1.0).step_s
+    for rests in (1, 1, 2, 4):
+        began = clock.now
+        while not governor.is_off:
+            governor.decide(clock.now, forecast_of(0.81), forecast_of(2.0))
+            clock.now += 0.01
+        lost_s = (KEEP_ABOVE - 0.81) * (clock.now - began)
+        assert lost_s == pytest.approx(GIVE_UP_AFTER_STEPS * without / rests, abs=0.2 * 0.02 + 1e-6)
+        while governor.is_off:
+            governor.decide(clock.now, forecast_of(2.0), forecast_of(2.0))
+            clock.now += 0.01
+
+
+def test_drafts_that_gain_now_and_then_make_up_for_what_they_lost(clock):
+    governor = Governor(4, is_adaptive=True)
+    for i in range(400):
+        governor.decide(clock.now, forecast_of(0.9 if i % 2 else 1.2), forecast_of(2.0))
+        clock.now += 0.05
+    assert not governor.is_off
+
+
+def test_drafts_that_would_not_gain_if_all_were_accepted_are_given_up_at_once():
+    governor = Governor(4, is_adaptive=True)
+    governor.decide(1000.0, forecast_of(0.99), forecast_of(1.0))
+    assert governor.is_off
+
+
 def test_drafts_of_no_use_are_given_up_after_a_few(clock):
     world = adaptive(clock, 1, Costs(**SLOW, acceptance=0.1))
     world.run(2.5)
@@ -416,6 +460,82 @@ def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
     world.costs.trip_s = 0.2e-3
     world.run(20.0)
     assert world.run(5.0) > 1.1 * world.rate_without()
+
+
+NARROW = {"step_s": 6.2e-3, "row_s": 9e-6, "feature_row_s": 65e-6, "history_s": 4.5e-3}
+"""Two H100s with a link of 1 Gbit/s between them; the drafter has a graph for the rows of verify steps alone."""
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("trip_s", [2e-3, 3.5e-3])
+def test_drafts_for_many_come_back_though_what_the_few_lack_takes_long(clock, monkeypatch, trip_s, noise):
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    costs = Costs(**{**NARROW, "trip_s": 40e-3, "noise": noise})
+    world = World(clock, 32, costs, config=CONFIG, k=4, prompt_length=64, output_length=400)
+    for i, one in enumerate(world.scene.requests):
+        one.max_length -= 6 * i
+    world.run(3.0)
+    assert num_drafts(world) == 0
+    costs.trip_s = trip_s
+    assert world.run(3.0) > 0.97 * world.rate_without()
+    assert world.run(4.0) > 1.2 * world.rate_without()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_requests_that_come_in_bursts_over_a_narrow_link_get_drafts(clock, monkeypatch, seed):
+    """The first messages are long and stand behind each other, so that they tell little of the link."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    draw = random.Random(seed)
+    costs = Costs(**{**NARROW, "trip_s": draw.uniform(2e-3, 6e-3), "noise": draw.choice([0.05, 0.1, 0.3])})
+    world = World(clock, 0, costs, config=CONFIG, k=4, prompt_length=64, output_length=400)
+    left = 32
+    while left:
+        burst = min(left, draw.choice([1, 3, 8, 16]))
+        left -= burst
+        for _ in range(burst):
+            world.arrive()
+        world.run(draw.uniform(5e-3, 30e-3))
+    world.run(0.3)
+    assert world.run(1.2) > 1.08 * world.rate_without()
+
+
+def test_nothing_is_asked_for_while_most_sequences_lack_much(clock, monkeypatch):
+    """What they lack goes in one message after another, of about 50 ms, until half of them have all."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    world = World(clock, 16, Costs(**NARROW), config=CONFIG, k=4, prompt_length=256, output_length=400)
+    world.run(1.0)
+    assert num_drafts(world) == 4
+    for one in list(world.scene.requests):
+        world.scene.end(one)
+        world.scene.free(one)
+    for _ in range(16):
+        world.arrive()
+    before = len(world.stream.steps)
+    world.run(0.5)
+    steps = world.stream.steps[before:]
+    rows = [sum(step.num_rows) for step in steps]
+    asked = [any(step.num_drafts) for step in steps]
+    first = asked.index(True)
+    assert 8 * 256 <= sum(rows[:first]) < 10 * 256
+    assert sum(count > 100 for count in rows[:first]) == 3
+    assert max(rows) * world.costs.feature_row_s < 60e-3
+    assert sum(len(step.num_drafts) - list(step.num_drafts).count(0) for step in steps[-5:]) >= 2 * 16
+
+
+def test_the_few_that_try_a_drafter_are_asked_behind_rows_of_a_verify_step(clock):
+    """Rows that are sent before take the drafter longer, and are no part of what drafts take."""
+    costs = Costs(trip_s=4e-3, acceptance=0.05, history_s=5e-3)
+    world = World(clock, 8, costs, config=CONFIG, k=4, output_length=1000)  # none ends
+    world.run(0.5)
+    assert pace_of(world.drafting).is_off
+    before = len(world.stream.steps)
+    world.run(4.0)
+    steps = [step for step in world.stream.steps[before:] if step.num_rows]
+    asked = [step for step in steps if any(step.num_drafts)]
+    assert len(asked) > 5
+    assert max(max(step.num_rows) for step in asked) <= K + 2
+    assert all(max(step.num_rows) > K + 2 for step in steps if step not in asked)
+    assert pace_of(world.drafting).cost.compute_s(8, 4, 2, is_beside=True) == pytest.approx(1.4e-3, rel=0.1)
 
 
 def test_what_a_drafter_has_brought_is_forgotten_when_it_goes(clock):

@@ -28,7 +28,7 @@ from verifier_service.pacing import (
     TargetCost,
     hold_until,
 )
-from verifier_service.pacing.costs import TURN_FADES_S, TURN_SHARE
+from verifier_service.pacing.costs import HALF_LIFE_TRIALS, LEAD_FADES_S, TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
 from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS, scale_of
 from verifier_service.step_gate import StepGate
@@ -139,6 +139,19 @@ def test_a_step_that_stalls_is_forgotten_even_if_it_is_the_first_with_drafts():
     assert target.seconds(5) + 3 * target.per_feature_row == pytest.approx(6.9e-3, rel=0.05)
     assert target.fixed > 3e-3
     assert Forecast(Load(8, ROW_BYTES), tokens_at(0.7), target, learnt_drafter(1e-3)).best(4).num_groups == 1
+
+
+def test_what_is_always_off_by_the_same_is_no_noise():
+    """A few answers a second show that a link which began with 40 to 100 ms takes 2 ms now."""
+    link, noise = LinearEstimate((1.0, 0.0), 0.1), random.Random(3)
+    now = 0.0
+    for _ in range(20):
+        now += 5e-3
+        link.observe((1.0, 8.0), 40e-3 + noise.expovariate(50.0), now)
+    for _ in range(15):
+        now += 0.2
+        link.observe((1.0, 8.0), 2e-3, now)
+    assert link.predict((1.0, 8.0)) == pytest.approx(2e-3, rel=0.1)
 
 
 def test_a_trip_that_grows_longer_is_no_slower_byte():
@@ -291,13 +304,26 @@ def test_a_drafter_that_begins_cold_is_known_for_what_it_is_after_a_few_answers(
     assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(1.2e-3, rel=0.05)
 
 
+def test_histories_are_a_cost_of_their_own():
+    """No graph is there for them, so that a few rows take longer than the drafts of many sequences."""
+    drafter, now = DrafterCost(), 0.0
+    for rows in (8, 60, 512, 64) * 10:
+        now = answers(drafter, 1.5e-3, now, 1, is_beside=True)
+        drafter.observe_histories(4e-3 + 10e-6 * rows, rows, now)
+    assert drafter.compute_s(96, 4, 32, is_beside=True) == pytest.approx(1.5e-3, rel=0.05)
+    assert drafter.histories_s(60) == pytest.approx(4.6e-3, rel=0.1)
+    assert drafter.per_history_row == pytest.approx(10e-6, rel=0.1)
+
+
 def test_prompts_say_nothing_of_what_drafts_take_alone():
     drafter, now = DrafterCost(), 0.0
     for _ in range(50):
         now += 0.01
-        observe(drafter, 1e-3, ROW_BYTES, 256, 0, 0, 0.5e-3, now)
+        drafter.observe_link(0.5e-3, ROW_BYTES, now)
+        drafter.observe_histories(0.5e-3, 256, now)
+    assert not drafter.is_known  # of drafts
     now = answers(drafter, 10e-3, now, 1, is_beside=True)
-    answers(drafter, 3e-3, now, 12, is_beside=True)
+    answers(drafter, 3e-3, now, 24, is_beside=True)
     assert drafter.compute_s(96, 4, 32, is_beside=False) == pytest.approx(3e-3, rel=0.1)
 
 
@@ -400,6 +426,59 @@ def test_a_message_that_waits_for_the_drafter_says_nothing_of_its_way():
         answers.tell(0.1 * i + 0.1e-3, 0.1 * i + 5.2e-3, 2e-3)
     assert answers.known == pytest.approx((1e-3, 2e-3), rel=0.05)
     assert answers.pace.cost.jitter < 0.1e-3
+
+
+def test_what_stood_behind_other_bytes_tells_nothing_of_a_link_that_is_not_known():
+    """One of 1 Gbit/s, 4 ms there and back: drafts are asked for behind long prompts."""
+    pace, free, was_free = Pace(4, None), 0.0, 0.0
+    waiting = []
+
+    def send(now: float, rows: int, drafts: int, sequences: int) -> None:
+        nonlocal free, was_free
+        free = max(free, now) + rows * 65.5e-6
+        was_free = max(was_free, free + 2e-3) + 1.5e-3
+        waiting.append((was_free + 2e-3, pace.send(now, rows * ROW_BYTES, rows, drafts, sequences)))
+
+    def take() -> None:
+        for received, message in waiting:
+            pace.take_answer(message, received, 1.5e-3, is_beside=True)
+        waiting.clear()
+
+    for i in range(4):
+        send(0.1 * i, 512, 0, 0)
+        send(0.1 * i + 6e-3, 8, 4, 8)
+        send(0.1 * i + 12e-3, 20, 4, 8)
+        take()
+    assert not pace.cost.is_known
+    for i in range(20):
+        send(1.0 + 0.02 * i, 20 + 3 * (i % 20), 4, 16)
+        take()
+    trip_s, byte_s = pace.cost.link
+    assert trip_s == pytest.approx(4e-3, rel=0.1)
+    assert byte_s * ROW_BYTES == pytest.approx(65.5e-6, rel=0.1)
+
+
+def test_rows_that_were_through_sooner_than_it_was_thought_say_nothing_of_the_way():
+    answers = Answers()
+    for i in range(20):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+    known = answers.known
+    answers.pace._link_free = 2.0 + 1.0  # as if bytes were to keep the link for a second
+    answers.tell(2.0, 2.0 + 3e-3, 2e-3)
+    assert answers.known == pytest.approx(known, rel=0.01)
+
+
+def test_a_link_is_busy_for_as_long_as_no_drafts_can_gain():
+    pace, target = Pace(4, None, is_adaptive=True), learnt_target()
+    for i in range(20):
+        rows = (8, 24, 40)[i % 3]
+        message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 4, 8)
+        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+    assert not pace.is_link_busy(2.0)
+    pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), target, Output(), {})
+    pace.send(2.0, 600 * ROW_BYTES, 600, 0, 0)  # 39 ms
+    assert pace.is_link_busy(2.0 + 39e-3 - 4.2 * FIXED_S)
+    assert not pace.is_link_busy(2.0 + 39e-3 - 3.8 * FIXED_S)
 
 
 def test_a_way_that_grows_longer_than_the_time_between_messages_is_learnt():
@@ -592,6 +671,17 @@ def test_what_sequences_that_take_turns_cost_each_other_is_assumed_before_it_is_
     assert target.turn_s == pytest.approx(assumed, rel=0.01)
 
 
+def test_what_the_host_took_before_steps_with_drafts_fades_while_there_are_none():
+    target = hidden_target(8e-3)
+    seen, lead_s = target.lead_seen, target.lead_s
+    assert lead_s == pytest.approx(8e-3, rel=0.05)
+    target.observe_turn(160, MEASURED[160], 0.0, seen + LEAD_FADES_S)  # sequences take turns
+    target.observe(160, 0, MEASURED[160], seen + LEAD_FADES_S)
+    assert target.lead_s == lead_s
+    target.observe(160, 0, MEASURED[160], seen + 3 * LEAD_FADES_S)
+    assert target.lead_s == pytest.approx(lead_s / 4)
+
+
 @pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("lead_s", [0.5e-3, 3.3e-3])
 def test_sequences_that_take_turns_are_tried_together_and_stay_so_where_that_is_faster(lead_s, is_adaptive):
@@ -643,6 +733,32 @@ def test_what_the_host_does_behind_steps_with_prompts_parts_no_sequences(num_gro
         gate.count_step(500, has_prompts=True, step_s=15e-3, host_s=5e-3, is_beside=is_beside)
         count(12e-3)
     assert getattr(gate.target_cost, cost) == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("cause", ["histories", "a part"])
+def test_what_the_host_does_for_histories_or_a_part_of_the_sequences_is_not_what_it_takes_before_drafts(cause):
+    session: Any = SimpleNamespace(pace=SimpleNamespace(plan=Plan(4)))
+    stream: Any = None
+    bindings: Any = dict.fromkeys(range(32), SimpleNamespace(session=session))
+    gate = StepGate({stream: session}, bindings, Profile(MEASURED))
+
+    def count(sequences: int, host_s: float) -> None:
+        verified = {("drafter", 4): sequences}
+        step_s = MEASURED[160]
+        gate.count_step(160, has_prompts=False, step_s=step_s, host_s=host_s, verified=verified, is_beside=False)
+
+    for _ in range(20):
+        gate.count_sent(96, has_histories=False)
+        count(32, 1e-3)
+    for _ in range(20):
+        gate.count_sent(96, has_histories=cause == "histories")
+        count(32 if cause == "histories" else 5, 8e-3)
+    if cause == "histories":
+        count(32, 8e-3)  # it was launched before the last one was counted
+    assert gate.target_cost.lead_s == pytest.approx(1e-3, rel=0.01)
+    for _ in range(20):
+        count(32, 8e-3)
+    assert gate.target_cost.lead_s == pytest.approx(8e-3, rel=0.1)
 
 
 def test_a_cost_is_the_same_whether_it_is_settled_after_each_observation_or_read_at_the_end():
@@ -878,6 +994,20 @@ def test_acceptance_forgets():
     for _ in range(600):
         acceptance.count(2, 0)
     assert acceptance.expected_tokens()[2] < 1.1
+
+
+def test_what_was_known_counts_for_no_more_than_trials_do():
+    """Of a drafter that was asked for much and is tried now and then."""
+    acceptance = Acceptance(2)
+    acceptance.forget_over(32)
+    for _ in range(4000):
+        acceptance.count(2, 0)
+    known = acceptance.expected_tokens()
+    acceptance.forget_over(0)
+    assert acceptance.expected_tokens()[1] == pytest.approx(known[1], abs=0.25)
+    for _ in range(2 * HALF_LIFE_TRIALS):
+        acceptance.count(2, 2)
+    assert acceptance.expected_tokens()[1] > 1.65
 
 
 def test_a_position_that_was_never_drafted_takes_after_the_one_before_it():
