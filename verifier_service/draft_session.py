@@ -40,6 +40,7 @@ class DraftSession:
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
+    asks_nothing: bool = False  # whether most of its sequences lack rows, or the link is full of them
     has_caught_up: bool = False  # whether the scouts were sent what they lacked, and are asked for drafts next
     others: int = 0  # sequences that other verifiers have open there, as last told
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
@@ -80,6 +81,11 @@ class DraftSession:
     def has_room(self) -> bool:
         """Whether the drafter takes another step."""
         return not (self.is_late or self.is_draining) and len(self.unanswered) < MAX_UNANSWERED_STEPS
+
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether its sequences are asked for drafts when they have landed."""
+        return not (self.pace.is_off or self.asks_nothing)
 
     @property
     def takes_more(self) -> bool:

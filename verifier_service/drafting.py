@@ -211,7 +211,7 @@ class Drafting:
         begun: dict[DraftSession, FeaturesAhead] = {}
         try:
             for session in self._sessions.values():
-                if not session.is_draining and not session.pace.is_off:
+                if not session.is_draining and session.is_counted_on:
                     ahead = begin_features(session, stores[session.stream.head.kind], verified, drawn)
                     if ahead is not None:
                         begun[session] = ahead
@@ -284,7 +284,8 @@ class Drafting:
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-        return Load(own, session.stream.head.row_bytes, rows, tokens, behind, len(requests))
+        row_bytes, running = session.stream.head.row_bytes, len(requests)
+        return Load(own, row_bytes, rows, tokens, behind, running, session.asks_nothing)
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""
@@ -329,7 +330,7 @@ class Drafting:
         for work in works:
             request = work.request
             binding = self._bindings.get(request)
-            if binding is not None and not binding.session.pace.is_off:
+            if binding is not None and binding.session.is_counted_on:
                 return None
             if binding is not None and (work.num_drafts > 0 or request in tried):
                 held.add(request)

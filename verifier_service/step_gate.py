@@ -55,7 +55,8 @@ class StepGate:
         return self._ran_until > begin or (bool(self._launched) and self._launched[0] < end)
 
     def count_sent(self, feature_rows: int, *, has_histories: bool) -> None:
-        """Notes rows that the drafters were sent, which take some of the engine's time."""
+        """Notes rows that the drafters were sent, which take some of the engine's time; those of prompts and histories
+        take more of it than a plan would."""
         self._feature_rows += feature_rows
         self._sends_histories |= has_histories
 
@@ -258,7 +259,7 @@ class StepGate:
             if binding is None or not request.is_decoding or request.num_in_flight != int(not has_landed):
                 return None
             session, plan = binding.session, binding.session.pace.plan
-            if plan.num_groups > 1 or not session.has_room or session.pace.is_off:
+            if plan.num_groups > 1 or not session.has_room or not session.is_counted_on:
                 return None
             if has_landed and (session.ahead is None or session.ahead.foretold is None or session.pace.skips_next):
                 return None

@@ -50,12 +50,12 @@ class StepSender:
         """
         is_adaptive = session.pace.governor.is_adaptive
         pieces, num_lacking = self._pieces(session, session.bindings, now)
-        if is_adaptive and _lack_most(session, num_lacking):
+        lack_most = is_adaptive and _lack_most(session, num_lacking)
+        session.asks_nothing = lack_most or (is_adaptive and session.pace.is_link_busy(now))
+        if lack_most:
             self._catch_up(session, store, now)
             return
-        num_drafts = session.pace.take_num_drafts(bool(pieces))
-        if is_adaptive and session.pace.is_link_busy(now):
-            num_drafts = 0
+        num_drafts = 0 if session.asks_nothing else session.pace.take_num_drafts(bool(pieces))
         others = [piece for piece in pieces if piece[1] > self._most_verified]
         verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
         if verified or session.closed_ids:

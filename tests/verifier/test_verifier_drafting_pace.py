@@ -324,6 +324,28 @@ def test_drafts_that_gain_now_and_then_make_up_for_what_they_lost(clock):
     assert not governor.is_off
 
 
+def test_no_plan_alone_gives_up_drafts(clock):
+    """As the first one after an hour without requests."""
+    governor = Governor(4, is_adaptive=True)
+    governor.decide(clock.now, forecast_of(1.2), forecast_of(2.0))
+    governor.decide(clock.now + 3600.0, forecast_of(0.9), forecast_of(2.0))
+    assert not governor.is_off
+    governor.decide(clock.now + 7200.0, forecast_of(0.9), forecast_of(2.0))
+    assert governor.is_off
+
+
+def test_nothing_is_lost_while_nothing_is_asked_for(clock):
+    governor = Governor(4, is_adaptive=True)
+    for _ in range(100):
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(0.9), forecast_of(2.0), loses=False)
+    assert not governor.is_off
+    for _ in range(100):
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(0.9), forecast_of(2.0))
+    assert governor.is_off
+
+
 def test_drafts_that_would_not_gain_if_all_were_accepted_are_given_up_at_once():
     governor = Governor(4, is_adaptive=True)
     governor.decide(1000.0, forecast_of(0.99), forecast_of(1.0))
@@ -520,6 +542,24 @@ def test_nothing_is_asked_for_while_most_sequences_lack_much(clock, monkeypatch)
     assert sum(count > 100 for count in rows[:first]) == 3
     assert max(rows) * world.costs.feature_row_s < 60e-3
     assert sum(len(step.num_drafts) - list(step.num_drafts).count(0) for step in steps[-5:]) >= 2 * 16
+
+
+def test_steps_follow_each_other_without_a_pause_while_nothing_is_asked_for(clock, monkeypatch):
+    """Whoever catches up is launched before its step has landed, as where there are no drafts."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    world = World(clock, 16, Costs(**NARROW), config=CONFIG, k=4, prompt_length=256, output_length=400)
+    world.run(1.0)
+    works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
+    assert num_drafts(world) == 4
+    assert world.drafting.held_back(works) is None
+    for binding in world.drafting._bindings.values():
+        binding.next_row = 0
+    world.scene.flush()
+    assert world.drafting.held_back(works) == set()
+    assert world.drafting.gate.drafts_to_come(world.scene.requests) is None
+    world.run(1.0)
+    works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
+    assert world.drafting.held_back(works) is None
 
 
 def test_the_few_that_try_a_drafter_are_asked_behind_rows_of_a_verify_step(clock):

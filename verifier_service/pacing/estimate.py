@@ -9,8 +9,9 @@ from collections.abc import Sequence
 # same side, are a change instead and believed at once.
 OUTLIER_DEVIATIONS = 3.0
 CHANGE_AFTER = 3
-# The noise of an observation: what is assumed of the first, what is believed at least, and the weight of a new one
-# among many.
+# The noise of an observation: what is assumed of the first, what is believed at least, the weight of a new one among
+# many, and after how long what was seen of it counts half where there are few. It is what successive observations
+# differ by: what all of them are off by is no noise but a line that has moved.
 FIRST_NOISE = 0.2
 LEAST_NOISE = 0.01
 NOISE_WEIGHT = 0.05
@@ -55,7 +56,7 @@ class LinearEstimate:
         self._size = 0.0  # of an observation
         self._now = 0.0
         self._strays = 0  # outliers in a row, negative when they are below
-        self._left = 0.0
+        self._left = 0.0  # of the last observation, when the line had moved
 
     @property
     def noise(self) -> float:
@@ -132,7 +133,7 @@ class LinearEstimate:
         weight = max(NOISE_WEIGHT, 1 / (self.count + 2), 1.0 - 0.5 ** (elapsed / NOISE_HALF_LIFE_S))
         self._size += weight * (seconds - self._size)
         left = residual * self._variance / total
-        around = (left - self._left)**2 / 2 if self.count else left**2
+        around = (left - self._left) ** 2 / 2 if self.count else left**2
         self._left = left
         self._variance += weight * (around - self._variance)
         self._variance = max(self._variance, (LEAST_NOISE * self._size) ** 2)

@@ -62,8 +62,8 @@ class Governor:
         self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
-        self._lost_s = 0.0  # since drafts gained last
-        self._decided = math.inf
+        self._lost_s = 0.0  # by drafts, less what they have gained since
+        self._decided = math.inf  # when the last plan was made
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -80,7 +80,15 @@ class Governor:
         """How many drafts a message asks for while the plan is to ask for none: all, of which most is seen."""
         return self._max_drafts
 
-    def decide(self, now: float, forecast: Forecast, optimistic: Forecast | None = None, scale: int = 0) -> None:
+    def decide(
+        self,
+        now: float,
+        forecast: Forecast,
+        optimistic: Forecast | None = None,
+        scale: int = 0,
+        *,
+        loses: bool = True,
+    ) -> None:
         """Takes up the plan that is fastest by far enough, or one that shows what another would take.
 
         Parameters
@@ -90,8 +98,10 @@ class Governor:
             By default nothing more than is.
         scale
             Of the load. A drafter that was given up rests while the load is of that scale.
+        loses
+            Whether drafts that gain nothing lose anything: whether any are asked for.
         """
-        since_s, self._decided = max(0.0, now - self._decided), now
+        since_s, self._decided = max(0.0, now - self._decided) if loses else 0.0, now
         if now < self._trying_until:
             return
         if scale != self._scale:
@@ -122,10 +132,12 @@ class Governor:
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
             return
-        self._lost_s = max(0.0, self._lost_s + (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s)
+        most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s * REST_S[0] / rest.seconds
+        lost_s = (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s
+        self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if now < rest.until:
             self._turn_off(now)
-        elif self._lost_s >= self._most_lost_s(forecast, rest) or _gain(optimistic) < KEEP_ABOVE:
+        elif self._lost_s >= most_lost_s or _gain(optimistic) < KEEP_ABOVE:
             self._give_up(now, rest)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
@@ -135,9 +147,6 @@ class Governor:
         rest.seconds = min(2 * rest.seconds, REST_S[1]) if relapsed else REST_S[0]
         rest.until = now + rest.seconds
         self._turn_off(now)
-
-    def _most_lost_s(self, forecast: Forecast, rest: _Rest) -> float:
-        return GIVE_UP_AFTER_STEPS * forecast.step_s * REST_S[0] / rest.seconds
 
     def _turn_off(self, now: float) -> None:
         self.plan, self._tried, self._pinged, self._gains, self._lost_s = OFF, now, now, 0, 0.0

@@ -253,7 +253,7 @@ class Pace:
         rate = likely.rate(self.plan) / shares[self.plan.turns]
         self._hindsight.take(now, self.plan, load, rate, output, expected)
         optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
-        self.governor.decide(now, likely, optimistic, scale)
+        self.governor.decide(now, likely, optimistic, scale, loses=not load.asks_nothing)
         self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:

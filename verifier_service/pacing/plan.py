@@ -24,6 +24,7 @@ class Load:
     other_tokens: float = 0.0
     behind: int = 0  # sequences of all drafters that lack rows there, and draft once they are there
     running: int = 0  # requests in all, those with prompts too, which no plan changes
+    asks_nothing: bool = False  # whether the sequences are asked for no drafts yet, whatever the plan
 
     @property
     def small_step(self) -> float:
