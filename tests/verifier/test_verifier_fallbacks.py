@@ -110,6 +110,13 @@ def catching_up(clock: Clock) -> Played:  # noqa: ARG001
     return scene, one
 
 
+def on_its_way(clock: Clock) -> Played:  # noqa: ARG001
+    """Where k adapts nothing is asked for behind a prompt."""
+    scene = Scene(adaptive_k=True, deadline_s=DEADLINE_S)
+    scene.connect()
+    return scene, scene.decode(100)
+
+
 def no_features(clock: Clock) -> Played:  # noqa: ARG001
     scene = Scene()
     one = scene.decode()
@@ -137,9 +144,9 @@ def empty_answer(clock: Clock) -> Played:  # noqa: ARG001
 
 CASES: list[Callable[[Clock], Played]] = [
     not_asked, last_token, no_drafter, no_drafter_any_more, expelled, at_capacity, too_long, not_taken, late,
-    late_for_all, catching_up, no_features, pace, empty_answer,
+    late_for_all, catching_up, on_its_way, no_features, pace, empty_answer,
 ]  # fmt: skip
-NAMES = {no_drafter_any_more: "no_drafter", late_for_all: "late"}
+NAMES = {no_drafter_any_more: "no_drafter", late_for_all: "late", on_its_way: "catching_up"}
 
 
 @pytest.mark.parametrize("play", CASES, ids=lambda play: play.__name__)
