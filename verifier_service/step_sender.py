@@ -51,6 +51,7 @@ class StepSender:
         is_adaptive = session.pace.governor.is_adaptive
         pieces, num_lacking = self._pieces(session, session.bindings, now)
         lack_most = is_adaptive and _lack_most(session, num_lacking)
+        session.has_caught_up = False  # the scouts, should they be few again
         session.asks_nothing = lack_most or (is_adaptive and session.pace.is_link_busy(now))
         if lack_most:
             self._catch_up(session, store, now)

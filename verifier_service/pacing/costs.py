@@ -310,16 +310,9 @@ class DrafterCost:
 
 
 class Acceptance:
-    """Rates at which a drafter's drafts are accepted, given that those before them were.
-
-    Attributes
-    ----------
-    num_steps
-        Verify steps of sequences that were counted.
-    """
+    """Rates at which a drafter's drafts are accepted, given that those before them were."""
 
     def __init__(self, max_drafts: int) -> None:
-        self.num_steps = 0
         self._tested = [0.0] * max_drafts
         self._accepted = [0.0] * max_drafts
         self._weight = 1.0  # of the next verify step; growing weights age what has been counted
@@ -337,7 +330,6 @@ class Acceptance:
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Takes a verify step of one sequence: of its drafts the first `num_accepted` were accepted."""
-        self.num_steps += 1
         self._weight *= self._growth
         for position in range(num_accepted):
             self._tested[position] += self._weight

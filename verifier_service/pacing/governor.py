@@ -124,11 +124,10 @@ class Governor:
                 self.plan = best
             return
         best = forecast.best()
-        gain = _gain(forecast)
         if not self.is_off and rest.resumed < rest.until <= now:
             rest.resumed = now  # they were taken up at another scale
         if self.is_off:
-            self._gains = self._gains + 1 if gain > RESUME_ABOVE else 0
+            self._gains = self._gains + 1 if forecast.gain > RESUME_ABOVE else 0
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
             return
@@ -137,7 +136,7 @@ class Governor:
         self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if now < rest.until:
             self._turn_off(now)
-        elif self._lost_s >= most_lost_s or _gain(optimistic) < KEEP_ABOVE:
+        elif self._lost_s >= most_lost_s or optimistic.gain < KEEP_ABOVE:
             self._give_up(now, rest)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
@@ -161,7 +160,7 @@ class Governor:
         stall_s
             What a trial takes of the time of each of its sequences.
         """
-        can_gain = _gain(optimistic) > RESUME_ABOVE
+        can_gain = optimistic.gain > RESUME_ABOVE
         self._trial_every_s = max(PING_EVERY_S, stall_s / TRIAL_SHARE) if can_gain else math.inf
 
     def is_ping_due(self, now: float) -> bool:
@@ -177,8 +176,3 @@ class Governor:
         self._pinged = now
         if is_trial:
             self._tried = now
-
-
-def _gain(forecast: Forecast) -> float:
-    """Of the best plan with drafts over none."""
-    return forecast.rate(forecast.best()) / forecast.without

@@ -9,7 +9,7 @@ from functools import partial
 
 from draftwire.v1.generate_pb2 import DraftPlan
 from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
-from verifier_service.pacing.governor import NUM_SCOUTS, Governor
+from verifier_service.pacing.governor import KEEP_ABOVE, NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
 from verifier_service.pacing.hindsight import Hindsight, Output, scale_of
 from verifier_service.pacing.plan import Forecast, Load, Plan
@@ -252,7 +252,9 @@ class Pace:
         likely = forecast(tokens=tokens)
         rate = likely.rate(self.plan) / shares[self.plan.turns]
         self._hindsight.take(now, self.plan, load, rate, output, expected)
-        optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
+        optimistic = likely
+        if self.governor.is_adaptive and (self.is_off or likely.gain < KEEP_ABOVE):
+            optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
         self.governor.decide(now, likely, optimistic, scale, loses=not load.asks_nothing)
         self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
@@ -274,7 +276,7 @@ class Pace:
             num_groups=self.plan.num_groups,
             best_num_drafts=best.num_drafts,
             best_num_groups=best.num_groups,
-            expected_gain=forecast.rate(best) / forecast.without,
+            expected_gain=forecast.gain,
             trip_s=trip_s,
             features_s=features_s,
             compute_s=compute_s,

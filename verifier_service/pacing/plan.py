@@ -117,6 +117,11 @@ class Forecast:
             return 0.0
         return float(self._rates[plan.num_groups - 1, plan.num_drafts - 1])
 
+    @property
+    def gain(self) -> float:
+        """Tokens per second of the fastest plan with drafts over those without."""
+        return self.rate(self.best()) / self.without
+
     def answer_s(self, plan: Plan) -> tuple[float, float, float]:
         """Seconds from a message to its answer, for a plan with drafts: the way, the features' bytes, the drafting."""
         place = plan.num_groups - 1, plan.num_drafts - 1
