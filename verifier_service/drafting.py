@@ -460,7 +460,7 @@ class Drafting:
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
-        session.pace.note_answer(answer.received)
+        session.pace.note_answer(message, answer.received)
         self._unlearnt.append((session, message, answer, self.gate.ran_between(message.sent, answer.received)))
 
     def _learn(self) -> None:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
 
+# For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them.
+LONGEST_CATCH_UP_S = 1.0
+
 # Rows to send of a sequence.
 _Piece = tuple[Binding, int]
 
@@ -49,14 +52,19 @@ class StepSender:
         for a drafter that reads a long prompt. Neither is anything asked for while the link is full of such rows.
         """
         is_adaptive = session.pace.governor.is_adaptive
-        pieces, num_lacking = self._pieces(session, session.bindings, now)
-        lack_most = is_adaptive and _lack_most(session, num_lacking)
+        pieces, lacking = self._pieces(session, session.bindings, now)
+        is_busy = is_adaptive and session.pace.is_busy(now)
+        session.catches_up = is_adaptive and self._lack_much(session, lacking, now)
+        session.asks_nothing = is_busy or session.catches_up
         session.has_caught_up = False  # the scouts, should they be few again
-        session.asks_nothing = lack_most or (is_adaptive and session.pace.is_link_busy(now))
-        if lack_most:
-            self._catch_up(session, store, now)
+        if is_busy:
             return
-        num_drafts = 0 if session.asks_nothing else session.pace.take_num_drafts(bool(pieces))
+        if session.catches_up:
+            pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
+            if pieces or session.closed_ids:
+                self._send_step(session, store, pieces, 0, has_histories=True)
+            return
+        num_drafts = session.pace.take_num_drafts(bool(pieces))
         others = [piece for piece in pieces if piece[1] > self._most_verified]
         verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
         if verified or session.closed_ids:
@@ -64,13 +72,16 @@ class StepSender:
         if others:
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
-    def _catch_up(self, session: DraftSession, store: FeatureStore, now: float) -> None:
-        """Sends rows of sequences most of which lack more than those of a step, one message after another, and asks for
-        no drafts: each step would wait for those of a few, behind the rows of all others."""
-        if not session.unanswered:
-            pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
-            if pieces or session.closed_ids:
-                self._send_step(session, store, pieces, 0, has_histories=True)
+    def _lack_much(self, session: DraftSession, lacking: list[int], now: float) -> bool:
+        """Whether sequences are to catch up, or to go on to: most of those that decode lack more than the rows of a
+        step, so many as `lacking` says; and once they do, until what is lacking is no more than is sent within a step,
+        or the few that lack some would keep the others for long."""
+        pace, row_bytes = session.pace, session.stream.head.row_bytes
+        rows = sum(lacking)
+        lack_most = 2 * len(lacking) > sum(binding.request.is_decoding for binding in session.bindings)
+        if not session.catches_up or (not lack_most and rows > pace.rows_within(LONGEST_CATCH_UP_S, row_bytes)):
+            return lack_most
+        return rows > pace.backlog_rows(now, row_bytes)
 
     def send_scouts(
         self,
@@ -151,7 +162,15 @@ class StepSender:
         session.stream.send(step, features)
         # The rest is done while the drafter computes.
         asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
-        message = session.pace.send(sent, num_bytes, num_rows, max(wanted, default=0), len(asked), waits=waits)
+        message = session.pace.send(
+            sent,
+            num_bytes,
+            num_rows,
+            max(wanted, default=0),
+            len(asked),
+            has_histories=has_histories,
+            waits=waits,
+        )
         if _is_in_vain(session, any(wanted)):
             message = replace(message, is_behind=True)
         session.unanswered[step.step_id] = message
@@ -191,9 +210,9 @@ class StepSender:
 
     def _pieces(
         self, session: DraftSession, bindings: Sequence[Binding], now: float, *, is_idle: bool = False
-    ) -> tuple[list[_Piece], int]:
-        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and how many
-        of the sequences decode and lack more than a verify step brings.
+    ) -> tuple[list[_Piece], list[int]]:
+        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and the rows
+        of each sequence that decodes and lacks more than a verify step brings.
 
         A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
         prefix that was found in the cache. Where it `is_idle`, no drafts are waited for.
@@ -202,13 +221,14 @@ class StepSender:
         room = max(MAX_HISTORY_BYTES // row_bytes, 1)
         backlog = None
         pieces = []
-        num_lacking = 0
+        lacking = []
         for binding in bindings:
             request, first = binding.request, binding.next_row
             rows = request.num_feature_rows - first
             if rows <= 0:
                 continue
-            num_lacking += rows > self._most_verified and request.is_decoding
+            if rows > self._most_verified and request.is_decoding:
+                lacking.append(rows)
             if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
@@ -219,7 +239,7 @@ class StepSender:
                 backlog -= rows
             if rows > 0:
                 pieces.append((binding, rows))
-        return pieces, num_lacking
+        return pieces, lacking
 
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
@@ -243,11 +263,6 @@ class StepSender:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
-
-
-def _lack_most(session: DraftSession, num_lacking: int) -> bool:
-    """Whether `num_lacking` are most of the sequences that decode."""
-    return num_lacking > 0 and 2 * num_lacking > sum(binding.request.is_decoding for binding in session.bindings)
 
 
 def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:

@@ -61,7 +61,7 @@ class Drafter:
 
 
 class World:
-    """`sequences` requests at all times; one that ends is followed by another."""
+    """`sequences` requests at all times: one that ends is followed by another, unless it `replaces` none."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class World:
         deadline_s: float | None = 0.5,
         prompt_length: int = PROMPT_LENGTH,
         output_length: int = OUTPUT_LENGTH,
+        replaces: bool = True,
         **request: Any,
     ) -> None:
         self.clock = clock
@@ -88,15 +89,15 @@ class World:
         self.prompt_length, self.output_length = prompt_length, output_length
         self.step_sizes: list[int] = []  # sequences of each step
         self.drafted: list[int] = []  # drafts of each verify step of a sequence
-        self._request = request
+        self._replaces, self._request = replaces, request
         self._random = random.Random(0)
         for _ in range(sequences):
             self.arrive()
 
     def run(self, seconds: float) -> float:
-        """Tokens per second over that time."""
+        """Tokens per second over that time, or until all requests have ended."""
         began, before = self.clock.now, self.tokens
-        while self.clock.now < began + seconds:
+        while self.clock.now < began + seconds and self.scene.requests:
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
@@ -170,7 +171,8 @@ class World:
             if len(one.tokens) >= one.max_length:
                 self.scene.end(one)
                 self.scene.free(one)
-                self.arrive()
+                if self._replaces:
+                    self.arrive()
 
 
 

@@ -31,6 +31,7 @@ from verifier_service.pacing import (
 from verifier_service.pacing.costs import HALF_LIFE_TRIALS, LEAD_FADES_S, TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
 from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS, scale_of
+from verifier_service.pacing.pace import FIRST_BACKLOG_BYTES, IDLE_BACKLOG_S, MOST_ROWS
 from verifier_service.step_gate import StepGate
 
 # The 8B shape on an H200: seconds of a step, of a row.
@@ -468,17 +469,48 @@ def test_rows_that_were_through_sooner_than_it_was_thought_say_nothing_of_the_wa
     assert answers.known == pytest.approx(known, rel=0.01)
 
 
-def test_a_link_is_busy_for_as_long_as_no_drafts_can_gain():
+def test_a_drafter_is_busy_while_histories_take_longer_than_a_step():
     pace, target = Pace(4, None, is_adaptive=True), learnt_target()
     for i in range(20):
         rows = (8, 24, 40)[i % 3]
         message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 4, 8)
         pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
-    assert not pace.is_link_busy(2.0)
+    pace.cost.observe_histories(3e-3, 100, 2.0)
     pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), target, Output(), {})
-    pace.send(2.0, 600 * ROW_BYTES, 600, 0, 0)  # 39 ms
-    assert pace.is_link_busy(2.0 + 39e-3 - 4.2 * FIXED_S)
-    assert not pace.is_link_busy(2.0 + 39e-3 - 3.8 * FIXED_S)
+    pace.send(2.0, 600 * ROW_BYTES, 600, 4, 8)  # 39 ms, of drafts
+    assert not pace.is_busy(2.0)
+    history = pace.send(3.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    through = 39e-3 + pace.cost.histories_s(600)
+    assert pace.is_busy(3.0 + through - 1.2 * FIXED_S)
+    assert not pace.is_busy(3.0 + through - 0.8 * FIXED_S)
+    pace.note_answer(history, 3.0 + 20e-3)  # sooner than it was thought
+    assert not pace.is_busy(3.0 + 20e-3)
+    pace.send(4.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    pace.note_answer(history, 4.0)  # of another message
+    assert pace.is_busy(4.0)
+
+
+def test_a_drafter_of_which_nothing_is_known_is_busy_until_it_answers_histories():
+    pace = Pace(4, None, is_adaptive=True)
+    message = pace.send(0.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    assert pace.is_busy(100.0)
+    pace.note_answer(message, 100.0)
+    assert not pace.is_busy(100.0)
+
+
+def test_few_rows_of_histories_are_sent_at_once_until_the_link_is_known():
+    pace = Pace(4, None, is_adaptive=True)
+    assert pace.backlog_rows(0.0, ROW_BYTES) * ROW_BYTES == pytest.approx(FIRST_BACKLOG_BYTES, abs=ROW_BYTES)
+    for i in range(20):
+        rows = (8, 24, 40)[i % 3]
+        message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 0, 0)
+        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+    per_row = 65e-6 + pace.cost.per_history_row
+    assert pace.backlog_rows(2.0, ROW_BYTES) * per_row == pytest.approx(IDLE_BACKLOG_S, rel=0.05)  # no step is known
+    pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), learnt_target(), Output(), {})
+    assert pace.backlog_rows(2.0, ROW_BYTES) * per_row == pytest.approx(FIXED_S, rel=0.1)
+    assert pace.backlog_rows(2.0, ROW_BYTES, is_idle=True) * per_row == pytest.approx(4 * FIXED_S, rel=0.1)
+    assert Pace(4, None).backlog_rows(0.0, ROW_BYTES) == MOST_ROWS
 
 
 def test_a_way_that_grows_longer_than_the_time_between_messages_is_learnt():

@@ -262,9 +262,14 @@ class DrafterCost:
         return self._num_sooner >= least or seconds < FAR_SOONER * alone_s
 
     @property
+    def is_link_known(self) -> bool:
+        """Whether enough answers have been seen."""
+        return self._link.read().count >= ENOUGH
+
+    @property
     def is_known(self) -> bool:
-        """Whether enough answers have been seen, and some with drafts."""
-        return self._link.read().count >= ENOUGH and (self._compute.count > 0 or bool(self._news))
+        """Whether there were drafts among them too."""
+        return self.is_link_known and (self._compute.count > 0 or bool(self._news))
 
     @property
     def jitter(self) -> float:

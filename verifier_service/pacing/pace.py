@@ -27,6 +27,8 @@ MOST_BEHIND = 8
 # Fewer rows of prompts and histories than this are not worth a message while others are on their way.
 LEAST_BACKLOG_ROWS = 16
 MOST_ROWS = 1 << 30
+# Bytes of them in a message as long as nothing is known of the link.
+FIRST_BACKLOG_BYTES = 1 << 20
 # Steps without its sequences that a trial lasts longer than its drafts are waited for, where others go on: the rest of
 # one, and one that is launched before it is known how many drafts were accepted. Accepted drafts make up for them.
 TRIAL_STEPS = 2
@@ -47,6 +49,7 @@ class Message:
     compute_s: float  # expected of the drafter
     expected: float  # monotonic time of the answer, as it was when the message was sent; 0 when nothing is known
     wait_until: float  # monotonic time until which its drafts are waited for
+    has_histories: bool = False  # whether it has more rows of a sequence than a verify step brings
     is_behind: bool = False  # whether it may wait for drafts that were begun for another one, in vain
 
 
@@ -81,6 +84,8 @@ class Pace:
         self._step_s = math.inf  # of a step without drafts
         self._skips = False
         self._link_free = 0.0  # when the bytes sent so far are through
+        self._histories_sent = 0.0  # when rows of prompts and histories were sent last
+        self._histories_through = 0.0  # when the drafter is done with them
         self._last_expected = 0.0
         self._last_answer = 0.0  # of which something is learnt
         self._num_behind = 0  # answers, the last ones, that told nothing of the link
@@ -98,21 +103,38 @@ class Pace:
         return self.governor.plan
 
     def send(
-        self, now: float, num_bytes: int, rows: int, drafts: int, sequences: int, *, waits: bool = True
+        self,
+        now: float,
+        num_bytes: int,
+        rows: int,
+        drafts: int,
+        sequences: int,
+        *,
+        has_histories: bool = False,
+        waits: bool = True,
     ) -> Message:
-        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`."""
+        """Notes a message and when its answer is expected; its drafts are waited for if it `waits`.
+
+        It `has_histories` where a sequence's rows are more than those of a verify step.
+        """
         queued_s = max(0.0, self._link_free - now)
         self._link_free = now + queued_s + self.cost.link[1] * num_bytes
         compute_s = expected = 0.0
-        if self.cost.is_known:
+        is_of_drafts = self._is_of_drafts(rows, sequences)
+        if self.cost.is_known if is_of_drafts else self.cost.is_link_known:
             begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
-            if self._is_of_drafts(rows, sequences):
+            if is_of_drafts:
                 compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
             else:
                 compute_s = self.cost.histories_s(rows)
             expected = self._last_expected = begins + compute_s
+        if has_histories:
+            through = max(self._link_free, expected - self.cost.link[0])
+            self._histories_sent, self._histories_through = now, through if self.cost.is_link_known else math.inf
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
-        return Message(now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until)
+        return Message(
+            now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until, has_histories
+        )
 
     def _is_of_drafts(self, rows: int, sequences: int) -> bool:
         """Whether a message asks for drafts of so many sequences behind rows of a verify step, and has no others."""
@@ -123,9 +145,11 @@ class Pace:
         """Whether steps run while the drafter computes, as planned."""
         return self.plan.num_groups > 1 or self._has_others
 
-    def note_answer(self, received: float) -> None:
+    def note_answer(self, message: Message, received: float) -> None:
         """Notes that an answer has come, of which something is learnt later: those behind it come after it."""
         self._heard = max(self._heard, received)
+        if message.has_histories and message.sent >= self._histories_sent:
+            self._histories_through = 0.0
 
     def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool) -> None:
         """Learns from an answer.
@@ -208,18 +232,26 @@ class Pace:
         """
         if not self.governor.is_adaptive:
             return MOST_ROWS
-        per_row = self.cost.link[1] * row_bytes + self.cost.per_history_row
-        if not self.cost.is_known or math.isinf(self._step_s) or per_row <= 0.0:
-            return MOST_ROWS
-        horizon = max(self._step_s, IDLE_BACKLOG_S if self.is_off or is_idle else 0.0)
-        rows = int(max(0.0, now + horizon - max(now, self._link_free)) / per_row)
+        if not self.cost.is_link_known:
+            return max(LEAST_BACKLOG_ROWS, FIRST_BACKLOG_BYTES // row_bytes)
+        horizon = 0.0 if math.isinf(self._step_s) else self._step_s * (self._max_drafts if is_idle else 1)
+        if self.is_off or horizon == 0.0:
+            horizon = max(horizon, IDLE_BACKLOG_S)
+        rows = self.rows_within(now + horizon - max(now, self._link_free), row_bytes)
         if rows < LEAST_BACKLOG_ROWS:
             return 0 if self._link_free > now else LEAST_BACKLOG_ROWS
         return rows
 
-    def is_link_busy(self, now: float) -> bool:
-        """Whether the bytes that were sent keep the link for longer than any drafts can gain."""
-        return self._link_free - now > self._max_drafts * self._step_s
+    def rows_within(self, seconds: float, row_bytes: int) -> int:
+        """How many rows of prompts and histories are expected to go through in so long."""
+        per_row = self.cost.link[1] * row_bytes + self.cost.per_history_row
+        return int(min(max(0.0, seconds) / per_row, MOST_ROWS)) if per_row > 0.0 else MOST_ROWS
+
+    def is_busy(self, now: float) -> bool:
+        """Whether rows of prompts and histories keep the link or the drafter for longer than a step without drafts
+        takes: drafts that are asked for after that step come as soon as those behind them. Of a link of which too
+        little is known, as long as they are not answered."""
+        return math.isinf(self._histories_through) or self._histories_through - now > self._step_s
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a new plan."""
