@@ -28,7 +28,7 @@ from verifier_service.pacing import (
     TargetCost,
     hold_until,
 )
-from verifier_service.pacing.costs import HALF_LIFE_TRIALS, LEAD_FADES_S, TURN_FADES_S, TURN_SHARE
+from verifier_service.pacing.costs import HALF_LIFE_TRIALS, HOST_STEPS, LEAD_FADES_S, TURN_FADES_S, TURN_SHARE
 from verifier_service.pacing.estimate import CHANGE_AFTER, LinearEstimate
 from verifier_service.pacing.hindsight import HALF_LIFE_S, LEAST_WINDOWS, scale_of
 from verifier_service.pacing.pace import FIRST_BACKLOG_BYTES, IDLE_BACKLOG_S, MOST_ROWS
@@ -701,6 +701,17 @@ def test_what_sequences_that_take_turns_cost_each_other_is_assumed_before_it_is_
     assert target.turn_s == pytest.approx(assumed / 2, rel=0.05)
     target.observe_host(1e-3, 2.0 + 20 * TURN_FADES_S, is_beside=False)
     assert target.turn_s == pytest.approx(assumed, rel=0.01)
+
+
+def test_a_host_that_stalls_for_a_few_steps_takes_no_longer_by_that():
+    target = hidden_target(1e-3)
+    for is_beside, known in ((False, target.lead_s), (True, target.beside_s)):
+        for _ in range(HOST_STEPS // 2):
+            target.observe_host(40e-3, target.lead_seen, is_beside=is_beside)
+        assert (target.beside_s if is_beside else target.lead_s) == known
+        for _ in range(HOST_STEPS):
+            target.observe_host(5e-3, target.lead_seen, is_beside=is_beside)
+        assert (target.beside_s if is_beside else target.lead_s) == pytest.approx(5e-3)
 
 
 def test_what_the_host_took_before_steps_with_drafts_fades_while_there_are_none():

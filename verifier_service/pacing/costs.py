@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from operator import mul
 from typing import TypeVar
 
@@ -18,6 +20,8 @@ ENOUGH = 8
 TARGET_DRIFT = 0.02
 LINK_DRIFT = 0.1
 HOST_DRIFT = 0.5
+# Of the host's time before a step the median of the last so many counts: a host that stalls does so for a few steps.
+HOST_STEPS = 9
 # Where so many answers beside steps in a row are sooner than those for which nothing else ran, those are sooner by now
 # too; so is one that takes less than this share of what those do, as far as an estimate believes one alone. As long as
 # few of those have been seen, none beside steps is sooner than they are.
@@ -114,8 +118,8 @@ class TargetCost:
         # The first step is as long as its pass, if that was measured.
         shares = (0.0, 1.0, 0.0) if self._profile.is_measured else (1.0, 0.0, 0.0)
         self._estimate = _LazyEstimate(shares, TARGET_DRIFT)
-        self._lead = _LazyEstimate((1.0,), HOST_DRIFT)
-        self._beside = _LazyEstimate((1.0,), HOST_DRIFT)
+        self._lead: deque[float] = deque(maxlen=HOST_STEPS)
+        self._beside: deque[float] = deque(maxlen=HOST_STEPS)
         self._turn = _LazyEstimate((1.0,), HOST_DRIFT)
         self._explored = 0.0
         self._now = -math.inf
@@ -130,7 +134,7 @@ class TargetCost:
     def observe_host(self, seconds: float, now: float, *, is_beside: bool) -> None:
         """Takes the time in which the device waited for the host before a step, one launched beside a step that ran or
         one launched when nothing did."""
-        (self._beside if is_beside else self._lead).observe((1.0,), seconds, now)
+        (self._beside if is_beside else self._lead).append(seconds)
         if not is_beside:
             self.lead_seen = now
 
@@ -141,8 +145,8 @@ class TargetCost:
 
     def settle(self) -> None:
         """Works in the steps taken, which the next use would do."""
-        for estimate in (self._estimate, self._lead, self._beside, self._turn):
-            estimate.read()
+        self._estimate.read()
+        self._turn.read()
 
     @property
     def is_known(self) -> bool:
@@ -168,12 +172,12 @@ class TargetCost:
     def lead_s(self) -> float:
         """Expected time from one step's tokens to the next step's launch that the host takes when nothing else runs."""
         unseen_s = max(0.0, self._now - max(self.lead_seen, self._turn_seen))
-        return self._lead.read().weights[0] * 0.5 ** (unseen_s / LEAD_FADES_S)
+        return _median(self._lead) * 0.5 ** (unseen_s / LEAD_FADES_S)
 
     @property
     def beside_s(self) -> float:
         """Expected time by which the host holds up a step although another one runs meanwhile."""
-        return self._beside.read().weights[0]
+        return _median(self._beside)
 
     @property
     def turn_s(self) -> float:
@@ -198,6 +202,11 @@ class TargetCost:
         if is_uncertain:
             self._explored = now
         return is_uncertain
+
+
+def _median(seconds: Collection[float]) -> float:
+    """0 of none."""
+    return statistics.median(seconds) if seconds else 0.0
 
 
 class DrafterCost:
