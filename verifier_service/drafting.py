@@ -404,6 +404,7 @@ class Drafting:
         asked for as those of all would be.
         """
         governor = session.pace.governor
+        session.catches_up = session.asks_nothing = False
         if session.unanswered or not governor.is_ping_due(now):
             return
         if len(session.bindings) < NUM_SCOUTS and any(self._may_join(session, one, now) for one in requests):
