@@ -40,8 +40,8 @@ class DraftSession:
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
-    catches_up: bool = False  # whether so many of its sequences lack rows that those are sent before
-    asks_nothing: bool = False  # for that, or because the link is full of rows of prompts and histories
+    catches_up: bool = False  # whether its sequences lack so many rows that those are sent before
+    asks_nothing: bool = False  # for that, or because rows of prompts and histories keep it for longer than a step
     has_caught_up: bool = False  # whether the scouts were sent what they lacked, and are asked for drafts next
     others: int = 0  # sequences that other verifiers have open there, as last told
     kv_cache_usage: float = 0.0  # likewise, [0, 1]

@@ -49,16 +49,16 @@ class StepSender:
 
         Rows of prompts and histories go in a message of their own, after the one for which drafts are waited. Where the
         number of drafts adapts it asks for none: those behind the next step's rows are hardly later, and nobody waits
-        for a drafter that reads a long prompt. Neither is anything asked for while the link is full of such rows.
+        for a drafter that reads a long prompt. Neither is anything sent behind such rows that take longer than a step,
+        nor asked for while many sequences lack some.
         """
         is_adaptive = session.pace.governor.is_adaptive
-        pieces, lacking = self._pieces(session, session.bindings, now)
-        is_busy = is_adaptive and session.pace.is_busy(now)
-        session.catches_up = is_adaptive and self._lack_much(session, lacking, now)
-        session.asks_nothing = is_busy or session.catches_up
         session.has_caught_up = False  # the scouts, should they be few again
-        if is_busy:
+        session.asks_nothing = is_adaptive and session.pace.is_busy(now)
+        if session.asks_nothing:
             return
+        pieces, lacking = self._pieces(session, session.bindings, now)
+        session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, now)
         if session.catches_up:
             pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
             if pieces or session.closed_ids:
