@@ -50,7 +50,8 @@ class StepSender:
         Rows of prompts and histories go in a message of their own, after the one for which drafts are waited. Where the
         number of drafts adapts it asks for none: those behind the next step's rows are hardly later, and nobody waits
         for a drafter that reads a long prompt. Neither is anything sent behind such rows that take longer than a step,
-        nor asked for while many sequences lack some.
+        nor asked for while many sequences lack some; but where most lack no more than goes within a step, that goes
+        with what they are asked for.
         """
         is_adaptive = session.pace.governor.is_adaptive
         session.has_caught_up = False  # the scouts, should they be few again
@@ -58,30 +59,36 @@ class StepSender:
         if session.asks_nothing:
             return
         pieces, lacking = self._pieces(session, session.bindings, now)
-        session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, now)
+        lack_most = is_adaptive and 2 * len(lacking) > sum(one.request.is_decoding for one in session.bindings)
+        session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, lack_most, now)
         if session.catches_up:
             pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
             if pieces or session.closed_ids:
                 self._send_step(session, store, pieces, 0, has_histories=True)
             return
+        is_about_to_ask = is_adaptive and _is_about_to_ask(session)
+        if lack_most and is_about_to_ask:
+            return
         num_drafts = session.pace.take_num_drafts(bool(pieces))
+        if lack_most:  # a little each
+            self._send_step(session, store, pieces, num_drafts, has_histories=True)
+            return
         others = [piece for piece in pieces if piece[1] > self._most_verified]
         verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
+        has_asked = False
         if verified or session.closed_ids:
-            self._send_step(session, store, verified, num_drafts)
-        if others:
+            has_asked = self._send_step(session, store, verified, num_drafts)
+        if others and (has_asked or not is_about_to_ask):
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
-    def _lack_much(self, session: DraftSession, lacking: list[int], now: float) -> bool:
-        """Whether sequences are to catch up, or to go on to: most of those that decode lack more than the rows of a
-        step, so many as `lacking` says; and once they do, until what is lacking is no more than is sent within a step,
-        or the few that lack some would keep the others for long."""
-        pace, row_bytes = session.pace, session.stream.head.row_bytes
-        rows = sum(lacking)
-        lack_most = 2 * len(lacking) > sum(binding.request.is_decoding for binding in session.bindings)
-        if not session.catches_up or (not lack_most and rows > pace.rows_within(LONGEST_CATCH_UP_S, row_bytes)):
-            return lack_most
-        return rows > pace.backlog_rows(now, row_bytes)
+    def _lack_much(self, session: DraftSession, lacking: list[int], lack_most: bool, now: float) -> bool:
+        """Whether sequences are to catch up, that lack more than the rows of a step, so many as `lacking` says: if most
+        do, and more than is sent within a step; and until it is no more than that, unless the fewer ones that lack some
+        then would keep the others for long."""
+        pace, row_bytes, rows = session.pace, session.stream.head.row_bytes, sum(lacking)
+        if rows <= pace.backlog_rows(now, row_bytes):
+            return False
+        return lack_most or (session.catches_up and rows <= pace.rows_within(LONGEST_CATCH_UP_S, row_bytes))
 
     def send_scouts(
         self,
@@ -263,6 +270,12 @@ class StepSender:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
+
+
+def _is_about_to_ask(session: DraftSession) -> bool:
+    """Whether sequences are in a step for whose drafts it will be asked when that has landed: rows that are sent before
+    would delay them."""
+    return any(binding.request.is_in_flight and binding.request.is_decoding for binding in session.bindings)
 
 
 def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:

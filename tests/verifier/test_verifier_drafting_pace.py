@@ -575,6 +575,51 @@ def test_nothing_is_sent_behind_histories_that_take_longer_than_a_step(clock, mo
     assert world.drafting.held_back(works) is None
 
 
+@pytest.mark.parametrize(
+    ("sequences", "k", "step_s", "history_s"),
+    [(8, 4, 2e-3, 12e-3), (8, 4, 4.87e-3, 35e-3), (1, 4, 4.87e-3, 35e-3), (8, 2, 2e-3, 9e-3), (8, 1, 2e-3, 9e-3)],
+)
+def test_drafts_are_asked_for_though_histories_take_longer_than_the_steps_that_bring_as_many_rows(
+    clock, monkeypatch, sequences, k, step_s, history_s
+):
+    """What all have gained while nothing could be sent goes with what they are asked for."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    costs = Costs(step_s=step_s, history_s=history_s, draft_s=0.2e-3, acceptance=0.85)
+    config = {"num_speculative_tokens": k}
+    world = World(clock, sequences, costs, config=config, k=k, prompt_length=64, output_length=3000)
+    world.run(1.0)
+    assert world.run(1.0) > 1.3 * world.rate_without()
+
+
+@pytest.mark.parametrize("rows", [7, 60])
+def test_rows_that_a_step_in_flight_adds_to_are_sent_with_what_is_asked_for_then(clock, monkeypatch, rows):
+    """Whether all lack a few, or one of them more."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
+    world.run(1.0)
+    world.scene.flush()
+    session = world.drafting._sessions[world.stream]
+    requests = world.scene.requests
+    assert num_drafts(world) == 4
+    session.unanswered.clear()
+    session.pace._link_free = session.pace._histories_through = 0.0
+    lacking = session.bindings if rows == 7 else session.bindings[:1]
+    for binding in session.bindings:
+        binding.next_row = binding.request.num_feature_rows - (rows if binding in lacking else 0)
+        binding.request.num_in_flight = 1
+    before = len(world.stream.steps)
+    world.scene.flush()
+    assert len(world.stream.steps) == before
+    assert not session.asks_nothing
+    for request in requests:
+        request.num_in_flight = 0
+        world.scene.verify(request, 9)
+    world.scene.flush()
+    asked, *others = world.stream.steps[before:]
+    assert list(asked.num_drafts) == [4] * (8 if rows == 7 else 7)
+    assert [list(step.num_drafts) for step in others] == [] if rows == 7 else [[0]]
+
+
 def test_nothing_is_asked_for_while_most_sequences_lack_much(clock, monkeypatch):
     """What they lack goes in messages of some steps, one after another, until what is left takes less than one."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)

@@ -32,7 +32,7 @@ FIRST_BACKLOG_BYTES = 1 << 20
 # Steps without its sequences that a trial lasts longer than its drafts are waited for, where others go on: the rest of
 # one, and one that is launched before it is known how many drafts were accepted. Accepted drafts make up for them.
 TRIAL_STEPS = 2
-# Where no drafts are asked for, they may keep the link busy for so long.
+# Where the drafter is asked for none, or no step is known, they may keep the link busy for so long.
 IDLE_BACKLOG_S = 0.05
 
 
@@ -120,7 +120,7 @@ class Pace:
         queued_s = max(0.0, self._link_free - now)
         self._link_free = now + queued_s + self.cost.link[1] * num_bytes
         compute_s = expected = 0.0
-        is_of_drafts = self._is_of_drafts(rows, sequences)
+        is_of_drafts = not has_histories and self._is_of_drafts(rows, sequences)
         if self.cost.is_known if is_of_drafts else self.cost.is_link_known:
             begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
             if is_of_drafts:
@@ -185,7 +185,7 @@ class Pace:
         self._last_answer = received
         if not is_single or message.rows == 0:
             return
-        if self._is_of_drafts(message.rows, message.sequences):
+        if not message.has_histories and self._is_of_drafts(message.rows, message.sequences):
             self.cost.observe_compute(
                 compute_s, message.rows, message.drafts, message.sequences, received, is_beside=is_beside
             )
