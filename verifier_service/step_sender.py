@@ -81,12 +81,13 @@ class StepSender:
         if others and (has_asked or not is_about_to_ask):
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
-    def _lack_much(self, session: DraftSession, lacking: list[int], lack_most: bool, now: float) -> bool:
-        """Whether sequences are to catch up, that lack more than the rows of a step, so many as `lacking` says: if most
-        do, and more than is sent within a step; and until it is no more than that, unless the fewer ones that lack some
-        then would keep the others for long."""
-        pace, row_bytes, rows = session.pace, session.stream.head.row_bytes, sum(lacking)
-        if rows <= pace.backlog_rows(now, row_bytes):
+    def _lack_much(self, session: DraftSession, lacking: list[Binding], lack_most: bool, now: float) -> bool:
+        """Whether sequences are to catch up, of which those `lacking` lack more than the rows of a step: if most do,
+        and more than is sent within a step, or prompts; and until it is no more than that, unless the fewer ones that
+        lack some then would keep the others for long."""
+        pace, row_bytes = session.pace, session.stream.head.row_bytes
+        rows = sum(binding.rows_behind for binding in lacking)
+        if rows <= pace.backlog_rows(now, row_bytes) and all(binding.sequence_id for binding in lacking):
             return False
         return lack_most or (session.catches_up and rows <= pace.rows_within(LONGEST_CATCH_UP_S, row_bytes))
 
@@ -217,9 +218,9 @@ class StepSender:
 
     def _pieces(
         self, session: DraftSession, bindings: Sequence[Binding], now: float, *, is_idle: bool = False
-    ) -> tuple[list[_Piece], list[int]]:
-        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and the rows
-        of each sequence that decodes and lacks more than a verify step brings.
+    ) -> tuple[list[_Piece], list[Binding]]:
+        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and the
+        sequences that decode and lack more than a verify step brings.
 
         A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
         prefix that was found in the cache. Where it `is_idle`, no drafts are waited for.
@@ -235,7 +236,7 @@ class StepSender:
             if rows <= 0:
                 continue
             if rows > self._most_verified and request.is_decoding:
-                lacking.append(rows)
+                lacking.append(binding)
             if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows

@@ -558,20 +558,26 @@ def test_requests_that_all_come_at_once_lose_nothing_by_a_narrow_link(
 def test_nothing_is_sent_behind_histories_that_take_longer_than_a_step(clock, monkeypatch):
     """Drafts that are asked for after another step come as soon."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=256, output_length=400)
+    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
     world.run(1.0)
+    world.scene.flush()
     session = world.drafting._sessions[world.stream]
+    session.unanswered.clear()
     assert num_drafts(world) == 4
     works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
     message = session.pace.send(clock.now, 0, 200, 0, 0, has_histories=True)
     session.pace._histories_through = clock.now + 2 * world.costs.step_s
+    for binding in session.bindings:
+        binding.next_row = binding.request.num_feature_rows
+        world.scene.verify(binding.request, 9)
     before = len(world.stream.steps)
     world.scene.flush()
     assert len(world.stream.steps) == before
     assert world.drafting.held_back(works) == set()
     session.pace.note_answer(message, clock.now)
     world.scene.flush()
-    assert len(world.stream.steps) == before + 1
+    (asked,) = world.stream.steps[before:]
+    assert list(asked.num_drafts) == [4] * 8
     assert world.drafting.held_back(works) is None
 
 
