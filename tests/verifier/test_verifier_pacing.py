@@ -496,6 +496,8 @@ def test_a_drafter_of_which_nothing_is_known_is_busy_until_it_answers_histories(
     assert pace.is_busy(100.0)
     pace.note_answer(message, 100.0)
     assert not pace.is_busy(100.0)
+    pace.send(200.0, FIRST_BACKLOG_BYTES // 4, 32, 0, 0, has_histories=True)  # few that hardly delay anything
+    assert not pace.is_busy(200.0)
 
 
 def test_few_rows_of_histories_are_sent_at_once_until_the_link_is_known():

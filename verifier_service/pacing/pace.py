@@ -130,7 +130,9 @@ class Pace:
             expected = self._last_expected = begins + compute_s
         if has_histories:
             through = max(self._link_free, expected - self.cost.link[0])
-            self._histories_sent, self._histories_through = now, through if self.cost.is_link_known else math.inf
+            if not self.cost.is_link_known:
+                through = math.inf if 2 * num_bytes >= FIRST_BACKLOG_BYTES else 0.0
+            self._histories_sent, self._histories_through = now, through
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
         return Message(
             now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until, has_histories
@@ -249,8 +251,8 @@ class Pace:
 
     def is_busy(self, now: float) -> bool:
         """Whether rows of prompts and histories keep the link or the drafter for longer than a step without drafts
-        takes: drafts that are asked for after that step come as soon as those behind them. Of a link of which too
-        little is known, as long as they are not answered."""
+        takes: drafts that are asked for after that step come as soon as those behind them. As long as too little is
+        known of the link, whether any that are about as many as are sent then are not answered yet."""
         return math.isinf(self._histories_through) or self._histories_through - now > self._step_s
 
     def is_due(self, now: float) -> bool:
