@@ -626,6 +626,24 @@ def test_rows_that_a_step_in_flight_adds_to_are_sent_with_what_is_asked_for_then
     assert [list(step.num_drafts) for step in others] == [] if rows == 7 else [[0]]
 
 
+def test_a_step_of_some_does_not_hold_back_what_others_are_asked_for(clock, monkeypatch):
+    """Where two halves take turns, one of them is in flight at all times."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
+    world.run(1.0)
+    world.scene.flush()
+    session = world.drafting._sessions[world.stream]
+    session.unanswered.clear()
+    session.pace._link_free = session.pace._histories_through = 0.0
+    for i, binding in enumerate(session.bindings):
+        binding.next_row = binding.request.num_feature_rows - 7
+        binding.request.num_in_flight = i % 2
+    before = len(world.stream.steps)
+    world.scene.flush()
+    (asked,) = world.stream.steps[before:]
+    assert list(asked.num_drafts) == [4, 0] * 4
+
+
 def test_nothing_is_asked_for_while_most_sequences_lack_much(clock, monkeypatch):
     """What they lack goes in messages of some steps, one after another, until what is left takes less than one."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
