@@ -66,8 +66,7 @@ class StepSender:
             if pieces or session.closed_ids:
                 self._send_step(session, store, pieces, 0, has_histories=True)
             return
-        in_flight = [one.request.is_in_flight for one in session.bindings if one.request.is_decoding]
-        if lack_most and all(in_flight):  # they will be asked for with rows that it adds
+        if lack_most and all(_in_flight(session)):  # they will be asked for with rows that it adds
             return
         num_drafts = session.pace.take_num_drafts(bool(pieces))
         if lack_most:  # a little each
@@ -78,7 +77,7 @@ class StepSender:
         has_asked = False
         if verified or session.closed_ids:
             has_asked = self._send_step(session, store, verified, num_drafts)
-        if others and (has_asked or not (is_adaptive and any(in_flight))):  # which would be asked for behind these
+        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):  # else those come behind
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
     def _lack_much(self, session: DraftSession, lacking: list[Binding], lack_most: bool, now: float) -> bool:
@@ -271,6 +270,11 @@ class StepSender:
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
         logger.debug("sequence opened", extra=told)
+
+
+def _in_flight(session: DraftSession) -> list[bool]:
+    """Of each sequence that decodes, whether a step has it that has not landed."""
+    return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
 
 
 def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:

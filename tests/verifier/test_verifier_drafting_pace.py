@@ -13,6 +13,7 @@ from paced_world import OUTPUT_LENGTH, PROMPT_LENGTH, Costs, World, forecast_of
 
 from draftwire.v1 import generate_pb2
 from verifier_service import pacing
+from verifier_service.draft_session import DraftSession
 from verifier_service.draft_stream import Disconnected
 from verifier_service.drafting import Drafting
 from verifier_service.pacing import NUM_SCOUTS, Governor, Pace, Plan
@@ -555,15 +556,22 @@ def test_requests_that_all_come_at_once_lose_nothing_by_a_narrow_link(
     assert rates[0] > 0.95 * without
 
 
-def test_nothing_is_sent_behind_histories_that_take_longer_than_a_step(clock, monkeypatch):
-    """Drafts that are asked for after another step come as soon."""
+def narrow_world(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[World, DraftSession]:
+    """Eight requests that draft, and whose drafter has answered everything."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
     world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
     world.run(1.0)
     world.scene.flush()
     session = world.drafting._sessions[world.stream]
-    session.unanswered.clear()
     assert num_drafts(world) == 4
+    session.unanswered.clear()
+    session.pace._link_free = session.pace._histories_through = 0.0
+    return world, session
+
+
+def test_nothing_is_sent_behind_histories_that_take_longer_than_a_step(clock, monkeypatch):
+    """Drafts that are asked for after another step come as soon."""
+    world, session = narrow_world(clock, monkeypatch)
     works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
     message = session.pace.send(clock.now, 0, 200, 0, 0, has_histories=True)
     session.pace._histories_through = clock.now + 2 * world.costs.step_s
@@ -600,15 +608,8 @@ def test_drafts_are_asked_for_though_histories_take_longer_than_the_steps_that_b
 @pytest.mark.parametrize("rows", [7, 60])
 def test_rows_that_a_step_in_flight_adds_to_are_sent_with_what_is_asked_for_then(clock, monkeypatch, rows):
     """Whether all lack a few, or one of them more."""
-    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
-    world.run(1.0)
-    world.scene.flush()
-    session = world.drafting._sessions[world.stream]
+    world, session = narrow_world(clock, monkeypatch)
     requests = world.scene.requests
-    assert num_drafts(world) == 4
-    session.unanswered.clear()
-    session.pace._link_free = session.pace._histories_through = 0.0
     lacking = session.bindings if rows == 7 else session.bindings[:1]
     for binding in session.bindings:
         binding.next_row = binding.request.num_feature_rows - (rows if binding in lacking else 0)
@@ -623,18 +624,12 @@ def test_rows_that_a_step_in_flight_adds_to_are_sent_with_what_is_asked_for_then
     world.scene.flush()
     asked, *others = world.stream.steps[before:]
     assert list(asked.num_drafts) == [4] * (8 if rows == 7 else 7)
-    assert [list(step.num_drafts) for step in others] == [] if rows == 7 else [[0]]
+    assert [list(step.num_drafts) for step in others] == ([] if rows == 7 else [[0]])
 
 
 def test_a_step_of_some_does_not_hold_back_what_others_are_asked_for(clock, monkeypatch):
     """Where two halves take turns, one of them is in flight at all times."""
-    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    world = World(clock, 8, Costs(**NARROW), config=CONFIG, k=4, prompt_length=64, output_length=400)
-    world.run(1.0)
-    world.scene.flush()
-    session = world.drafting._sessions[world.stream]
-    session.unanswered.clear()
-    session.pace._link_free = session.pace._histories_through = 0.0
+    world, session = narrow_world(clock, monkeypatch)
     for i, binding in enumerate(session.bindings):
         binding.next_row = binding.request.num_feature_rows - 7
         binding.request.num_in_flight = i % 2
