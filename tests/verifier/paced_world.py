@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from drafting_scene import Clock, K, Scene, answer_to
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.draft_stream import Answered
+from verifier_service.flight import Flight
+from verifier_service.next_step import NextStep
 from verifier_service.pacing import Forecast, Plan
+from verifier_service.pass_ahead import PassAhead
 from verifier_service.request import Request
+from verifier_service.sampler import PendingDraw
+from verifier_service.scheduler import Scheduler, Work
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
@@ -145,26 +152,44 @@ class World:
 
     def _step(self, requests: list[Request]) -> None:
         counts = [0 if one.drafts is None else len(one.drafts.tokens) for one in requests]
-        rows = sum(counts) + len(requests)
-        seconds = self.noisy(self.costs.step_s + self.costs.row_s * rows)
+        for one in requests:
+            one.drafts = None
+        seconds = self._seconds(counts)
         self.clock.now += seconds
-        self.step_sizes.append(len(requests))
+        self._count(requests, counts, seconds)
+        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
+        self._commit(requests, counts)
+
+    def _seconds(self, counts: Sequence[int]) -> float:
+        """Of a step that verifies so many drafts of its sequences."""
+        self.step_sizes.append(len(counts))
         self.drafted += counts
+        return self.noisy(self.costs.step_s + self.costs.row_s * (sum(counts) + len(counts)))
+
+    def _count(
+        self, requests: Sequence[Request], counts: Sequence[int], seconds: float, *, is_beside: bool | None = None
+    ) -> None:
         bound = self.drafting.is_bound
         verified = Counter(
             (self.stream.address if bound(one) else "", count) for one, count in zip(requests, counts, strict=True)
         )
         self.drafting.gate.count_step(
-            rows, has_prompts=False, step_s=seconds, host_s=0.0, verified=verified, landed=self.clock.now
+            sum(counts) + len(counts),
+            has_prompts=False,
+            step_s=seconds,
+            host_s=0.0,
+            verified=verified,
+            landed=self.clock.now,
+            is_beside=is_beside,
         )
-        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
+
+    def _commit(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
             while accepted < count and self._random.random() < self._acceptance(one):
                 accepted += 1
             self.drafting.count_verified(one, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))
-            one.drafts = None
             one.tokens += [*[5] * accepted, 9]
             one.num_computed += accepted + 1
             self.tokens += emitted
@@ -175,6 +200,84 @@ class World:
                     self.arrive()
 
 
+class LaunchingWorld(World):
+    """Steps are launched before those before them have landed, where nothing is drafted or others have their drafts, as
+    the engine does on a GPU."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._flight: Flight | None = None
+        self._flight_s = (0.0, 0.0)  # when it lands, and what it takes
+        self._next_step = NextStep(cast("Scheduler", _Places(self.scene)), self.drafting, cast("PassAhead", _NO_PASS))
+
+    def run(self, seconds: float) -> float:
+        began, before = self.clock.now, self.tokens
+        while self.clock.now < began + seconds and (self.scene.requests or self._flight is not None):
+            self._deliver()
+            self.drafting.drop_lost()
+            self.scene.flush()
+            landing, (lands, took_s) = self._flight, self._flight_s
+            works = self._next_step.choose(landing)
+            if landing is None and not works:
+                self._wait()
+            elif landing is not None and not works and self.drafting.gate.is_awaited and self._comes_before(lands):
+                self.clock.now = self.drafter.answers[0][0]
+            else:
+                self._flight = self._launch(works, lands) if works else None
+                if landing is not None:
+                    self._land(landing, lands, took_s)
+        return (self.tokens - before) / (self.clock.now - began)
+
+    def _comes_before(self, lands: float) -> bool:
+        return any(received < lands for received, _ in self.drafter.answers[:1])
+
+    def _launch(self, works: Sequence[Work], device_free: float) -> Flight:
+        gate = self.drafting.gate
+        for work in works:
+            work.request.num_in_flight += 1
+        seconds = self._seconds([work.num_drafts for work in works])
+        flight = Flight(works, works, cast("PendingDraw", _DRAW), None, is_beside=self._flight is not None)
+        self._flight_s = (max(self.clock.now, device_free) + seconds, seconds)
+        gate.note_launch()
+        return flight
+
+    def _land(self, flight: Flight, lands: float, took_s: float) -> None:
+        self.clock.now = max(self.clock.now, lands)
+        self.drafting.gate.note_landing()
+        for work in flight.works:
+            work.request.num_in_flight -= 1
+        works = [work for work in flight.works if work.request in self.scene.requests]  # others have ended meanwhile
+        requests, counts = [work.request for work in works], [work.num_drafts for work in works]
+        self._count(requests, counts, took_s, is_beside=flight.is_beside)
+        self._commit(requests, counts)
+        self.scene.flush()
+
+
+class _Places:
+    """A scheduler whose requests all run, their prompts computed."""
+
+    may_admit = False
+
+    def __init__(self, scene: Scene) -> None:
+        self.running = scene.requests
+
+    def schedule(
+        self, is_ready: Callable[[Request], bool], following: Mapping[Request, int], *_: object, **__: object
+    ) -> list[Work]:
+        works = []
+        for request in self.running:
+            if (request in following or not request.is_in_flight) and is_ready(request):
+                last = len(request.tokens) - (request not in following)
+                drafts, request.drafts = request.drafts, None
+                tokens = [9, *(drafts.tokens if drafts is not None else ())]
+                works.append(Work(request, last, tokens, drafts, samples=True, follows=following.get(request)))
+        return works
+
+
+# No forward pass is launched before it is known what it computes.
+_NO_PASS = SimpleNamespace(is_pending=False)
+# What a step draws can be followed before it is known.
+_DRAW = SimpleNamespace(first_tokens=())
 
 
 class _Rates(Forecast):

@@ -3,7 +3,7 @@
 from verifier_service.pacing.costs import Acceptance, DrafterCost, Profile, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group, hold_until
-from verifier_service.pacing.hindsight import Hindsight, Output
+from verifier_service.pacing.hindsight import Hindsight, Made, Output
 from verifier_service.pacing.pace import Message, Pace
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
@@ -17,6 +17,7 @@ __all__ = [
     "Group",
     "Hindsight",
     "Load",
+    "Made",
     "Message",
     "Output",
     "Pace",

@@ -12,15 +12,16 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from verifier_service.pacing.hindsight import Made
 from verifier_service.pacing.plan import OFF, Forecast, Plan
 
 # A plan must win by so much to replace another; drafts must gain so much to be taken up again, and to be kept.
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
-# Where it is for their acceptance that they gain less, they are given up when the loss adds up to so many steps: a
-# few drafts, or those of the first tokens of texts, say little of others. Each time that they are given up again soon,
-# half of that.
+# They are given up when what they have lost, less what they have gained since, adds up to so many steps, or at once
+# where they would gain nothing if all were accepted: a few drafts, or those of the first tokens of texts, say little of
+# others. Each time that they are given up again soon, half of that.
 GIVE_UP_AFTER_STEPS = 6.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
@@ -87,7 +88,8 @@ class Governor:
         optimistic: Forecast | None = None,
         scale: int = 0,
         *,
-        loses: bool = True,
+        made: Made | None = None,
+        asks_nothing: bool = False,
     ) -> None:
         """Takes up the plan that is fastest by far enough, or one that shows what another would take.
 
@@ -98,15 +100,20 @@ class Governor:
             By default nothing more than is.
         scale
             Of the load. A drafter that was given up rests while the load is of that scale.
-        loses
-            Whether drafts that gain nothing lose anything: whether any are asked for.
+        made
+            What came since the last call, whatever the sequences were doing; None where that tells nothing.
+        asks_nothing
+            Whether the drafter is asked for none although that is the plan: where sequences have to catch up.
         """
-        since_s, self._decided = max(0.0, now - self._decided) if loses else 0.0, now
-        if now < self._trying_until:
+        since_s, self._decided = max(0.0, now - self._decided), now
+        if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
             return
+        if made is None:
+            made = Made(since_s * (forecast.without if asks_nothing else forecast.rate(self.plan)), since_s)
+        lost_s = (1.0 if asks_nothing else KEEP_ABOVE) * made.seconds - made.tokens / forecast.without
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
-        self._choose(now, since_s, forecast, optimistic or forecast, self._rests[scale])
+        self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale])
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -117,7 +124,7 @@ class Governor:
             self.plan, self._trying_until = together, now + TRY_FOR_S
             self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
 
-    def _choose(self, now: float, since_s: float, forecast: Forecast, optimistic: Forecast, rest: _Rest) -> None:
+    def _choose(self, now: float, lost_s: float, forecast: Forecast, optimistic: Forecast, rest: _Rest) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
@@ -132,7 +139,6 @@ class Governor:
                 self.plan, rest.resumed = best, now
             return
         most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s * REST_S[0] / rest.seconds
-        lost_s = (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s
         self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if now < rest.until:
             self._turn_off(now)

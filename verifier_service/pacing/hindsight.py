@@ -1,4 +1,7 @@
-"""What became of a forecast: the share of its tokens that came, which tells of costs that nothing else knows of."""
+"""What became of a forecast: the share of its tokens that came, which tells of costs that nothing else knows of.
+
+And what was made at all, while sequences lack rows at a drafter too: no plan forecasts that, but the loss counts.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,13 @@ class Output(NamedTuple):
             known = expected.get(drafter, (1.0,))
             tokens += (count - before.verified.get((drafter, drafts), 0)) * known[min(drafts, len(known) - 1)]
         return tokens
+
+
+class Made(NamedTuple):
+    """What steps have brought from one plan to the next."""
+
+    tokens: float  # expected of what was verified
+    seconds: float  # that these steps took
 
 
 class Hindsight:
@@ -106,8 +116,9 @@ class Hindsight:
         rate: float,
         output: Output,
         expected: Mapping[str, Sequence[float]],
-    ) -> None:
-        """Takes a window: what came since the last call, all of it under `plan`.
+    ) -> Made | None:
+        """Takes a window: what came since the last call, all of it under `plan`; and says what that was, whatever the
+        plan, or None where nothing was forecast or more than a few sequences have come or gone.
 
         Parameters
         ----------
@@ -122,22 +133,25 @@ class Hindsight:
         come, self._sequences = abs(load.sequences - self._sequences), load.sequences
         behind, self._behind = max(load.behind, self._behind), load.behind
         self._fade(now, plan)
+        made = None
+        if self._plan is not None and come <= STEADY * load.sequences:
+            made = Made(output.tokens_since(before, expected), output.seconds - before.seconds)
         if self._plan != plan:
             turns = plan.turns if self._plan is None else max(plan.turns, self._plan.turns)
             if self._plan is None or self._plan.turns != plan.turns:
                 self._windows.clear()
             # Steps on their way are of the plan before, and one that has landed is not counted yet.
             self._plan, self._first_step = plan, output.steps + 1 + max(turns, 1)
-            return
-        is_steady = max(come, behind) <= STEADY * load.sequences
-        seconds = output.seconds - before.seconds
-        if before.steps < self._first_step or not is_steady or seconds <= 0.0 or rate <= 0.0:
-            return
-        share = output.tokens_since(before, expected) / seconds / rate
-        self._windows.append(min(max(share, SHARES[0]), SHARES[1]))
+            return made
+        if made is None or made.seconds <= 0.0 or rate <= 0.0:
+            return made
+        if before.steps < self._first_step or behind > STEADY * load.sequences:
+            return made
+        self._windows.append(min(max(made.tokens / made.seconds / rate, SHARES[0]), SHARES[1]))
         if len(self._windows) >= LEAST_WINDOWS:
             self.shares[plan.turns] = statistics.median(self._windows)
             self._has_learnt = True
+        return made
 
     def _fade(self, now: float, plan: Plan) -> None:
         part = 1.0 - 0.5 ** ((now - self._now) / HALF_LIFE_S)

@@ -285,11 +285,11 @@ class Pace:
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)
         rate = likely.rate(self.plan) / shares[self.plan.turns]
-        self._hindsight.take(now, self.plan, load, rate, output, expected)
+        made = self._hindsight.take(now, self.plan, load, rate, output, expected)
         optimistic = likely
         if self.governor.is_adaptive and (self.is_off or likely.gain < KEEP_ABOVE):
             optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
-        self.governor.decide(now, likely, optimistic, scale, loses=not load.asks_nothing)
+        self.governor.decide(now, likely, optimistic, scale, made=made, asks_nothing=load.asks_nothing)
         self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
