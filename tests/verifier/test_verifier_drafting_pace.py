@@ -515,6 +515,7 @@ def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
     assert world.run(5.0) > 1.1 * world.rate_without()
 
 
+LOADED = {"step_s": 6.4e-3, "row_s": 9e-6, "noise": 0.05}
 NARROW = {"step_s": 6.2e-3, "row_s": 9e-6, "feature_row_s": 65e-6, "history_s": 4.5e-3}
 """Two H100s with a link of 1 Gbit/s between them; the drafter has a graph for the rows of verify steps alone."""
 
@@ -559,15 +560,7 @@ def test_requests_that_come_in_bursts_over_a_narrow_link_get_drafts(clock, monke
 def test_requests_that_all_come_at_once_lose_nothing_by_a_narrow_link(clock, monkeypatch, trip_s, feature_row_s, gain):
     """Each time the drafter lacks all prompts, for which the link takes a good part of the time that they decode."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    costs = Costs(
-        step_s=6.4e-3,
-        row_s=9e-6,
-        trip_s=trip_s,
-        feature_row_s=feature_row_s,
-        history_s=3.5e-3,
-        acceptance=0.8,
-        noise=0.05,
-    )
+    costs = Costs(**LOADED, trip_s=trip_s, feature_row_s=feature_row_s, history_s=3.5e-3, acceptance=0.8)
     world = World(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * world.stream.head.row_bytes)
     first, *rates = rates_of_turns(world, 32)
@@ -584,15 +577,7 @@ def test_prompts_that_keep_the_link_or_the_drafter_for_long_cost_next_to_nothing
 ):
     """Some sequences lack rows at all times, and decode beside those that draft: what that costs no plan tells."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20000)
-    costs = Costs(
-        step_s=6.4e-3,
-        row_s=9e-6,
-        trip_s=trip_s,
-        feature_row_s=feature_row_s,
-        history_s=history_s,
-        acceptance=acceptance,
-        noise=0.05,
-    )
+    costs = Costs(**LOADED, trip_s=trip_s, feature_row_s=feature_row_s, history_s=history_s, acceptance=acceptance)
     world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=prompt_length)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * world.stream.head.row_bytes)
     draw = random.Random(0)
@@ -608,9 +593,7 @@ def test_prompts_that_keep_the_link_or_the_drafter_for_long_cost_next_to_nothing
 def test_many_requests_that_come_at_once_lose_next_to_nothing_while_some_lack_rows(clock, monkeypatch, trip_s):
     """Steps are launched ahead, so that those that lack rows are in every other one beside groups that take turns."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    costs = Costs(
-        step_s=6.4e-3, row_s=9e-6, trip_s=trip_s, feature_row_s=86e-6, history_s=3.5e-3, acceptance=0.8, noise=0.05
-    )
+    costs = Costs(**LOADED, trip_s=trip_s, feature_row_s=86e-6, history_s=3.5e-3, acceptance=0.8)
     world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * world.stream.head.row_bytes)
     assert min(rates_of_turns(world, 64)) > 0.96
