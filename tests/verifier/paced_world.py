@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from drafting_scene import Clock, K, Scene, answer_to
+from drafting_scene import Clock, K, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.draft_stream import Answered
+from verifier_service.draft_stream import Answered, Stream
 from verifier_service.flight import Flight
 from verifier_service.next_step import NextStep
 from verifier_service.pacing import Forecast, Plan
@@ -68,7 +69,10 @@ class Drafter:
 
 
 class World:
-    """`sequences` requests at all times: one that ends is followed by another, unless it `replaces` none."""
+    """`sequences` requests at all times: one that ends is followed by another, unless it `replaces` none.
+
+    There is a second drafter where its costs are given, whose target is the first one's.
+    """
 
     def __init__(
         self,
@@ -81,23 +85,27 @@ class World:
         prompt_length: int = PROMPT_LENGTH,
         output_length: int = OUTPUT_LENGTH,
         replaces: bool = True,
+        second: Costs | None = None,
         **request: Any,
     ) -> None:
         self.clock = clock
         self.costs = costs or Costs()
         self.scene = Scene(config, deadline_s)
         self.drafting = self.scene.drafting
-        self.drafter = Drafter(self.costs, self)
-        self.stream = self.scene.connect()
+        self.drafters: dict[Stream, Drafter] = {}
+        for drafter in [Drafter(one, self) for one in (self.costs, second) if one is not None]:
+            stream = self.scene.connect()
+            stream.address = f"drafter:{1 + len(self.drafters)}"
+            stream.on_send = drafter.take
+            self.drafters[stream] = drafter
         for store in self.scene.stores.values():
             store._is_written[:] = True  # the features are of no interest here, so that none are computed
-        self.stream.on_send = self.drafter.take
         self.tokens = 0
         self.prompt_length, self.output_length = prompt_length, output_length
         self.step_sizes: list[int] = []  # sequences of each step
         self.drafted: list[int] = []  # drafts of each verify step of a sequence
         self._replaces, self._request = replaces, request
-        self._random = random.Random(0)
+        self.draw = random.Random(0)
         for _ in range(sequences):
             self.arrive()
 
@@ -116,10 +124,26 @@ class World:
                 self._wait()
         return (self.tokens - before) / (self.clock.now - began)
 
+    @property
+    def stream(self) -> RecordedStream:
+        """The first drafter's."""
+        return cast("RecordedStream", next(iter(self.drafters)))
+
+    @property
+    def drafter(self) -> Drafter:
+        """The first one."""
+        return self.drafters[self.stream]
+
+    def _stream_of(self, request: Request) -> Stream | None:
+        binding = self.drafting._bindings.get(request)
+        return None if binding is None else binding.session.stream
+
     def _acceptance(self, request: Request) -> float:
+        stream = self._stream_of(request)
+        costs = self.costs if stream is None else self.drafters[stream].costs
         is_first = len(request.tokens) < len(request.prompt) + FIRST_TOKENS
-        first = self.costs.first_acceptance
-        return first if is_first and first is not None else self.costs.acceptance
+        first = costs.first_acceptance
+        return first if is_first and first is not None else costs.acceptance
 
     def rate_without(self) -> float:
         """Tokens per second of steps without drafts."""
@@ -128,7 +152,7 @@ class World:
 
     def noisy(self, seconds: float) -> float:
         """That time with some noise on it."""
-        return seconds * (1 + self.costs.noise * self._random.expovariate(1))
+        return seconds * (1 + self.costs.noise * self.draw.expovariate(1))
 
     def arrive(self, prompt_length: int | None = None) -> None:
         """A request more runs; its prompt is computed at once."""
@@ -138,17 +162,24 @@ class World:
         one.tokens.append(9)
 
     def _deliver(self) -> None:
-        answers = self.drafter.answers
-        while answers and answers[0][0] <= self.clock.now:
-            received, answer = answers.pop(0)
-            self.drafting.handle(Answered(self.stream, answer, received))
+        for stream, drafter in self.drafters.items():
+            answers = drafter.answers
+            while answers and answers[0][0] <= self.clock.now:
+                received, answer = answers.pop(0)
+                self.drafting.handle(Answered(stream, answer, received))
+
+    @property
+    def next_answer(self) -> float:
+        """When the next one comes; infinite if none will."""
+        return min((one.answers[0][0] for one in self.drafters.values() if one.answers), default=math.inf)
 
     def _ready(self) -> list[Request]:
         return [request for request in self.scene.requests if self.drafting.gate.is_ready(request)]
 
     def _wait(self) -> None:
-        times = [self.drafting.next_deadline(), *(received for received, _ in self.drafter.answers[:1])]
-        self.clock.now = max(self.clock.now, min(time for time in times if time is not None)) + 1e-6
+        deadline = self.drafting.next_deadline()
+        until = self.next_answer if deadline is None else min(deadline, self.next_answer)
+        self.clock.now = max(self.clock.now, until) + 1e-6
 
     def _step(self, requests: list[Request]) -> None:
         counts = [0 if one.drafts is None else len(one.drafts.tokens) for one in requests]
@@ -169,10 +200,9 @@ class World:
     def _count(
         self, requests: Sequence[Request], counts: Sequence[int], seconds: float, *, is_beside: bool | None = None
     ) -> None:
-        bound = self.drafting.is_bound
-        verified = Counter(
-            (self.stream.address if bound(one) else "", count) for one, count in zip(requests, counts, strict=True)
-        )
+        streams = map(self._stream_of, requests)
+        addresses = ["" if stream is None else stream.address for stream in streams]
+        verified = Counter(zip(addresses, counts, strict=True))
         self.drafting.gate.count_step(
             sum(counts) + len(counts),
             has_prompts=False,
@@ -186,7 +216,7 @@ class World:
     def _commit(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         for one, count in zip(requests, counts, strict=True):
             accepted = 0
-            while accepted < count and self._random.random() < self._acceptance(one):
+            while accepted < count and self.draw.random() < self._acceptance(one):
                 accepted += 1
             self.drafting.count_verified(one, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))
@@ -220,16 +250,13 @@ class LaunchingWorld(World):
             works = self._next_step.choose(landing)
             if landing is None and not works:
                 self._wait()
-            elif landing is not None and not works and self.drafting.gate.is_awaited and self._comes_before(lands):
-                self.clock.now = self.drafter.answers[0][0]
+            elif landing is not None and not works and self.drafting.gate.is_awaited and self.next_answer < lands:
+                self.clock.now = self.next_answer
             else:
                 self._flight = self._launch(works, lands) if works else None
                 if landing is not None:
                     self._land(landing, lands, took_s)
         return (self.tokens - before) / (self.clock.now - began)
-
-    def _comes_before(self, lands: float) -> bool:
-        return any(received < lands for received, _ in self.drafter.answers[:1])
 
     def _launch(self, works: Sequence[Work], device_free: float) -> Flight:
         gate = self.drafting.gate
@@ -283,8 +310,9 @@ _DRAW = SimpleNamespace(first_tokens=())
 class _Rates(Forecast):
     """Of one plan with drafts, that of 4 in one group."""
 
-    def __init__(self, gain: float) -> None:
-        self.without = 1.0
+    def __init__(self, gain: float, *, is_alone: bool) -> None:
+        self.without = self.without_any = 1.0
+        self.is_alone = is_alone
         self.step_s = 5e-3
         self._gain = gain
 
@@ -295,6 +323,6 @@ class _Rates(Forecast):
         return Plan(4)
 
 
-def forecast_of(gain: float) -> Forecast:
+def forecast_of(gain: float, *, is_alone: bool = True) -> Forecast:
     """Drafts are `gain` times as fast as none."""
-    return _Rates(gain)
+    return _Rates(gain, is_alone=is_alone)

@@ -21,6 +21,7 @@ from verifier_service.pacing import (
     Group,
     Hindsight,
     Load,
+    Made,
     Output,
     Pace,
     Plan,
@@ -833,6 +834,7 @@ class Windows:
         self.verified = Counter[tuple[str, int]]()
         self.now, self.rate = 100.0, 3000.0
         self._seconds, self._steps = 0.0, 0
+        self.made: Made | None = None  # in the last one
 
     def turn_to(self, scale: int) -> float:
         """The share of one group at that scale of the load."""
@@ -852,7 +854,7 @@ class Windows:
             output = Output(self.verified.copy(), self._steps, self._seconds)
             rate = self.rate if drafts else 1000.0
             now, known = Load(**{"sequences": 32, "row_bytes": 1, **load}), {"own": TOKENS, "other": OTHERS}
-            self.hindsight.take(self.now, plan, now, rate, output, known)
+            self.made = self.hindsight.take(self.now, plan, now, rate, output, known)
 
 
 def test_each_number_of_groups_has_its_own_share_of_the_forecast_and_no_drafts_too():
@@ -890,6 +892,35 @@ def test_a_window_in_which_many_sequences_have_come_or_are_behind_tells_nothing(
     for i in range(20):
         windows.pass_by(0.5, sequences=(32, 33)[i % 2], behind=i % 3)
     assert windows.hindsight.shares[1] == pytest.approx(0.5)
+
+
+def test_what_comes_while_others_alone_draft_says_nothing_of_no_drafts():
+    windows = Windows()
+    windows.pass_by(0.6, 10, drafts=0, decoding=40)
+    assert windows.hindsight.shares == [1.0] * 5
+    windows.pass_by(0.7, 10, drafts=4, decoding=40)
+    windows.pass_by(0.8, 10, drafts=0)
+    assert windows.hindsight.shares == pytest.approx([0.8, 0.7, 1.0, 1.0, 1.0], abs=0.01)
+
+
+def test_what_came_is_told_where_it_is_of_a_steady_load():
+    windows = Windows()
+    assert windows.made is None
+    windows.pass_by(0.5, 2)
+    assert windows.made == pytest.approx(Made(25 * TOKENS[4], 0.05))
+    windows.pass_by(0.5, behind=32)  # whatever they lack
+    windows.pass_by(0.5, groups=2)  # and the plan
+    assert windows.made == pytest.approx(Made(25 * TOKENS[4], 0.05))
+    for load in ({"sequences": 36}, {"other_tokens": 8, "other_rows": 8}, {"decoding": 48}):
+        windows.pass_by(0.5)
+        windows.pass_by(0.5)
+        assert windows.made is not None
+        windows.pass_by(0.5, **load)
+        assert windows.made is None
+    windows.pass_by(0.5, 2)
+    windows.hindsight.pause()
+    windows.pass_by(0.5)
+    assert windows.made is None
 
 
 def test_one_step_that_stalls_is_no_share_of_a_forecast():

@@ -19,10 +19,10 @@ from verifier_service.pacing.plan import OFF, Forecast, Plan
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
-# They are given up when what they have lost, less what they have gained since, adds up to so many steps, or at once
-# where they would gain nothing if all were accepted: a few drafts, or those of the first tokens of texts, say little of
-# others. Each time that they are given up again soon, half of that.
-GIVE_UP_AFTER_STEPS = 6.0
+# They are given up when what they have lost, less what they have gained since, adds up to so many steps, and to so many
+# where they were given up not long ago: a few drafts, or those of the first tokens of texts, say little of others.
+# Drafts that would gain nothing if all were accepted are given up at once.
+GIVE_UP_AFTER_STEPS = (6.0, 3.0)
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
 RESUME_AFTER = 5
@@ -101,16 +101,22 @@ class Governor:
         scale
             Of the load. A drafter that was given up rests while the load is of that scale.
         made
-            What came since the last call, whatever the sequences were doing; None where that tells nothing.
+            What came since the last call, whatever the sequences were doing, of all drafters. Where that is not known,
+            what is forecast for the time since then stands for it.
         asks_nothing
-            Whether the drafter is asked for none although that is the plan: where sequences have to catch up.
+            Whether the drafter is asked for none at the moment, although the plan has drafts: where sequences have to
+            catch up.
         """
-        since_s, self._decided = max(0.0, now - self._decided), now
+        since_s, was_trying, self._decided = max(0.0, now - self._decided), self._decided < self._trying_until, now
         if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
             return
-        if made is None:
-            made = Made(since_s * (forecast.without if asks_nothing else forecast.rate(self.plan)), since_s)
-        lost_s = (1.0 if asks_nothing else KEEP_ABOVE) * made.seconds - made.tokens / forecast.without
+        lost_s = 0.0 if asks_nothing else (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s
+        if made is not None:
+            made_lost_s = (1.0 if asks_nothing else KEEP_ABOVE) * made.seconds - made.tokens / forecast.without_any
+            # What several drafters lose together may be one's doing, and what they gain another's.
+            lost_s = made_lost_s if forecast.is_alone else max(lost_s, made_lost_s)
+        if was_trying and now >= self._trying_until:
+            lost_s = 0.0  # it was the trial's
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
         self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale])
@@ -138,7 +144,7 @@ class Governor:
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
             return
-        most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s * REST_S[0] / rest.seconds
+        most_lost_s = GIVE_UP_AFTER_STEPS[rest.seconds > REST_S[0]] * forecast.step_s
         self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if now < rest.until:
             self._turn_off(now)
@@ -155,6 +161,7 @@ class Governor:
 
     def _turn_off(self, now: float) -> None:
         self.plan, self._tried, self._pinged, self._gains, self._lost_s = OFF, now, now, 0, 0.0
+        self._trying_until = -math.inf
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:
         """Sets how often a sequence may wait for drafts that the plan does not ask for.

@@ -52,7 +52,7 @@ class Output(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What steps have brought from one plan to the next."""
+    """What steps without prompts have brought from one plan to the next."""
 
     tokens: float  # expected of what was verified
     seconds: float  # that these steps took
@@ -83,6 +83,7 @@ class Hindsight:
         self._before = Output()
         self._plan: Plan | None = None
         self._sequences = self._behind = 0
+        self._others = 0.0
         self._first_step = 0  # that the plan in use has made what it is
         self._now = 0.0
 
@@ -117,8 +118,8 @@ class Hindsight:
         output: Output,
         expected: Mapping[str, Sequence[float]],
     ) -> Made | None:
-        """Takes a window: what came since the last call, all of it under `plan`; and says what that was, whatever the
-        plan, or None where nothing was forecast or more than a few sequences have come or gone.
+        """Takes a window: what came since the last call, and says what that was; None where nothing was forecast, or
+        more than a few sequences have come or gone. For the shares it counts if all of it came under `plan`.
 
         Parameters
         ----------
@@ -131,10 +132,12 @@ class Hindsight:
         """
         before, self._before = self._before, output
         come, self._sequences = abs(load.sequences - self._sequences), load.sequences
+        num_others = (load.decoding or load.small_step) - load.sequences
+        others, self._others = abs(num_others - self._others), num_others
         behind, self._behind = max(load.behind, self._behind), load.behind
         self._fade(now, plan)
         made = None
-        if self._plan is not None and come <= STEADY * load.sequences:
+        if self._plan is not None and max(come, others) <= STEADY * load.sequences:
             made = Made(output.tokens_since(before, expected), output.seconds - before.seconds)
         if self._plan != plan:
             turns = plan.turns if self._plan is None else max(plan.turns, self._plan.turns)
@@ -143,15 +146,19 @@ class Hindsight:
             # Steps on their way are of the plan before, and one that has landed is not counted yet.
             self._plan, self._first_step = plan, output.steps + 1 + max(turns, 1)
             return made
-        if made is None or made.seconds <= 0.0 or rate <= 0.0:
-            return made
-        if before.steps < self._first_step or behind > STEADY * load.sequences:
-            return made
+        # Where this drafter is asked for nothing and others are, less came for them.
+        is_own = plan.turns > 0 or not load.decoding
+        if made is not None and is_own and before.steps >= self._first_step and behind <= STEADY * load.sequences:
+            self._learn(plan, made, rate)
+        return made
+
+    def _learn(self, plan: Plan, made: Made, rate: float) -> None:
+        if made.seconds <= 0.0 or rate <= 0.0:
+            return
         self._windows.append(min(max(made.tokens / made.seconds / rate, SHARES[0]), SHARES[1]))
         if len(self._windows) >= LEAST_WINDOWS:
             self.shares[plan.turns] = statistics.median(self._windows)
             self._has_learnt = True
-        return made
 
     def _fade(self, now: float, plan: Plan) -> None:
         part = 1.0 - 0.5 ** ((now - self._now) / HALF_LIFE_S)

@@ -25,6 +25,7 @@ class Load:
     behind: int = 0  # sequences of all drafters that lack rows there, and draft once they are there
     running: int = 0  # requests in all, those with prompts too, which no plan changes
     asks_nothing: bool = False  # whether the sequences are asked for no drafts yet, whatever the plan
+    decoding: int = 0  # sequences in all that decode, where other drafters are asked for drafts too
 
     @property
     def small_step(self) -> float:
@@ -58,7 +59,11 @@ class Forecast:
     Attributes
     ----------
     without
-        Tokens per second without drafts.
+        Tokens per second without drafts of these sequences.
+    without_any
+        Tokens per second if nobody drafted, where `is_alone` the same.
+    is_alone
+        Whether no other drafter is asked for drafts.
     step_s
         Seconds of a step without.
     lead_seen
@@ -89,6 +94,10 @@ class Forecast:
         undrafted = count + load.other_rows
         self.step_s = (target.seconds(undrafted) + target.beside_s) / shares[0]
         self.without = (count + load.other_tokens) / self.step_s
+        self.is_alone = load.decoding == 0
+        self.without_any = self.without
+        if not self.is_alone:
+            self.without_any = load.decoding / (target.seconds(load.decoding) + target.beside_s) * shares[0]
         drafts = np.arange(1, len(tokens))  # [k]
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
