@@ -19,10 +19,10 @@ from verifier_service.pacing.plan import OFF, Forecast, Plan
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
-# They are given up when what they have lost, less what they have gained since, adds up to so many steps, and to so many
-# where they were given up not long ago: a few drafts, or those of the first tokens of texts, say little of others.
-# Drafts that would gain nothing if all were accepted are given up at once.
-GIVE_UP_AFTER_STEPS = (6.0, 3.0)
+# They are given up when what they have lost, less what they have gained since, adds up to so many steps: a few drafts,
+# or those of the first tokens of texts, say little of others. Drafts that would gain nothing if all were accepted are
+# given up at once.
+GIVE_UP_AFTER_STEPS = 6.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
 RESUME_AFTER = 5
@@ -65,6 +65,7 @@ class Governor:
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._lost_s = 0.0  # by drafts, less what they have gained since
         self._decided = math.inf  # when the last plan was made
+        self._asked_nothing = False  # then
         self._pinged = -math.inf
         self._tried = -math.inf
         self._trial_every_s = math.inf  # what the budget allows; no end where drafts could not gain
@@ -108,15 +109,13 @@ class Governor:
             catch up.
         """
         since_s, was_trying, self._decided = max(0.0, now - self._decided), self._decided < self._trying_until, now
+        asked_nothing, self._asked_nothing = self._asked_nothing, asks_nothing
         if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
             return
-        lost_s = 0.0 if asks_nothing else (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s
-        if made is not None:
-            made_lost_s = (1.0 if asks_nothing else KEEP_ABOVE) * made.seconds - made.tokens / forecast.without_any
-            # What several drafters lose together may be one's doing, and what they gain another's.
-            lost_s = made_lost_s if forecast.is_alone else max(lost_s, made_lost_s)
-        if was_trying and now >= self._trying_until:
-            lost_s = 0.0  # it was the trial's
+        lost_s = self._lost_since(since_s, forecast, made)
+        # What catching up takes is made up for later, and what came up to the end of a trial is no plan's doing.
+        if asks_nothing or asked_nothing or (was_trying and now >= self._trying_until):
+            lost_s = 0.0
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
         self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale])
@@ -129,6 +128,15 @@ class Governor:
         ):
             self.plan, self._trying_until = together, now + TRY_FOR_S
             self._try_after_s = min(2 * self._try_after_s, TRY_AFTER_S[1])
+
+    def _lost_since(self, since_s: float, forecast: Forecast, made: Made | None) -> float:
+        """Seconds of tokens without drafts that were lost in so long, negative where some were gained."""
+        lost_s = (KEEP_ABOVE - forecast.rate(self.plan) / forecast.without) * since_s
+        if made is None:
+            return lost_s
+        made_lost_s = KEEP_ABOVE * made.seconds - made.tokens / forecast.without_any
+        # What several drafters lose together may be one's doing, and what they gain another's.
+        return made_lost_s if forecast.is_alone else max(lost_s, made_lost_s)
 
     def _choose(self, now: float, lost_s: float, forecast: Forecast, optimistic: Forecast, rest: _Rest) -> None:
         if not self.is_adaptive:
@@ -144,7 +152,7 @@ class Governor:
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
             return
-        most_lost_s = GIVE_UP_AFTER_STEPS[rest.seconds > REST_S[0]] * forecast.step_s
+        most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s
         self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if now < rest.until:
             self._turn_off(now)
