@@ -275,20 +275,18 @@ class Drafting:
             unbound = sum(one.num_speculative_tokens > 0 and one not in self._bindings for one in decoding)
             own += -(-unbound // len(self._sessions))
         rows = tokens = float(len(decoding) - own)
-        behind, num_drafting = 0, 0
+        behind = num_together = 0
         for other in self._sessions.values():
             if other.is_late or other.pace.is_off:
                 continue
             behind += sum(binding.request.is_decoding and binding.rows_behind > 0 for binding in other.bindings)
             if other is not session:
-                num_drafting += 1
+                num_together = len(decoding)
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
         row_bytes, running = session.stream.head.row_bytes, len(requests)
-        return Load(
-            own, row_bytes, rows, tokens, behind, running, session.asks_nothing, len(decoding) if num_drafting else 0
-        )
+        return Load(own, row_bytes, rows, tokens, behind, running, session.asks_nothing, num_together)
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""

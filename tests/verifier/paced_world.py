@@ -14,9 +14,10 @@ from drafting_scene import Clock, K, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.draft_stream import Answered, Stream
+from verifier_service.drafting import Drafting
 from verifier_service.flight import Flight
 from verifier_service.next_step import NextStep
-from verifier_service.pacing import Forecast, Plan
+from verifier_service.pacing import Pace
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.request import Request
 from verifier_service.sampler import PendingDraw
@@ -25,6 +26,9 @@ from verifier_service.scheduler import Scheduler, Work
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
 FIRST_TOKENS = 20
+CONFIG = {"num_speculative_tokens": 4}
+# Steps of an 8B model on an H100, more or less.
+LOADED = {"step_s": 6.4e-3, "row_s": 9e-6, "noise": 0.05}
 
 
 @dataclass
@@ -307,22 +311,17 @@ _NO_PASS = SimpleNamespace(is_pending=False)
 _DRAW = SimpleNamespace(first_tokens=())
 
 
-class _Rates(Forecast):
-    """Of one plan with drafts, that of 4 in one group."""
-
-    def __init__(self, gain: float, *, is_alone: bool) -> None:
-        self.without = self.without_any = 1.0
-        self.is_alone = is_alone
-        self.step_s = 5e-3
-        self._gain = gain
-
-    def rate(self, plan: Plan) -> float:
-        return self._gain if plan.num_drafts else 1.0
-
-    def best(self, num_drafts: int | None = None) -> Plan:  # noqa: ARG002
-        return Plan(4)
+def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:
+    """Requests of four drafts at most."""
+    return World(clock, sequences, costs, config=CONFIG, k=4)
 
 
-def forecast_of(gain: float, *, is_alone: bool = True) -> Forecast:
-    """Drafts are `gain` times as fast as none."""
-    return _Rates(gain, is_alone=is_alone)
+def pace_of(own: Drafting) -> Pace:
+    """That of its only drafter."""
+    (session,) = own._sessions.values()
+    return session.pace
+
+
+def num_drafts(world: World) -> int:
+    """How many are asked for of each sequence."""
+    return pace_of(world.drafting).plan.num_drafts

@@ -97,11 +97,6 @@ def test_without_a_deadline_no_answer_is_late():
     assert breaker.circuit is Circuit.CLOSED
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    return Clock.stand_in(monkeypatch)
-
-
 def make_slow(scene: Scene, stream: RecordedStream, clock: Clock) -> None:
     """The drafter is silent for too long, then answers all that it was sent."""
     scene.flush()

@@ -11,7 +11,6 @@ from drafting_scene import (
     CPU,
     VOCAB,
     WIDTH,
-    Clock,
     K,
     RecordedStream,
     Scene,
@@ -37,11 +36,6 @@ DEADLINE_S = 0.05
 GUMBEL = {"draft_sample_method": "gumbel"}
 DENSE = {**GUMBEL, "draft_logits": "dense"}
 TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock.stand_in(monkeypatch)
 
 
 def start(config: dict[str, Any] | None = None, deadline_s: float | None = None, **request: Any) -> Any:

@@ -905,8 +905,9 @@ def test_what_comes_while_others_alone_draft_says_nothing_of_no_drafts():
 
 def test_what_came_is_told_where_it_is_of_a_steady_load():
     windows = Windows()
-    assert windows.made is None
-    windows.pass_by(0.5, 2)
+    windows.pass_by(0.5)
+    assert windows.made is None  # nothing came before it
+    windows.pass_by(0.5)
     assert windows.made == pytest.approx(Made(25 * TOKENS[4], 0.05))
     windows.pass_by(0.5, behind=32)  # whatever they lack
     windows.pass_by(0.5, groups=2)  # and the plan
