@@ -8,11 +8,14 @@ import numpy as np
 import torch
 
 from draftwire.carriers import Outgoing, TensorSender
+from draftwire.encoding import Encoded, encode, path_to
 from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 _NO_TOKENS = np.empty(0, np.int32)
+_LOGITS = path_to(pb.DraftResponse, "drafts", "logits", "data")
+_LOGITS_TOKEN_IDS = path_to(pb.DraftResponse, "drafts", "logits_token_ids", "data")
 
 
 class Load(NamedTuple):
@@ -82,7 +85,7 @@ class Answer:
             if outgoing is not None:
                 traffic.count_tensor(outgoing.carrier, "sent", "logits", outgoing.tensor.nbytes)
 
-    def encode(self, features_read: int) -> pb.DraftResponse:
+    def encode(self, features_read: int) -> Encoded:
         """Wire form, once `begin_sending` was called; waits until the logits are there.
 
         `features_read` is the generation up to which spans of features have been read.
@@ -95,11 +98,9 @@ class Answer:
         drafts.compute_time_s = self.compute_time_s
         drafts.features_read = features_read
         logits, logits_token_ids = self._outgoing
-        if logits is not None:
-            logits.finish(drafts.logits)
-        if logits_token_ids is not None:
-            logits_token_ids.finish(drafts.logits_token_ids)
-        return self._response
+        elements = None if logits is None else logits.finish(drafts.logits)
+        ids = None if logits_token_ids is None else logits_token_ids.finish(drafts.logits_token_ids)
+        return encode(self._response, (_LOGITS, elements), (_LOGITS_TOKEN_IDS, ids))
 
 
 def _begin(pieces: list[torch.Tensor], sender: TensorSender) -> Outgoing | None:

@@ -33,6 +33,7 @@ from draftwire.carriers import (
     board_bytes,
 )
 from draftwire.carriers.host_segment import HostSegment
+from draftwire.encoding import encode_step
 from draftwire.kv_cache import KVCache, RaggedBatch
 from draftwire.tensors import encode_ids
 from draftwire.traffic import Traffic
@@ -123,9 +124,8 @@ class Rehearsal:
         features.seal()
         if not step.HasField("opened"):
             self._foretell(step, features)
-        features.finish(step.features)
+        self._message = encode_step(step, features.finish(step.features)).data
         self._first_row += _ROWS
-        self._message = pb.DraftRequest(step=step).SerializeToString()
 
     def _foretell(self, step: pb.DraftStep, features: Outgoing) -> None:
         upcoming = pb.UpcomingStep(
@@ -157,7 +157,7 @@ class Rehearsal:
         self._engine.submit(self._session, step)
         self._engine.iterate()
         yield time.monotonic() - waited
-        self._answers.pop().encode(self._receiver.generation_read).SerializeToString()
+        self._answers.pop().encode(self._receiver.generation_read)
         yield time.monotonic() - waited
 
     def _hold(self, _stream: int, address: int, value: int) -> None:
@@ -200,9 +200,8 @@ class AnswerRehearsal:
         answer.begin_sending(self._sender, self._traffic)
         response = answer.encode(1)
         yield None
-        message = response.SerializeToString()
-        self._lane.send(message)
-        self._traffic.count_message("direct", "sent", response, len(message))
+        self._lane.send(response.data)
+        self._traffic.count_message("direct", "sent", response.message, len(response.data))
         yield None
         self._verifier.receive()
 

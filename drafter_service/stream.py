@@ -18,6 +18,7 @@ from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
 from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.encoding import Encoded
 from draftwire.errors import InvalidArgumentError, QueueFullError
 from draftwire.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
@@ -29,7 +30,7 @@ MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 # Steps that are foretold while none comes: a verifier foretells one for each that it launches.
 MAX_FORETOLD_STEPS = 16
 
-Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
+Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse | Encoded]
 # Of the message that the running task has read last. gRPC decodes it in that task, where the service counts it, and
 # hands it over without its size.
 last_read_bytes: ContextVar[int] = ContextVar("last_read_bytes")
@@ -242,16 +243,15 @@ class DraftStream:
         if is_last:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, None)
 
-    def _send_directly(self, response: pb.DraftResponse) -> bool:
+    def _send_directly(self, response: Encoded) -> bool:
         """Sends a response over the lane unless one has not fitted before; False when it must go over the stream."""
         if self._is_direct and self._lane is not None:
-            message = response.SerializeToString()
-            self._is_direct = self._lane.send(message)
+            self._is_direct = self._lane.send(response.data)
             if self._is_direct:
-                self._traffic.count_message("direct", "sent", response, len(message))
+                self._traffic.count_message("direct", "sent", response.message, len(response.data))
         return self._is_direct
 
-    def _encode(self, answer: Answer) -> pb.DraftResponse:
+    def _encode(self, answer: Answer) -> Encoded:
         return answer.encode(self._receiver.generation_read)
 
     async def _write_answers(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from draftwire.encoding import Encoded, serializer
 from draftwire.method_handlers import rebuild_handler
 from draftwire.traffic import Direction
 
@@ -16,7 +17,7 @@ Count = Callable[[Direction, Message, int], None]
 
 
 class CountingChannel:
-    """A channel for a stub, which counts what the stub's methods send and receive."""
+    """A channel for a stub, which counts what the stub's methods send and receive. They also take encoded messages."""
 
     def __init__(self, channel: grpc.aio.Channel, count: Count) -> None:
         def counting(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +39,8 @@ class CountingChannel:
 
 
 class CountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts what the methods of one service receive and send, in the task that reads or writes."""
+    """Counts what the methods of one service receive and send, in the task that reads or writes. They may send encoded
+    messages."""
 
     def __init__(self, service_name: str, count: Count) -> None:
         self._prefix = f"/{service_name}/"
@@ -58,9 +60,11 @@ class CountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _encoding(serialize: Callable[[Any], bytes], count: Count) -> Callable[[Any], bytes]:
+    to_bytes = serializer(serialize)
+
     def encode(message: Any) -> bytes:
-        data = serialize(message)
-        count("sent", message, len(data))
+        data = to_bytes(message)
+        count("sent", message.message if isinstance(message, Encoded) else message, len(data))
         return data
 
     return encode

@@ -54,8 +54,13 @@ def decode_id_array(message: pb.Tensor, name: str, count: int) -> np.ndarray:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor of any device, row-major and little-endian."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return tensor_view(tensor.detach().to("cpu").contiguous()).tobytes()
+
+
+def tensor_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, which are not copied."""
+    flat = tensor.reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def decode_tensor(

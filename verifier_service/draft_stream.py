@@ -12,6 +12,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender, VerifierBoard
+from draftwire.encoding import Encoded, encode_step
 from draftwire.fusion import FeatureFusion
 from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
@@ -147,14 +148,10 @@ class Stream:
         with self._lock:
             self._num_unanswered += 1
         if self.is_direct_next and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
-            if features is not None:
-                features.finish(step.features)
-                features = None
-            request = self.request(step)
-            message = request.SerializeToString()
-            if self.lane is not None and self.lane.send(message):
-                self._traffic.count_message("direct", "sent", request, len(message))
-                self.count_bytes("sent", len(message))
+            request, features = self.encode(step, features), None
+            if self.lane is not None and self.lane.send(request.data):
+                self._traffic.count_message("direct", "sent", request.message, len(request.data))
+                self.count_bytes("sent", len(request.data))
                 return
         self._last_queued = step.step_id
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
@@ -180,10 +177,11 @@ class Stream:
         """Whether the next step may go over the lane: it must not overtake those that were sent over the stream."""
         return self.lane is not None and self._last_answered >= self._last_queued
 
-    def request(self, step: draft_pb2.DraftStep) -> draft_pb2.DraftRequest:
-        """The message of a step."""
+    def encode(self, step: draft_pb2.DraftStep, features: Outgoing | None) -> Encoded:
+        """The message of a step and its features, for which it waits."""
+        elements = None if features is None else features.finish(step.features)
         step.logits_read = self.receiver.generation_read
-        return draft_pb2.DraftRequest(step=step)
+        return encode_step(step, elements)
 
     def count_bytes(self, direction: Direction, num_bytes: int) -> None:
         """Counts the message of a step or of an answer in the drafter's status; from any thread."""

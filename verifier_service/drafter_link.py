@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import grpc
@@ -32,6 +32,7 @@ from draftwire.carriers import (
     segment_bytes,
 )
 from draftwire.counting import CountingChannel
+from draftwire.encoding import Encoded
 from draftwire.errors import InvalidArgumentError, MismatchError
 from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.security import LOOPBACK, ClientSecurity, open_async_channel
@@ -64,7 +65,7 @@ LEAST_ANSWER_BYTES = 8 << 20
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
 
-_Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
+_Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest | Encoded, draft_pb2.DraftResponse]
 _DETAILS = {
     generate_pb2.DRAFTER_STATE_SLOW: "is late too often: left alone for a while",
     generate_pb2.DRAFTER_STATE_PROBING: "is on trial with one sequence",
@@ -170,7 +171,7 @@ class DrafterLink:
                 raise MismatchError("the drafter's description of itself cannot be decoded")
             self._handshake.check(info)
             fusion = await self._fusion(stub, info)
-            call = stub.Draft()
+            call = cast(_Call, stub.Draft())
             stream = await self._open(call, info, fusion)
             self._post(Connected(stream))
             self._post(Loaded(stream, info.load))
@@ -344,10 +345,7 @@ class DrafterLink:
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Sends what the engine queues for the stream."""
         while (entry := await stream.outbox.get()) is not None:
-            step, features = entry
-            if features is not None:
-                features.finish(step.features)
-            await call.write(stream.request(step))
+            await call.write(stream.encode(*entry))
         await call.done_writing()
 
 class _ExpelledError(Exception):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -38,7 +38,9 @@ from draftwire.carriers import (
 from draftwire.carriers.lane import MAX_MESSAGE_BYTES
 from draftwire.carriers.segment import SegmentError
 from draftwire.carriers.segment_kinds import create_segment
+from draftwire.counting import CountingChannel
 from draftwire.devices import make_current
+from draftwire.encoding import Encoded, encode_step
 from draftwire.errors import BenchmarkError
 from draftwire.mailbox import Mailbox
 from draftwire.security import LOOPBACK, open_async_channel
@@ -239,7 +241,8 @@ class _Stream:
     async def talk(self, address: str, hello: pb.VerifierHello) -> None:
         """Opens the stream, and reads and writes until both sides have ended it."""
         async with open_async_channel(address, LOOPBACK, CHANNEL_OPTIONS) as channel:
-            call = DraftingStub(channel).Draft()
+            counting: Any = CountingChannel(channel, lambda *_: None)  # it takes encoded messages
+            call = DraftingStub(counting).Draft()
             try:
                 await call.write(pb.DraftRequest(hello=hello))
                 writing = asyncio.create_task(self._write(call))
@@ -251,11 +254,10 @@ class _Stream:
             except (grpc.aio.AioRpcError, BenchmarkError) as error:
                 self._inbox.put(error)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftRequest, pb.DraftResponse]) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall[Encoded, pb.DraftResponse]) -> None:
         while (entry := await self._outbox.get()) is not None:
             step, features = entry
-            features.finish(step.features)
-            await call.write(pb.DraftRequest(step=step))
+            await call.write(encode_step(step, features.finish(step.features)))
         await call.done_writing()
 
     def _read_lane(self) -> list[pb.DraftResponse] | None:
@@ -309,9 +311,8 @@ class _Stream:
         if not self._way.is_direct:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, (step, features))
             return True
-        features.finish(step.features)
         assert self._lane is not None
-        return self._lane.send(pb.DraftRequest(step=step).SerializeToString())
+        return self._lane.send(encode_step(step, features.finish(step.features)).data)
 
     def end(self) -> None:
         """Sends nothing more."""

@@ -10,7 +10,7 @@ import torch
 from draftwire.carriers.ring import Ring, Span
 from draftwire.carriers.segment import Segment
 from draftwire.errors import InvalidArgumentError
-from draftwire.tensors import WIRE_DTYPES, tensor_bytes
+from draftwire.tensors import WIRE_DTYPES, tensor_view
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -60,23 +60,29 @@ class Outgoing:
             _, ring, span = self._shared
             ring.give_up(span)
 
-    def finish(self, message: pb.Tensor) -> None:
+    def finish(self, message: pb.Tensor) -> memoryview | None:
         """Waits for the writes, which the GPU has done by then as a rule, and fills in the message.
 
         In the thread that sends the message, so that the engine's thread does not wait; message after message, field
         after field, as the receiver meets the tensors.
+
+        Returns
+        -------
+        The elements where they are still to be put into `message.data`, see `encoding`; None where they are in shared
+        memory.
         """
         if self._event is not None:
             self._event.synchronize()
         message.dtype = WIRE_DTYPES[self.tensor.dtype]
         message.shape.extend(self.tensor.shape)
         if self._shared is None:
-            message.data = tensor_bytes(self.tensor)
-            return
+            message.data = b""
+            return tensor_view(self.tensor)
         segment, ring, span = self._shared
         generation = ring.number(span)
         segment.stamp(span.offset, generation, self.tensor.nbytes)
         message.span.generation, message.span.offset = generation, span.offset
+        return None
 
 
 class TensorSender:

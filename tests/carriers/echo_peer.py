@@ -9,6 +9,7 @@ import select
 import sys
 
 import torch
+from outgoing import finish
 
 from draftwire.carriers import ALL_CARRIERS, TensorReceiver, TensorSender, meet
 from draftwire.v1 import draft_pb2 as pb
@@ -21,7 +22,7 @@ def send(sender: TensorSender, tensor: torch.Tensor, message: pb.Tensor) -> None
     outgoing = sender.begin(tensor.dtype, tensor.shape)
     outgoing.tensor.copy_(tensor, non_blocking=True)
     outgoing.seal()
-    outgoing.finish(message)
+    finish(outgoing, message)
 
 
 def take(receiver: TensorReceiver, message: pb.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fake_driver import FakeDriver
+from outgoing import finish
 
 from draftwire.carriers import TensorReceiver, TensorSender
 from draftwire.carriers.cuda_segment import CudaSegment
@@ -49,7 +50,7 @@ def send(sender: TensorSender, tensor: torch.Tensor) -> pb.Tensor:
     outgoing.tensor.copy_(tensor)
     outgoing.seal()
     message = pb.Tensor()
-    outgoing.finish(message)
+    finish(outgoing, message)
     return message
 
 
@@ -145,7 +146,7 @@ def test_a_tensor_says_what_carries_it(ends):
     for size, carrier in ((100, sender.carrier), (SIZE // 4, pb.CARRIER_BYTES)):  # the second has no room
         outgoing = sender.begin(torch.float32, (size,))
         outgoing.seal()
-        outgoing.finish(message := pb.Tensor())
+        finish(outgoing, message := pb.Tensor())
         incoming = receiver.claim(message, "x", torch.float32, (size,))
         assert (outgoing.carrier, incoming.carrier) == (carrier, carrier)
         assert incoming.num_bytes == 4 * size

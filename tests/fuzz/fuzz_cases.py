@@ -20,6 +20,7 @@ from fuzz_steps import seeds as step_seeds
 from fuzz_streams import FindingError, Ledger
 from fuzz_theft import steal
 from fuzz_world import OWNERS, PATIENCE_S, World
+from outgoing import finish
 
 from draftwire.carriers import Lane, Rendezvous, TensorSender, VerifierBoard
 from draftwire.v1 import draft_pb2 as pb
@@ -242,7 +243,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
             outgoing = sender.begin(torch.float32, tuple(step.features.shape))
             outgoing.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view_as(outgoing.tensor))
             step.features.Clear()
-            outgoing.finish(step.features)
+            finish(outgoing, step.features)
             if rng.random() < 0.5:
                 lie_about_span(rng, step.features)
             if rng.random() < 0.3:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from outgoing import finish
 
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.carriers import Outgoing, TensorReceiver, TensorSender
@@ -93,7 +94,7 @@ class RecordedStream(Stream):
 
     def send(self, step: pb.DraftStep, features: Outgoing | None = None) -> None:
         if features is not None:
-            features.finish(step.features)
+            finish(features, step.features)
         self.steps.append(step)
         self.on_send(step)
 
