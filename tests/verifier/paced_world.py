@@ -45,6 +45,8 @@ class Costs:
     history_s: float = 0.0  # that an answer takes longer for rows of prompts and histories, which no graph was made for
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
     unseen_step_s: float = 0.0  # the same, after any step
+    launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
+    send_row_s: float = 0.0  # of the host's, before it launches what comes next
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
 
 
@@ -61,6 +63,7 @@ class Drafter:
 
     def take(self, step: pb.DraftStep) -> None:
         costs, noisy = self.costs, self.world.noisy
+        self.world.clock.now += costs.send_row_s * sum(step.num_rows)
         self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
         has_histories = max(step.num_rows, default=0) > K + 2
@@ -267,6 +270,7 @@ class LaunchingWorld(World):
         for work in works:
             work.request.num_in_flight += 1
         seconds = self._seconds([work.num_drafts for work in works])
+        self.clock.now += self.costs.launch_s * (self._flight is not None)
         flight = Flight(works, works, cast("PendingDraw", _DRAW), None, is_beside=self._flight is not None)
         self._flight_s = (max(self.clock.now, device_free) + seconds, seconds)
         gate.note_launch()

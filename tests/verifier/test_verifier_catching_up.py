@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import drafting_scene
 import pytest
-from drafting_scene import Clock, K
+from drafting_scene import Clock, K, make_head
 from paced_world import CONFIG, LOADED, Costs, LaunchingWorld, World, adaptive, num_drafts, pace_of
 
-from verifier_service import pacing
+from draftwire.v1 import draft_pb2 as pb
+from verifier_service import pacing, step_sender
 from verifier_service.draft_session import DraftSession
 
 
@@ -295,3 +296,52 @@ def test_where_every_step_is_to_have_its_drafts_a_prompt_is_sent_at_once(clock):
     world.run(0.3)
     (with_prompt,) = [step for step in world.stream.steps[before:] if max(step.num_rows, default=0) >= 400]
     assert list(with_prompt.num_drafts) == [4]
+
+
+BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "history_s": 1.8e-3, "noise": 0.05}
+"""Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one."""
+
+
+@pytest.mark.parametrize("trip_s", [2.5e-3, 4e-3])
+@pytest.mark.parametrize(("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.94), (20e-6, 16e-6, 0.97)])
+def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_rows(
+    clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
+):
+    """That holds up the next steps, for as long as sequences catch up."""
+    row_bytes = make_head().row_bytes
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
+    monkeypatch.setattr(step_sender, "MAX_COPIED_BYTES", 192 * row_bytes)
+    sending = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": 3.5e-3}
+    world = LaunchingWorld(
+        *(clock, 0, Costs(**BY_BYTES, **sending)),
+        config=CONFIG,
+        k=4,
+        prompt_length=256,
+        output_length=400,
+        replaces=False,
+    )
+
+    def run_burst() -> None:
+        for _ in range(32):
+            world.arrive()
+        world.run(100.0)
+
+    run_burst()  # in which it comes to be known
+    began, before = clock.now, world.tokens
+    for _ in range(3):
+        run_burst()
+    without = 32 / (BY_BYTES["step_s"] + 32 * BY_BYTES["row_s"]) / (1 + BY_BYTES["noise"])
+    assert world.tokens - before > gain * without * (clock.now - began)
+
+
+@pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])
+def test_rows_that_the_host_copies_are_sent_a_little_at_a_time(clock, monkeypatch, carrier):
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 6000)
+    monkeypatch.setattr(step_sender, "MAX_COPIED_BYTES", 500 * make_head().row_bytes)
+    world = World(clock, 32, Costs(trip_s=2e-3, feature_row_s=5e-6), config=CONFIG, k=4, prompt_length=2000)
+    monkeypatch.setattr(type(world.stream.sender), "carrier", carrier)
+    world.run(1.0)
+    rows = [count for step in world.stream.steps for count in step.num_rows]
+    assert (max(rows) <= 500) == (carrier == pb.CARRIER_BYTES)
+    assert world.run(3.0) > 1.1 * world.rate_without()

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from drafting_scene import Clock
 
 from verifier_service.pacing import Forecast, Governor, Made, Plan
-from verifier_service.pacing.governor import GIVE_UP_AFTER_STEPS, KEEP_ABOVE, REST_S, RESUME_AFTER, TRY_FOR_S
+from verifier_service.pacing.governor import (
+    GIVE_UP_AFTER_STEPS,
+    KEEP_ABOVE,
+    LOST_SHARE,
+    OWE_STEPS,
+    REST_S,
+    RESUME_AFTER,
+    TRY_FOR_S,
+)
 
 
 class _Rates(Forecast):
@@ -15,6 +24,7 @@ class _Rates(Forecast):
         self.without = self.without_any = 1.0
         self.is_alone = is_alone
         self.step_s = 5e-3
+        self.lead_seen = 0.0
         self._gain = gain
 
     def rate(self, plan: Plan) -> float:
@@ -61,16 +71,75 @@ def test_no_plan_alone_gives_up_drafts(clock):
     assert governor.is_off
 
 
-def test_nothing_is_lost_while_nothing_is_asked_for(clock):
-    governor = Governor(4, is_adaptive=True)
-    for _ in range(100):
+def catch_up(governor: Governor, clock: Clock, lost_s: float, *, is_alone: bool = True) -> None:
+    """Nothing is asked for until so much is lost, a tenth of the time."""
+    for _ in range(round(lost_s / 5e-3)):
         clock.now += 0.05
-        governor.decide(clock.now, forecast_of(0.9), forecast_of(2.0), made=Made(0.02, 0.04), asks_nothing=True)
+        forecast = forecast_of(1.2, is_alone=is_alone)
+        governor.decide(clock.now, forecast, made=Made(0.045, 0.05), asks_nothing=True)
+
+
+LONG_S = OWE_STEPS * forecast_of(1.0).step_s
+
+
+def test_catching_up_that_loses_nothing_may_last(clock):
+    governor = Governor(4, is_adaptive=True)
+    for _ in range(1000):
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(0.9), forecast_of(2.0), made=Made(0.04, 0.04), asks_nothing=True)
     assert not governor.is_off
     for _ in range(100):
         clock.now += 0.05
         governor.decide(clock.now, forecast_of(0.9), forecast_of(2.0))
     assert governor.is_off
+
+
+def test_drafts_are_given_up_when_catching_up_has_lost_much_and_rest_until_that_is_little(clock):
+    governor = Governor(4, is_adaptive=True)
+    catch_up(governor, clock, LONG_S - 5e-3)
+    assert not governor.is_off
+    catch_up(governor, clock, 10e-3)
+    assert governor.is_off
+    given_up = clock.now
+    while governor.is_off:
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(1.2))
+    assert clock.now - given_up == pytest.approx(LONG_S / LOST_SHARE, abs=0.1)
+
+
+@pytest.mark.parametrize("gain", [0.99, 1.2])
+def test_what_catching_up_has_lost_may_be_made_up_for(clock, gain):
+    governor = Governor(4, is_adaptive=True)
+    for _ in range(3):
+        catch_up(governor, clock, 0.6 * LONG_S)
+        for _ in range(20):
+            clock.now += 0.05
+            governor.decide(clock.now, forecast_of(gain), forecast_of(2.0), made=Made(gain * 0.05, 0.05))
+    assert governor.is_off == (gain < 1.0)
+
+
+def test_what_catching_up_loses_counts_though_one_group_is_tried(clock):
+    governor = Governor(4, is_adaptive=True)
+    governor._trying_until = clock.now + 1000.0
+    catch_up(governor, clock, LONG_S + 5e-3)
+    assert governor.is_off
+
+
+def test_what_is_lost_while_some_catch_up_may_be_another_drafters_doing(clock):
+    governor = Governor(4, is_adaptive=True)
+    catch_up(governor, clock, 2 * LONG_S, is_alone=False)
+    assert not governor.is_off
+
+
+def test_one_group_is_not_tried_while_sequences_catch_up(clock):
+    governor = Governor(4, is_adaptive=True)
+    for asks_nothing in (True, False):
+        governor.plan = Plan(4, 2)
+        clock.now += 100.0
+        governor.decide(clock.now, forecast_of(1.2), asks_nothing=asks_nothing)
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(1.2), asks_nothing=asks_nothing)
+        assert (governor._trying_until > clock.now) == (not asks_nothing)
 
 
 def test_what_steps_have_made_counts_more_than_what_was_expected(clock):

@@ -23,6 +23,9 @@ KEEP_ABOVE = 1.01
 # or those of the first tokens of texts, say little of others. Drafts that would gain nothing if all were accepted are
 # given up at once.
 GIVE_UP_AFTER_STEPS = 6.0
+# While sequences catch up, which is made up for later, they are given up when all that was lost and not made up for yet
+# adds up to so many.
+OWE_STEPS = 12.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
 RESUME_AFTER = 5
@@ -33,8 +36,10 @@ NUM_SCOUTS = 2
 PING_EVERY_S = 0.2
 # The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
-# A drafter that was given up rests so long; each time that it is given up again soon, twice as long.
+# A drafter that was given up rests so long; each time that it is given up again soon, twice as long. One that was given
+# up while sequences caught up rests until what was lost is this share of the time.
 REST_S = (1.0, 30.0)
+LOST_SHARE = 0.02
 RELAPSE_WITHIN = 10.0  # rests
 # What the host takes where sequences do not take turns is not seen while they do: one group is tried out after so long,
 # and twice as long each time that it was in vain, for so long, unless less than that share of the tokens is expected.
@@ -64,6 +69,7 @@ class Governor:
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._lost_s = 0.0  # by drafts, less what they have gained since
+        self._owed_s = 0.0  # the same, with what was lost while sequences caught up
         self._decided = math.inf  # when the last plan was made
         self._asked_nothing = False  # then
         self._pinged = -math.inf
@@ -110,20 +116,26 @@ class Governor:
         """
         since_s, was_trying, self._decided = max(0.0, now - self._decided), self._decided < self._trying_until, now
         asked_nothing, self._asked_nothing = self._asked_nothing, asks_nothing
-        if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
+        is_catching_up = asks_nothing or asked_nothing
+        if now < self._trying_until and forecast.gain >= KEEP_ABOVE and not is_catching_up:
             return
-        lost_s = self._lost_since(since_s, forecast, made)
-        # What catching up takes is made up for later, and what came up to the end of a trial is no plan's doing.
-        if asks_nothing or asked_nothing or (was_trying and now >= self._trying_until):
+        if is_catching_up:  # which no plan forecasts
             lost_s = 0.0
+            if made is not None and forecast.is_alone:
+                lost_s = made.seconds - made.tokens / forecast.without_any
+        elif was_trying and now >= self._trying_until:
+            lost_s = 0.0  # what came up to the end of a trial is no plan's doing
+        else:
+            lost_s = self._lost_since(since_s, forecast, made)
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
-        self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale])
+        self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale], is_catching_up=is_catching_up)
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
         elif (
-            now > forecast.lead_seen + self._try_after_s
+            not asks_nothing
+            and now > forecast.lead_seen + self._try_after_s
             and forecast.rate(together) > TRY_ABOVE * forecast.rate(self.plan)
         ):
             self.plan, self._trying_until = together, now + TRY_FOR_S
@@ -138,7 +150,16 @@ class Governor:
         # What several drafters lose together may be one's doing, and what they gain another's.
         return made_lost_s if forecast.is_alone else max(lost_s, made_lost_s)
 
-    def _choose(self, now: float, lost_s: float, forecast: Forecast, optimistic: Forecast, rest: _Rest) -> None:
+    def _choose(
+        self,
+        now: float,
+        lost_s: float,
+        forecast: Forecast,
+        optimistic: Forecast,
+        rest: _Rest,
+        *,
+        is_catching_up: bool,
+    ) -> None:
         if not self.is_adaptive:
             best = forecast.best(self._max_drafts)
             if forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
@@ -153,22 +174,27 @@ class Governor:
                 self.plan, rest.resumed = best, now
             return
         most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s
-        self._lost_s = max(0.0, self._lost_s + min(lost_s, most_lost_s / 2))  # there may have been no requests since
+        lost_s = min(lost_s, most_lost_s / 2)  # there may have been no requests since
+        self._owed_s = max(0.0, self._owed_s + lost_s)
+        if not is_catching_up:
+            self._lost_s = max(0.0, self._lost_s + lost_s)
         if now < rest.until:
             self._turn_off(now)
         elif self._lost_s >= most_lost_s or optimistic.gain < KEEP_ABOVE:
             self._give_up(now, rest)
+        elif is_catching_up and self._owed_s >= OWE_STEPS * forecast.step_s:
+            self._give_up(now, rest, self._owed_s / LOST_SHARE)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
 
-    def _give_up(self, now: float, rest: _Rest) -> None:
+    def _give_up(self, now: float, rest: _Rest, least_s: float = 0.0) -> None:
         relapsed = now < rest.resumed + RELAPSE_WITHIN * rest.seconds
-        rest.seconds = min(2 * rest.seconds, REST_S[1]) if relapsed else REST_S[0]
+        rest.seconds = min(max(2 * rest.seconds if relapsed else REST_S[0], least_s), REST_S[1])
         rest.until = now + rest.seconds
         self._turn_off(now)
 
     def _turn_off(self, now: float) -> None:
-        self.plan, self._tried, self._pinged, self._gains, self._lost_s = OFF, now, now, 0, 0.0
+        self.plan, self._tried, self._pinged, self._gains, self._lost_s, self._owed_s = OFF, now, now, 0, 0.0, 0.0
         self._trying_until = -math.inf
 
     def allow_trials(self, optimistic: Forecast, stall_s: float) -> None:
