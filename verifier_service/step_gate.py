@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from verifier_service.draft_session import AwaitedAnswer, Binding, DraftSession
 from verifier_service.draft_stream import Stream
-from verifier_service.pacing import Expected, Group, Output, Profile, TargetCost, hold_until
+from verifier_service.pacing import CopyLimit, Expected, Group, Output, Profile, TargetCost, hold_until
 from verifier_service.request import Request
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class StepGate:
         self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding], profile: Profile
     ) -> None:
         self.target_cost = TargetCost(profile)
+        self.copy_limit = CopyLimit()
         self._sessions = sessions
         self._bindings = bindings
         self._launched: deque[float] = deque()  # when the steps that run were; monotonic times
@@ -54,11 +55,13 @@ class StepGate:
         """Whether a step ran between two monotonic times, of which the first is after the last landing but one."""
         return self._ran_until > begin or (bool(self._launched) and self._launched[0] < end)
 
-    def count_sent(self, feature_rows: int, *, has_histories: bool) -> None:
+    def count_sent(self, feature_rows: int, *, has_histories: bool, copied_bytes: int = 0) -> None:
         """Notes rows that the drafters were sent, which take some of the engine's time; those of prompts and histories
-        take more of it than a plan would."""
+        take more of it than a plan would, where so many bytes of them are copied."""
         self._feature_rows += feature_rows
         self._sends_histories |= has_histories
+        if has_histories:
+            self.copy_limit.count_sent(copied_bytes)
 
     def count_step(
         self,
@@ -96,6 +99,10 @@ class StepGate:
             self._seconds += landed - self._landed
             self._verified.update(verified)
             self._steps += 1
+        if is_beside and not (has_prompts or self._had_prompts or is_delayed):
+            self.copy_limit.count_step(step_s, host_s)
+        else:
+            self.copy_limit.skip_step()
         if not has_prompts:
             is_busy = self._had_prompts or is_delayed or self._sent_histories or self._sends_histories
             self._learn(rows, step_s, host_s, verified, is_beside, is_busy=is_busy)

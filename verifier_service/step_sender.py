@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 # this many bytes of a message, so that they delay no other sequence.
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
-# Rows of prompts and histories in a message that has its tensors inside, which the host copies beside its next launch: a
-# step of a few milliseconds hides so many bytes of them. Where the number of drafts adapts; else none of them waits.
-MAX_COPIED_BYTES = 3 * 512 * 1024
 
 # For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them.
 LONGEST_CATCH_UP_S = 1.0
@@ -189,7 +186,8 @@ class StepSender:
             binding.asked_drafts = drafts
             binding.wait_until = message.wait_until if waits else None
         self._times.count_sent(carrier, num_rows, num_bytes)
-        self._gate.count_sent(num_rows, has_histories=has_histories)
+        copied_bytes = num_bytes if carrier == draft_pb2.CARRIER_BYTES else 0
+        self._gate.count_sent(num_rows, has_histories=has_histories, copied_bytes=copied_bytes)
         return bool(asked)
 
     def _features(
@@ -246,7 +244,7 @@ class StepSender:
                 if backlog is None:
                     backlog = session.pace.backlog_rows(now, row_bytes, is_idle=is_idle)
                     if session.pace.governor.is_adaptive and session.stream.sender.carrier == draft_pb2.CARRIER_BYTES:
-                        backlog = min(backlog, max(MAX_COPIED_BYTES // row_bytes, 1))
+                        backlog = min(backlog, max(int(self._gate.copy_limit.num_bytes) // row_bytes, 1))
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:

@@ -205,7 +205,13 @@ class World:
         return self.noisy(self.costs.step_s + self.costs.row_s * (sum(counts) + len(counts)))
 
     def _count(
-        self, requests: Sequence[Request], counts: Sequence[int], seconds: float, *, is_beside: bool | None = None
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        seconds: float,
+        host_s: float = 0.0,
+        *,
+        is_beside: bool | None = None,
     ) -> None:
         streams = map(self._stream_of, requests)
         addresses = ["" if stream is None else stream.address for stream in streams]
@@ -214,7 +220,7 @@ class World:
             sum(counts) + len(counts),
             has_prompts=False,
             step_s=seconds,
-            host_s=0.0,
+            host_s=host_s,
             verified=verified,
             landed=self.clock.now,
             is_beside=is_beside,
@@ -244,7 +250,7 @@ class LaunchingWorld(World):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._flight: Flight | None = None
-        self._flight_s = (0.0, 0.0)  # when it lands, and what it takes
+        self._flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
         self._next_step = NextStep(cast("Scheduler", _Places(self.scene)), self.drafting, cast("PassAhead", _NO_PASS))
 
     def run(self, seconds: float) -> float:
@@ -253,7 +259,7 @@ class LaunchingWorld(World):
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
-            landing, (lands, took_s) = self._flight, self._flight_s
+            landing, (lands, took_s, host_s) = self._flight, self._flight_s
             works = self._next_step.choose(landing)
             if landing is None and not works:
                 self._wait()
@@ -262,7 +268,7 @@ class LaunchingWorld(World):
             else:
                 self._flight = self._launch(works, lands) if works else None
                 if landing is not None:
-                    self._land(landing, lands, took_s)
+                    self._land(landing, lands, took_s, host_s)
         return (self.tokens - before) / (self.clock.now - began)
 
     def _launch(self, works: Sequence[Work], device_free: float) -> Flight:
@@ -272,18 +278,19 @@ class LaunchingWorld(World):
         seconds = self._seconds([work.num_drafts for work in works])
         self.clock.now += self.costs.launch_s * (self._flight is not None)
         flight = Flight(works, works, cast("PendingDraw", _DRAW), None, is_beside=self._flight is not None)
-        self._flight_s = (max(self.clock.now, device_free) + seconds, seconds)
+        begins = max(self.clock.now, device_free)
+        self._flight_s = (begins + seconds, seconds, begins - device_free if flight.is_beside else 0.0)
         gate.note_launch()
         return flight
 
-    def _land(self, flight: Flight, lands: float, took_s: float) -> None:
+    def _land(self, flight: Flight, lands: float, took_s: float, host_s: float) -> None:
         self.clock.now = max(self.clock.now, lands)
         self.drafting.gate.note_landing()
         for work in flight.works:
             work.request.num_in_flight -= 1
         works = [work for work in flight.works if work.request in self.scene.requests]  # others have ended meanwhile
         requests, counts = [work.request for work in works], [work.num_drafts for work in works]
-        self._count(requests, counts, took_s, is_beside=flight.is_beside)
+        self._count(requests, counts, took_s, host_s, is_beside=flight.is_beside)
         self._commit(requests, counts)
         self.scene.flush()
 

@@ -11,8 +11,9 @@ from drafting_scene import Clock, K, make_head
 from paced_world import CONFIG, LOADED, Costs, LaunchingWorld, World, adaptive, num_drafts, pace_of
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import pacing, step_sender
+from verifier_service import pacing
 from verifier_service.draft_session import DraftSession
+from verifier_service.pacing import copying
 
 
 def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
@@ -303,7 +304,7 @@ BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0
 
 
 @pytest.mark.parametrize("trip_s", [2.5e-3, 4e-3])
-@pytest.mark.parametrize(("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.94), (20e-6, 16e-6, 0.97)])
+@pytest.mark.parametrize(("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.95), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)])
 def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_rows(
     clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
 ):
@@ -311,7 +312,8 @@ def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_r
     row_bytes = make_head().row_bytes
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
-    monkeypatch.setattr(step_sender, "MAX_COPIED_BYTES", 192 * row_bytes)
+    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
+        monkeypatch.setattr(copying, name, rows * row_bytes)
     sending = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": 3.5e-3}
     world = LaunchingWorld(
         *(clock, 0, Costs(**BY_BYTES, **sending)),
@@ -338,7 +340,7 @@ def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_r
 @pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])
 def test_rows_that_the_host_copies_are_sent_a_little_at_a_time(clock, monkeypatch, carrier):
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 6000)
-    monkeypatch.setattr(step_sender, "MAX_COPIED_BYTES", 500 * make_head().row_bytes)
+    monkeypatch.setattr(copying, "FIRST_BYTES", 500 * make_head().row_bytes)
     world = World(clock, 32, Costs(trip_s=2e-3, feature_row_s=5e-6), config=CONFIG, k=4, prompt_length=2000)
     monkeypatch.setattr(type(world.stream.sender), "carrier", carrier)
     world.run(1.0)

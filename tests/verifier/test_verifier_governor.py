@@ -20,10 +20,10 @@ from verifier_service.pacing.governor import (
 class _Rates(Forecast):
     """Of one plan with drafts, that of 4 in one group."""
 
-    def __init__(self, gain: float, *, is_alone: bool) -> None:
+    def __init__(self, gain: float, *, is_alone: bool, step_s: float) -> None:
         self.without = self.without_any = 1.0
         self.is_alone = is_alone
-        self.step_s = 5e-3
+        self.step_s = step_s
         self.lead_seen = 0.0
         self._gain = gain
 
@@ -34,9 +34,9 @@ class _Rates(Forecast):
         return Plan(4)
 
 
-def forecast_of(gain: float, *, is_alone: bool = True) -> Forecast:
+def forecast_of(gain: float, *, is_alone: bool = True, step_s: float = 5e-3) -> Forecast:
     """Drafts are `gain` times as fast as none."""
-    return _Rates(gain, is_alone=is_alone)
+    return _Rates(gain, is_alone=is_alone, step_s=step_s)
 
 
 def test_drafts_are_given_up_when_they_have_lost_a_few_steps(clock):
@@ -105,6 +105,20 @@ def test_drafts_are_given_up_when_catching_up_has_lost_much_and_rest_until_that_
         clock.now += 0.05
         governor.decide(clock.now, forecast_of(1.2))
     assert clock.now - given_up == pytest.approx(LONG_S / LOST_SHARE, abs=0.1)
+
+
+@pytest.mark.parametrize(("is_alone", "share"), [(True, LOST_SHARE), (False, 1.0)])
+def test_a_drafter_rests_until_what_was_lost_is_little_unless_it_may_be_anothers_doing(clock, is_alone, share):
+    governor, step_s = Governor(4, is_adaptive=True), 50e-3
+    while not governor.is_off:
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(0.81, is_alone=is_alone, step_s=step_s), forecast_of(2.0))
+    given_up = clock.now
+    while governor.is_off:
+        clock.now += 0.05
+        governor.decide(clock.now, forecast_of(1.2))
+    rest_s = max(REST_S[0], GIVE_UP_AFTER_STEPS * step_s / share)
+    assert clock.now - given_up == pytest.approx(rest_s, rel=0.06)
 
 
 @pytest.mark.parametrize("gain", [0.99, 1.2])

@@ -1,5 +1,6 @@
 """How fast drafters are asked and when steps run: measured costs, and what they say is fastest."""
 
+from verifier_service.pacing.copying import CopyLimit
 from verifier_service.pacing.costs import Acceptance, DrafterCost, Profile, TargetCost
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group, hold_until
@@ -10,6 +11,7 @@ from verifier_service.pacing.plan import Forecast, Load, Plan
 __all__ = [
     "NUM_SCOUTS",
     "Acceptance",
+    "CopyLimit",
     "DrafterCost",
     "Expected",
     "Forecast",

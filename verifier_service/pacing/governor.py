@@ -36,8 +36,8 @@ NUM_SCOUTS = 2
 PING_EVERY_S = 0.2
 # The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
-# A drafter that was given up rests so long; each time that it is given up again soon, twice as long. One that was given
-# up while sequences caught up rests until what was lost is this share of the time.
+# A drafter that was given up rests so long; each time that it is given up again soon, twice as long; and until what was
+# lost is this share of the time.
 REST_S = (1.0, 30.0)
 LOST_SHARE = 0.02
 RELAPSE_WITHIN = 10.0  # rests
@@ -69,7 +69,7 @@ class Governor:
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._lost_s = 0.0  # by drafts, less what they have gained since
-        self._owed_s = 0.0  # the same, with what was lost while sequences caught up
+        self._owed_s = 0.0  # the same, with what was lost while sequences caught up; of a drafter alone
         self._decided = math.inf  # when the last plan was made
         self._asked_nothing = False  # then
         self._pinged = -math.inf
@@ -120,9 +120,7 @@ class Governor:
         if now < self._trying_until and forecast.gain >= KEEP_ABOVE and not is_catching_up:
             return
         if is_catching_up:  # which no plan forecasts
-            lost_s = 0.0
-            if made is not None and forecast.is_alone:
-                lost_s = made.seconds - made.tokens / forecast.without_any
+            lost_s = 0.0 if made is None else made.seconds - made.tokens / forecast.without_any
         elif was_trying and now >= self._trying_until:
             lost_s = 0.0  # what came up to the end of a trial is no plan's doing
         else:
@@ -175,21 +173,21 @@ class Governor:
             return
         most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s
         lost_s = min(lost_s, most_lost_s / 2)  # there may have been no requests since
-        self._owed_s = max(0.0, self._owed_s + lost_s)
+        if forecast.is_alone:
+            self._owed_s = max(0.0, self._owed_s + lost_s)
         if not is_catching_up:
             self._lost_s = max(0.0, self._lost_s + lost_s)
+        owes_much = is_catching_up and self._owed_s >= OWE_STEPS * forecast.step_s
         if now < rest.until:
             self._turn_off(now)
-        elif self._lost_s >= most_lost_s or optimistic.gain < KEEP_ABOVE:
+        elif self._lost_s >= most_lost_s or owes_much or optimistic.gain < KEEP_ABOVE:
             self._give_up(now, rest)
-        elif is_catching_up and self._owed_s >= OWE_STEPS * forecast.step_s:
-            self._give_up(now, rest, self._owed_s / LOST_SHARE)
         elif forecast.rate(best) > BETTER_BY * forecast.rate(self.plan):
             self.plan = best
 
-    def _give_up(self, now: float, rest: _Rest, least_s: float = 0.0) -> None:
+    def _give_up(self, now: float, rest: _Rest) -> None:
         relapsed = now < rest.resumed + RELAPSE_WITHIN * rest.seconds
-        rest.seconds = min(max(2 * rest.seconds if relapsed else REST_S[0], least_s), REST_S[1])
+        rest.seconds = min(max(2 * rest.seconds if relapsed else REST_S[0], self._owed_s / LOST_SHARE), REST_S[1])
         rest.until = now + rest.seconds
         self._turn_off(now)
 
