@@ -304,7 +304,9 @@ BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0
 
 
 @pytest.mark.parametrize("trip_s", [2.5e-3, 4e-3])
-@pytest.mark.parametrize(("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.95), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)])
+@pytest.mark.parametrize(
+    ("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.95), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)]
+)
 def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_rows(
     clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
 ):

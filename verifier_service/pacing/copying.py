@@ -6,8 +6,8 @@ from collections import deque
 
 # Bytes at least, at first and at most.
 LEAST_BYTES, FIRST_BYTES, MOST_BYTES = 128 * 1024, 3 * 512 * 1024, 16 * 1024 * 1024
-# More of them are tried after each step that was in time, and fewer after one for which the device waited so much of its
-# time.
+# More of them are tried after each step that was in time, and fewer after one for which the device waited for such a
+# share of what it took.
 MORE, FEWER = 1.05, 0.75
 LATE_SHARE = 0.05
 # A launch follows behind what was sent since so many steps.
