@@ -100,7 +100,7 @@ class StepGate:
             self._verified.update(verified)
             self._steps += 1
         if is_beside and not (has_prompts or self._had_prompts or is_delayed):
-            self.copy_limit.count_step(step_s, host_s)
+            self.copy_limit.count_step(step_s, host_s - self.target_cost.beside_s)
         else:
             self.copy_limit.skip_step()
         if not has_prompts:

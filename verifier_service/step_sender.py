@@ -15,6 +15,7 @@ from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2
 from verifier_service.draft_session import Binding, DraftSession, ForetoldStep
 from verifier_service.features import FeatureStore
+from verifier_service.pacing import MOST_ROWS
 from verifier_service.request import Request
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepTimes
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 # this many bytes of a message, so that they delay no other sequence.
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
+# Where the host copies them, which is limited, a message has so many of each sequence at least, on average: steps bring
+# more meanwhile.
+LEAST_ROWS_COPIED = 3
 
 # For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them.
 LONGEST_CATCH_UP_S = 1.0
@@ -86,9 +90,25 @@ class StepSender:
         lack some then would keep the others for long."""
         pace, row_bytes = session.pace, session.stream.head.row_bytes
         rows = sum(binding.rows_behind for binding in lacking)
-        if rows <= pace.backlog_rows(now, row_bytes) and all(binding.sequence_id for binding in lacking):
+        if rows <= self._backlog(session, now) and all(binding.sequence_id for binding in lacking):
             return False
-        return lack_most or (session.catches_up and rows <= pace.rows_within(LONGEST_CATCH_UP_S, row_bytes))
+        most_rows = min(
+            pace.rows_within(LONGEST_CATCH_UP_S, row_bytes),
+            self._most_copied(session) * pace.steps_within(LONGEST_CATCH_UP_S),
+        )
+        return lack_most or (session.catches_up and rows <= most_rows)
+
+    def _backlog(self, session: DraftSession, now: float, *, is_idle: bool = False) -> int:
+        """How many rows of prompts and histories may be sent in one message."""
+        rows = session.pace.backlog_rows(now, session.stream.head.row_bytes, is_idle=is_idle)
+        return min(rows, self._most_copied(session))
+
+    def _most_copied(self, session: DraftSession) -> int:
+        """The most rows that the host may copy into one. Where every step is to have its drafts, none of them waits."""
+        if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
+            return MOST_ROWS
+        hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes
+        return max(hidden, LEAST_ROWS_COPIED * len(session.bindings))
 
     def send_scouts(
         self,
@@ -242,9 +262,7 @@ class StepSender:
                 room -= rows
             if rows > self._most_verified:
                 if backlog is None:
-                    backlog = session.pace.backlog_rows(now, row_bytes, is_idle=is_idle)
-                    if session.pace.governor.is_adaptive and session.stream.sender.carrier == draft_pb2.CARRIER_BYTES:
-                        backlog = min(backlog, max(int(self._gate.copy_limit.num_bytes) // row_bytes, 1))
+                    backlog = self._backlog(session, now, is_idle=is_idle)
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:

@@ -46,6 +46,14 @@ def test_messages_that_take_less_show_nothing_while_steps_are_in_time():
     assert limit.num_bytes == FIRST_BYTES
 
 
+def test_a_message_that_is_small_says_nothing_of_a_step_that_comes_late():
+    limit = CopyLimit()
+    for _ in range(100):
+        limit.count_sent(FIRST_BYTES // 3)
+        limit.count_step(STEP_S, LATE_S)
+    assert limit.num_bytes == FIRST_BYTES
+
+
 def test_a_step_that_comes_late_says_nothing_of_what_was_not_sent():
     limit = CopyLimit()
     for _ in range(100):
@@ -60,4 +68,4 @@ def test_a_message_delays_one_of_the_steps_behind_it():
         for _ in range(steps):
             limit.skip_step()
         limit.count_step(STEP_S, LATE_S)
-        assert (limit.num_bytes < FIRST_BYTES / 2) == (steps < STEPS_BEHIND)
+        assert (limit.num_bytes < FIRST_BYTES) == (steps < STEPS_BEHIND)

@@ -7,7 +7,7 @@ from collections import deque
 # Bytes at least, at first and at most.
 LEAST_BYTES, FIRST_BYTES, MOST_BYTES = 128 * 1024, 3 * 512 * 1024, 16 * 1024 * 1024
 # More of them are tried after each step that was in time, and fewer after one for which the device waited for such a
-# share of what it took.
+# share of what it took, behind a message of at least half as many.
 MORE, FEWER = 1.05, 0.75
 LATE_SHARE = 0.05
 # A launch follows behind what was sent since so many steps.
@@ -35,13 +35,14 @@ class CopyLimit:
         """Notes bytes that were sent."""
         self._sent[-1] += num_bytes
 
-    def count_step(self, step_s: float, host_s: float) -> None:
-        """Learns of a step that was launched while another one ran: what it took, and how long the device had waited
-        for it."""
+    def count_step(self, step_s: float, late_s: float) -> None:
+        """Learns of a step that was launched while another one ran: what it took, and how much longer the device had
+        waited for it than for others."""
         most = max(self._sent)
         self.skip_step()
-        if most > 0 and host_s > LATE_SHARE * step_s:
-            self.num_bytes = max(FEWER * min(self.num_bytes, most), LEAST_BYTES)
+        if late_s > LATE_SHARE * step_s:
+            if most >= self.num_bytes / 2:
+                self.num_bytes = max(FEWER * self.num_bytes, LEAST_BYTES)
         elif most >= self.num_bytes / MORE:  # fewer show nothing
             self.num_bytes = min(MORE * self.num_bytes, MOST_BYTES)
 

@@ -37,9 +37,10 @@ PING_EVERY_S = 0.2
 # The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long; and until what was
-# lost is this share of the time.
+# lost is this share of the time. Half as much may always be.
 REST_S = (1.0, 30.0)
 LOST_SHARE = 0.02
+BEAR_SHARE = LOST_SHARE / 2
 RELAPSE_WITHIN = 10.0  # rests
 # What the host takes where sequences do not take turns is not seen while they do: one group is tried out after so long,
 # and twice as long each time that it was in vain, for so long, unless less than that share of the tokens is expected.
@@ -69,7 +70,7 @@ class Governor:
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._lost_s = 0.0  # by drafts, less what they have gained since
-        self._owed_s = 0.0  # the same, with what was lost while sequences caught up; of a drafter alone
+        self._owed_s = 0.0  # the same, with what catching up lost, over what may be lost; of a drafter alone
         self._decided = math.inf  # when the last plan was made
         self._asked_nothing = False  # then
         self._pinged = -math.inf
@@ -117,7 +118,9 @@ class Governor:
         since_s, was_trying, self._decided = max(0.0, now - self._decided), self._decided < self._trying_until, now
         asked_nothing, self._asked_nothing = self._asked_nothing, asks_nothing
         is_catching_up = asks_nothing or asked_nothing
-        if now < self._trying_until and forecast.gain >= KEEP_ABOVE and not is_catching_up:
+        if is_catching_up and now < self._trying_until:  # which shows nothing then
+            self._trying_until, self._try_after_s = -math.inf, max(self._try_after_s / 2, TRY_AFTER_S[0])
+        if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
             return
         if is_catching_up:  # which no plan forecasts
             lost_s = 0.0 if made is None else made.seconds - made.tokens / forecast.without_any
@@ -127,7 +130,11 @@ class Governor:
             lost_s = self._lost_since(since_s, forecast, made)
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
-        self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale], is_catching_up=is_catching_up)
+        self._choose(
+            *(now, lost_s, forecast, optimistic or forecast, self._rests[scale]),
+            since_s=since_s,
+            is_catching_up=is_catching_up,
+        )
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -156,6 +163,7 @@ class Governor:
         optimistic: Forecast,
         rest: _Rest,
         *,
+        since_s: float,
         is_catching_up: bool,
     ) -> None:
         if not self.is_adaptive:
@@ -171,13 +179,13 @@ class Governor:
             if self._gains >= RESUME_AFTER and now >= rest.until:
                 self.plan, rest.resumed = best, now
             return
-        most_lost_s = GIVE_UP_AFTER_STEPS * forecast.step_s
-        lost_s = min(lost_s, most_lost_s / 2)  # there may have been no requests since
+        most_lost_s, most_owed_s = GIVE_UP_AFTER_STEPS * forecast.step_s, OWE_STEPS * forecast.step_s
+        lost_s = max(-most_lost_s / 2, min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if forecast.is_alone:
-            self._owed_s = max(0.0, self._owed_s + lost_s)
+            self._owed_s = min(max(0.0, self._owed_s + lost_s - BEAR_SHARE * since_s), most_owed_s)
         if not is_catching_up:
             self._lost_s = max(0.0, self._lost_s + lost_s)
-        owes_much = is_catching_up and self._owed_s >= OWE_STEPS * forecast.step_s
+        owes_much = is_catching_up and lost_s > 0.0 and self._owed_s >= most_owed_s
         if now < rest.until:
             self._turn_off(now)
         elif self._lost_s >= most_lost_s or owes_much or optimistic.gain < KEEP_ABOVE:

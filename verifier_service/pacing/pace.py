@@ -249,6 +249,10 @@ class Pace:
         per_row = self.cost.link[1] * row_bytes + self.cost.per_history_row
         return int(min(max(0.0, seconds) / per_row, MOST_ROWS)) if per_row > 0.0 else MOST_ROWS
 
+    def steps_within(self, seconds: float) -> float:
+        """How many steps without drafts there are in so long; infinite where none is known."""
+        return math.inf if math.isinf(self._step_s) else seconds / self._step_s
+
     def is_busy(self, now: float) -> bool:
         """Whether rows of prompts and histories keep the link or the drafter for longer than a step without drafts
         takes: drafts that are asked for after that step come as soon as those behind them. As long as too little is
