@@ -24,7 +24,7 @@ KEEP_ABOVE = 1.01
 # given up at once.
 GIVE_UP_AFTER_STEPS = 6.0
 # While sequences catch up, which is made up for later, they are given up when all that was lost and not made up for yet
-# adds up to so many.
+# adds up to so many; more is not remembered.
 OWE_STEPS = 12.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
@@ -37,7 +37,7 @@ PING_EVERY_S = 0.2
 # The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
 TRIAL_SHARE = 0.01
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long; and until what was
-# lost is this share of the time. Half as much may always be.
+# lost is this share of the time. While sequences catch up half as much is borne.
 REST_S = (1.0, 30.0)
 LOST_SHARE = 0.02
 BEAR_SHARE = LOST_SHARE / 2
@@ -182,7 +182,8 @@ class Governor:
         most_lost_s, most_owed_s = GIVE_UP_AFTER_STEPS * forecast.step_s, OWE_STEPS * forecast.step_s
         lost_s = max(-most_lost_s / 2, min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if forecast.is_alone:
-            self._owed_s = min(max(0.0, self._owed_s + lost_s - BEAR_SHARE * since_s), most_owed_s)
+            borne_s = BEAR_SHARE * since_s if is_catching_up else 0.0
+            self._owed_s = min(max(0.0, self._owed_s + lost_s - borne_s), most_owed_s)
         if not is_catching_up:
             self._lost_s = max(0.0, self._lost_s + lost_s)
         owes_much = is_catching_up and lost_s > 0.0 and self._owed_s >= most_owed_s
