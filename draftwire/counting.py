@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from draftwire.encoding import Encoded, serializer
+from draftwire.encoding import Encoded
 from draftwire.method_handlers import rebuild_handler
 from draftwire.traffic import Direction
 
@@ -60,12 +60,10 @@ class CountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _encoding(serialize: Callable[[Any], bytes], count: Count) -> Callable[[Any], bytes]:
-    to_bytes = serializer(serialize)
-
     def encode(message: Any) -> bytes:
-        data = to_bytes(message)
-        count("sent", message.message if isinstance(message, Encoded) else message, len(data))
-        return data
+        encoded = message if isinstance(message, Encoded) else Encoded(message, serialize(message))
+        count("sent", encoded.message, len(encoded.data))
+        return encoded.data
 
     return encode
 

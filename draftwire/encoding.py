@@ -8,7 +8,6 @@ https://protobuf.dev/programming-guides/encoding/#last-one-wins
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
@@ -22,7 +21,7 @@ Path = tuple[int, ...]
 
 
 class Encoded(NamedTuple):
-    """A message that has been encoded."""
+    """A message that has been encoded. Methods whose messages are counted send it as they do a message."""
 
     message: Message  # without what was put inside
     data: bytes
@@ -52,11 +51,6 @@ def encode(message: Message, *inside: tuple[Path, memoryview | None]) -> Encoded
 def encode_step(step: pb.DraftStep, features: memoryview | None) -> Encoded:
     """Encodes the message of a step and the elements of its features, None where they are elsewhere."""
     return encode(pb.DraftRequest(step=step), (_FEATURES, features))
-
-
-def serializer(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Of a gRPC method that is given messages, or encoded ones."""
-    return lambda message: message.data if isinstance(message, Encoded) else serialize(message)
 
 
 _FEATURES = path_to(pb.DraftRequest, "step", "features", "data")

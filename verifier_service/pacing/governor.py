@@ -70,7 +70,7 @@ class Governor:
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
         self._lost_s = 0.0  # by drafts, less what they have gained since
-        self._owed_s = 0.0  # the same, with what catching up lost, over what may be lost; of a drafter alone
+        self._owed_s = 0.0  # the same, with what catching up lost over what is borne; of a drafter alone
         self._decided = math.inf  # when the last plan was made
         self._asked_nothing = False  # then
         self._pinged = -math.inf
@@ -123,18 +123,14 @@ class Governor:
         if now < self._trying_until and forecast.gain >= KEEP_ABOVE:
             return
         if is_catching_up:  # which no plan forecasts
-            lost_s = 0.0 if made is None else made.seconds - made.tokens / forecast.without_any
+            lost_s = 0.0 if made is None else (1 - BEAR_SHARE) * made.seconds - made.tokens / forecast.without_any
         elif was_trying and now >= self._trying_until:
             lost_s = 0.0  # what came up to the end of a trial is no plan's doing
         else:
             lost_s = self._lost_since(since_s, forecast, made)
         if scale != self._scale:
             self._scale, self._gains, self._lost_s = scale, 0, 0.0
-        self._choose(
-            *(now, lost_s, forecast, optimistic or forecast, self._rests[scale]),
-            since_s=since_s,
-            is_catching_up=is_catching_up,
-        )
+        self._choose(now, lost_s, forecast, optimistic or forecast, self._rests[scale], is_catching_up=is_catching_up)
         together = Plan(self.plan.num_drafts)
         if self.plan == together:
             self._try_after_s = TRY_AFTER_S[0]
@@ -163,7 +159,6 @@ class Governor:
         optimistic: Forecast,
         rest: _Rest,
         *,
-        since_s: float,
         is_catching_up: bool,
     ) -> None:
         if not self.is_adaptive:
@@ -182,8 +177,7 @@ class Governor:
         most_lost_s, most_owed_s = GIVE_UP_AFTER_STEPS * forecast.step_s, OWE_STEPS * forecast.step_s
         lost_s = max(-most_lost_s / 2, min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if forecast.is_alone:
-            borne_s = BEAR_SHARE * since_s if is_catching_up else 0.0
-            self._owed_s = min(max(0.0, self._owed_s + lost_s - borne_s), most_owed_s)
+            self._owed_s = min(max(0.0, self._owed_s + lost_s), most_owed_s)
         if not is_catching_up:
             self._lost_s = max(0.0, self._lost_s + lost_s)
         owes_much = is_catching_up and lost_s > 0.0 and self._owed_s >= most_owed_s
