@@ -36,6 +36,7 @@ def target(kind) -> Target:
     device = torch.device("cpu" if kind == "played" else kind)
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
+        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
         target.compile()
     return target
 
