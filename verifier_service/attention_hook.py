@@ -8,9 +8,8 @@ all of them, and the compiler cannot copy a cache that it does not see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,28 +23,57 @@ from draftwire_kernels import RaggedBatch, paged_attention
 NAME = "draftwire_paged"
 
 # Arguments that models pass along without any effect on the result here.
-_IGNORED = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
+_IGNORED = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "is_causal",
+    "cache_position",
+    "output_router_logits",
+}
 
-
-@dataclass
-class _Step:
-    cache: KVCache
-    batch: RaggedBatch
-    layers_seen: list[int]
-
-
-_step: _Step | None = None
+# Query [T, H, D], key [T, KV, D], value [T, KV, Dv] of a layer, its number, scale, window, soft-cap -> [T, H, Dv].
+_Attention = Callable[[Tensor, Tensor, Tensor, int, float, int | None, float | None], Tensor]
+_attention: _Attention | None = None
 
 
 @contextmanager
-def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[list[int]]:
-    """Within it, forward passes of this process use `cache` and `batch`; yields the layers that attended, in order."""
-    global _step
-    previous, _step = _step, _Step(cache, batch, [])
+def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[None]:
+    """Within it, forward passes of this process use `cache` and `batch`."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        return paged_attention(query, key, value, keys, values, batch, scale=scale, window=window, softcap=softcap)
+
+    with _by(attend):
+        yield
+
+
+@contextmanager
+def measuring() -> Iterator[list[tuple[int, tuple[int, int, int]]]]:
+    """Within it, forward passes of this process attend to nothing; yields each call's layer and its KV heads, key head
+    size and value head size."""
+    calls: list[tuple[int, tuple[int, int, int]]] = []
+
+    def measure(query: Tensor, key: Tensor, value: Tensor, layer: int, *_: object) -> Tensor:
+        calls.append((layer, (key.shape[1], key.shape[2], value.shape[2])))
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+    with _by(measure):
+        yield calls
+
+
+@contextmanager
+def _by(attention: _Attention) -> Iterator[None]:
+    global _attention
+    previous, _attention = _attention, attention
     try:
-        yield _step.layers_seen
+        yield
     finally:
-        _step = previous
+        _attention = previous
 
 
 def _attend(
@@ -61,9 +89,12 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
+    kind = type(module).__name__
     unknown = sorted(name for name, given in kwargs.items() if name not in _IGNORED and given is not None)
     if unknown or attention_mask is not None:
-        raise CheckpointError(f"attention of {type(module).__name__} is not served: it needs {unknown or 'a mask'}")
+        raise CheckpointError(f"attention of {kind} is not served: it needs {', '.join(unknown) or 'a mask'}")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise CheckpointError(f"attention of {kind} is not served: it is not causal, rows see those behind them")
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     out = torch.ops.draftwire.attend(*rows, module.layer_idx, scaling, sliding_window, softcap)
     return out[None], None
@@ -72,12 +103,9 @@ def _attend(
 def _attend_in_step(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """query [T, H, D], key [T, KV, D] and value [T, KV, Dv] of a layer in the current step -> [T, H, Dv]."""
-    if _step is None:
+    if _attention is None:
         raise RuntimeError("a forward pass outside of attending()")
-    _step.layers_seen.append(layer)
-    keys, values = _step.cache.keys[layer], _step.cache.values[layer]
-    return paged_attention(query, key, value, keys, values, _step.batch, scale=scale, window=window, softcap=softcap)
+    return _attention(query, key, value, layer, scale, window, softcap)
 
 
 def _attended_shape(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Target:
         config = model.config
         self.name = name
         self.fingerprint = fingerprint(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
-        self.vocab_size: int = model.get_output_embeddings().out_features
+        self.vocab_size: int = _find_output_layer(model).out_features
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         longest = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -73,11 +74,9 @@ class Target:
         self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not look at it
         layers = _find_layers(model, self.num_layers)
         self._register_captures(layers)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.layer_shapes = [_layer_shape(layer, heads, head_size) for layer in layers]
         self._run: Callable[[Tensor, Tensor, Tensor], ForwardOutput] = self._run_model
         # A model that cannot be served is refused here, at start, and not at the first request.
+        self.layer_shapes = self._measure_layers()
         merge_projections(find_projections(model, self._probe))
         self._probe()
         if self.device.type == "cuda":
@@ -94,29 +93,39 @@ class Target:
             layer.register_forward_pre_hook(entering)
         self._model.base_model.norm.register_forward_hook(after_norm)
 
-    def _probe(self) -> None:
-        """Runs two rows and sees that every layer attends through our attention."""
-        try:
-            seen = self._run_rows(2, 1)
-        except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
-            raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
-        if sorted(seen) != list(range(self.num_layers)):
+    def _measure_layers(self) -> list[tuple[int, int, int]]:
+        """What every layer keeps of a position, as it calls our attention."""
+        with attention_hook.measuring() as calls, self._refusing():
+            self._run_rows(2, 1)
+        layers = [layer for layer, _ in calls]
+        if sorted(layers) != list(range(self.num_layers)):
             raise CheckpointError(
                 f"{self.name}: only models whose every layer is attention are served; "
-                f"layers {sorted(set(seen))} of {self.num_layers} are"
+                f"layers {sorted(set(layers))} of {self.num_layers} are"
             )
+        return [shape for _, shape in sorted(calls)]
+
+    def _probe(self) -> None:
+        """Runs two rows of no sequence through the attention that serves."""
+        cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
+        batch = RaggedBatch([SequenceRows([0] * blocks_for(2), 0, 2)], self.device)
+        with attention_hook.attending(cache, batch), self._refusing():
+            self._run_rows(2, 1)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
 
     @torch.inference_mode()
-    def _run_rows(self, num_rows: int, num_logit_rows: int) -> list[int]:
-        """Runs rows of no sequence; the layers that attended."""
-        cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
-        blocks = [0] * blocks_for(num_rows)
-        batch = RaggedBatch([SequenceRows(blocks, 0, num_rows)], self.device)
+    def _run_rows(self, num_rows: int, num_logit_rows: int) -> None:
         # Tensors of their own: what is compiled for a view, or for one tensor twice, serves nothing else.
         token_ids, positions, rows = (
             torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_rows, num_rows, num_logit_rows)
         )
-        return self._forward(token_ids, positions, cache, batch, rows)[1]
+        self._run(token_ids, positions, rows)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compiles the forward pass, for every number of rows at once.
@@ -125,9 +134,11 @@ class Target:
         given at least two rows, and asked for at least two rows' logits, all of them tensors made in inference mode.
         """
         self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
-        # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
-        self._run_rows(16, 8)
+        with attention_hook.measuring():
+            # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
+            self._run_rows(16, 8)
 
+    @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
     ) -> ForwardOutput:
@@ -142,15 +153,8 @@ class Target:
         rows
             [R] int64, the rows whose logits are wanted.
         """
-        return self._forward(token_ids, positions, cache, batch, rows)[0]
-
-    @torch.inference_mode()
-    def _forward(
-        self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
-    ) -> tuple[ForwardOutput, list[int]]:
-        with attention_hook.attending(cache, batch) as layers_seen:
-            output = self._run(token_ids, positions, rows)
-        return output, layers_seen
+        with attention_hook.attending(cache, batch):
+            return self._run(token_ids, positions, rows)
 
     def _run_model(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> ForwardOutput:
         self._states.clear()
@@ -162,19 +166,18 @@ class Target:
         return ForwardOutput(output.logits[0], states)
 
 
+def _find_output_layer(model: Any) -> torch.nn.Linear:
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, torch.nn.Linear):
+        raise CheckpointError(f"{type(model).__name__}: its logits are of a {type(layer).__name__}; not served")
+    return layer
+
+
 def _find_layers(model: Any, count: int) -> Sequence[torch.nn.Module]:
     layers = getattr(model.base_model, "layers", None)
     if layers is None or len(layers) != count or not hasattr(model.base_model, "norm"):
         raise CheckpointError(f"{type(model).__name__}: its layers are not laid out as `layers` and `norm`; not served")
     return layers
-
-
-def _layer_shape(layer: Any, heads: int, head_size: int) -> tuple[int, int, int]:
-    attention = getattr(layer, "self_attn", None)
-    own = getattr(attention, "head_dim", None) or head_size
-    projection = getattr(attention, "k_proj", None)
-    own_heads = projection.weight.shape[0] // own if projection is not None else heads
-    return own_heads, own, own
 
 
 def load_target(
@@ -272,6 +275,9 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 def _refuse(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name}: encoder-decoder models are not served")
+    unknown = [size for size in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(config, size)]
+    if unknown:
+        raise CheckpointError(f"{name}: models of type {config.model_type!r} are not served: no {', '.join(unknown)}")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = {part.get("rope_type", part.get("type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     refused = kinds & _REFUSED_ROPE_TYPES
@@ -293,7 +299,7 @@ def _refuse(config: Any, name: str) -> None:
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
     """End-of-sequence ids of generation_config.json, else of config.json."""
-    given = config.eos_token_id
+    given = getattr(config, "eos_token_id", None)
     if (directory / "generation_config.json").is_file():
         given = GenerationConfig.from_pretrained(directory).eos_token_id or given
     return frozenset([given] if isinstance(given, int) else given or [])

@@ -179,3 +179,16 @@ def test_bad_arguments_are_refused_by_name(change, message) -> None:
     change = {name: given.to(DEVICE) if isinstance(given, Tensor) else given for name, given in change.items()}
     with pytest.raises(ValueError, match=message):
         paged_attention(**{"batch": GOOD.batch(), "scale": 0.25, **arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(size=257), "query: got heads of 257 elements, expected at most 256"),
+        (Shape(heads=258, kv_heads=2), "query: got 258 heads, expected at most 128 for each of key's 2"),
+    ],
+    ids=["head size", "group"],
+)
+def test_heads_beyond_the_kernels_are_refused_by_name(shape, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(Scene(shape, [(4, 1)]), "triton")

@@ -12,11 +12,17 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
     T5Config,
@@ -56,6 +62,22 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Keys of 24 elements and values of 12, both made from one latent of 16; experts after the first layer.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 90, "sliding_window": 6}
 CONFIGS = {
     "llama": LlamaConfig(**COMMON),
     "llama_llama3_rope": LlamaConfig(**COMMON, rope_parameters=LLAMA3, head_dim=16),
@@ -65,6 +87,9 @@ CONFIGS = {
     "gemma2": Gemma2Config(**COMMON, head_dim=16, sliding_window=6, attn_logit_softcapping=3.0),
     "gemma3_text": Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=6),
     "qwen3_128": Qwen3Config(**COMMON, head_dim=128),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=4),
+    "deepseek_v3": DeepseekV3Config(**{**COMMON, **LATENT}),
+    "gemma4_text": Gemma4TextConfig(**COMMON, **GEMMA4, head_dim=16, global_head_dim=32),
     "gemma2_256": Gemma2Config(**COMMON, head_dim=256, sliding_window=6, attn_logit_softcapping=3.0),
 }
 
@@ -205,13 +230,37 @@ def rope(kind: str) -> dict[str, Any]:
         (MambaConfig(), "not served|has no causal language model"),
         (LlamaConfig(**COMMON, rope_parameters=rope("dynamic")), "rotary type 'dynamic' is not served"),
         (LlamaConfig(**COMMON, rope_parameters=rope("longrope")), "rotary type 'longrope' is not served"),
+        (Llama4TextConfig(**COMMON), "layers of type chunked_attention are not served"),
+        (Gemma3TextConfig(**COMMON, use_bidirectional_attention=True), "attention of Gemma3Attention .* is not causal"),
+        (GptOssConfig(**COMMON, num_local_experts=2), "attention of GptOssAttention is not served: it needs s_aux$"),
+        (MistralConfig(**COMMON, sliding_window=-1), "window: got -1, expected at least 1 position"),
+        (Gemma2Config(**COMMON, attn_logit_softcapping=-1.0), "softcap: got -1.0, expected a number above 0"),
+        (GPT2Config(), "its layers are not laid out as `layers` and `norm`"),
     ],
-    ids=["encoder-decoder", "recurrent", "dynamic", "longrope"],
+    ids=[
+        "encoder-decoder",
+        "recurrent",
+        "dynamic",
+        "longrope",
+        "chunked",
+        "bidirectional",
+        "sinks",
+        "window",
+        "soft-cap",
+        "layout",
+    ],
 )
 def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, message, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, dummy=True)
+
+
+@NEEDS_GPU
+def test_heads_beyond_the_kernels_are_refused_at_load(tmp_path):
+    LlamaConfig(**COMMON, head_dim=320).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="got heads of 320 elements, expected at most 256"):
+        load(tmp_path, torch.device("cuda", 0), dummy=True)
 
 
 def test_checkpoint_that_is_not_there_or_damaged_is_told(tmp_path):
