@@ -68,6 +68,11 @@ class LevelResult:
         return self.throughput.steady or self.throughput.whole_run
 
     @property
+    def requests_per_s(self) -> float:
+        """Over the whole run."""
+        return self.requests / self.throughput.whole_run_s
+
+    @property
     def bytes_per_accepted_token(self) -> float | None:
         """Features and draft logits, over the drafts that were accepted."""
         sent = sum(traffic.feature_bytes + traffic.logits_bytes for traffic in self.counters.traffic)

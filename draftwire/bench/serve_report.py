@@ -63,6 +63,7 @@ def _level(result: LevelResult) -> dict[str, Any]:
         "drafting": result.drafting,
         "requests": result.requests,
         "tokens_per_s": asdict(result.throughput),
+        "requests_per_s": result.requests_per_s,
         "latency_s": asdict(result.latencies),
         "acceptance": {
             **asdict(result.acceptance),
@@ -136,7 +137,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _speed_table(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult]) -> Table:
     title = f"{info.target} on {info.device} in {info.dtype}: output tokens/s; drafts accepted per position"
-    table = _table(title, ("steady state", "whole run", "on / off", "acceptance length", "per position"))
+    table = _table(title, ("steady state", "whole run", "on / off", "requests/s", "acceptance length", "per position"))
     ratios = {id(on): ratio for on, ratio in speed_ups(results)}
     for result in results:
         steady, length = result.throughput.steady, result.acceptance.length
@@ -145,6 +146,7 @@ def _speed_table(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult
             "-" if steady is None else f"{steady:.1f}",
             f"{result.throughput.whole_run:.1f}",
             f"{ratios[id(result)]:.2f}" if id(result) in ratios else "",
+            f"{result.requests_per_s:.2f}",
             f"{length:.2f}" if result.drafting and length else "",
             " ".join(f"{rate:.2f}" for rate in result.acceptance.rates) if result.drafting else "",
         )

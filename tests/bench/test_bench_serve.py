@@ -234,7 +234,7 @@ def test_the_demo_pair_from_start_to_plot(tmp_path):
     assert [(level["concurrency"], level["drafting"]) for level in document["levels"]] == [(3, False), (3, True)]
     for level in document["levels"]:
         assert level["work_skipped_or_repeated"] == []
-        assert level["tokens_per_s"]["whole_run"] > 0
+        assert level["tokens_per_s"]["whole_run"] == pytest.approx(21 * level["requests_per_s"])
         times = level["whole_run"]["ms_per_step"]
         assert (times["draft"] > 0) == level["drafting"]
         assert min(times["verify"], times["sample"], times["host"]) > 0
