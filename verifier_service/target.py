@@ -60,7 +60,7 @@ class Target:
         config = model.config
         self.name = name
         self.fingerprint = fingerprint(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
-        self.vocab_size: int = _find_output_layer(model).out_features
+        self.vocab_size = _vocab_size(model)
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         longest = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -166,11 +166,12 @@ class Target:
         return ForwardOutput(output.logits[0], states)
 
 
-def _find_output_layer(model: Any) -> torch.nn.Linear:
+def _vocab_size(model: Any) -> int:
     layer = model.get_output_embeddings()
-    if not isinstance(layer, torch.nn.Linear):
+    size: int | None = getattr(layer, "out_features", None)
+    if size is None:
         raise CheckpointError(f"{type(model).__name__}: its logits are of a {type(layer).__name__}; not served")
-    return layer
+    return size
 
 
 def _find_layers(model: Any, count: int) -> Sequence[torch.nn.Module]:

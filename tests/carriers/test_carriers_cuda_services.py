@@ -1,17 +1,24 @@
-"""Both services on GPUs: sharing memory of GPUs changes no token, and a killed drafter's memory is free."""
+"""Both services on GPUs: sharing memory of GPUs changes no token, and when one of the two is killed, the other goes on
+and the memory is free.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from services import DEMO, wait_for_drafter
+from process_tree import all_ending
+from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
 from draftwire.client import Completion
+from draftwire.errors import RequestError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.v1 import draft_pb2
 
@@ -34,26 +41,23 @@ class Services:
     """A drafter on the last GPU, and on the first one verifiers that share its memory or send bytes."""
 
     def __init__(self, logs) -> None:
-        self.free_before = torch.cuda.mem_get_info(LAST_GPU)[0]
-        drafter = start_drafter(
+        self._logs = logs
+        self.free_before = free_bytes()
+        self.drafter = start_drafter(
             DEMO / "head", DEMO / "target", "--device", LAST_GPU, *SIZES, log_path=logs / "drafter.log"
         )
-        self.processes: list[ServiceProcess] = [drafter]
-        self.drafter = drafter
-
-        def start(carriers: str) -> ServiceProcess:
-            return start_verifier(
-                *(DEMO / "target", [drafter.address], "--device", "cuda:0", *SIZES, "--speculative-config", CONFIG),
-                *("--carriers", carriers, "--draft-deadline-ms", "off", "--no-adaptive-k"),
-                log_path=logs / f"verifier-{carriers}.log",
-            )
-
         with ThreadPoolExecutor(2) as pool:
-            self.shared, self.plain = pool.map(start, ("auto", "bytes"))
-        self.processes += [self.shared, self.plain]
+            self.shared, self.plain = pool.map(self.start_verifier, ("auto", "bytes"))
+
+    def start_verifier(self, carriers: str) -> ServiceProcess:
+        return start_verifier(
+            *(DEMO / "target", [self.drafter.address], "--device", "cuda:0", *SIZES, "--speculative-config", CONFIG),
+            *("--carriers", carriers, "--draft-deadline-ms", "off", "--no-adaptive-k"),
+            log_path=self._logs / f"verifier-{carriers}.log",
+        )
 
     def stop(self) -> None:
-        for process in self.processes:
+        for process in (self.drafter, self.shared, self.plain):
             process.kill()
 
 
@@ -62,6 +66,16 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     made = Services(tmp_path_factory.mktemp("cuda-carriers-logs"))
     yield made
     made.stop()
+
+
+def free_bytes() -> int:
+    """Free memory of the drafter's GPU."""
+    return torch.cuda.mem_get_info(LAST_GPU)[0]
+
+
+def mappings(process: ServiceProcess) -> int:
+    """Host memory that a process shares, some of it beside each memory of a GPU."""
+    return Path(f"/proc/{process.pid}/maps").read_text().count("/memfd:draftwire")
 
 
 def run(client: Client) -> list[Completion]:
@@ -89,6 +103,31 @@ def test_tokens_and_acceptance_are_those_of_features_in_messages(services):
     assert sum(sum(completion.statistics.accepted) for completion in results[CUDA_IPC]) > 50
 
 
+def test_the_drafter_goes_on_when_a_verifier_is_killed_and_serves_the_next(services):
+    with all_ending(services.shared) as engine, Client(services.shared.address) as client:
+        wait_for_drafter(client, services.drafter.address)
+        first = client.complete(PROMPTS[0], temperature=0, max_tokens=40)
+        free = free_bytes()
+        assert mappings(services.drafter) > 0
+        output = client.generate(PROMPTS[0], temperature=0, max_tokens=200, ignore_eos=True)
+        next(output)
+        os.kill(engine, signal.SIGKILL)
+        services.shared.kill()
+        with pytest.raises(RequestError):
+            list(output)
+    wait_for(lambda: mappings(services.drafter) == 0, "the drafter has let go of the memory")
+    wait_for(lambda: free_bytes() > free, "the memory is free")
+    services.shared = services.start_verifier("auto")
+    for process, carrier in ((services.plain, BYTES), (services.shared, CUDA_IPC)):
+        with Client(process.address) as client:
+            wait_for_drafter(client, services.drafter.address)
+            again = client.complete(PROMPTS[0], temperature=0, max_tokens=40)
+            (status,) = client.info().drafters
+        assert again.token_ids == first.token_ids
+        assert sum(again.statistics.accepted) > 0
+        assert status.features_carrier == carrier
+
+
 def test_requests_go_on_when_the_drafter_is_killed_and_its_memory_is_free(services):
     with Client(services.shared.address) as client:
         first = client.complete(PROMPTS[0], temperature=0, max_tokens=40)
@@ -96,6 +135,6 @@ def test_requests_go_on_when_the_drafter_is_killed_and_its_memory_is_free(servic
         assert client.complete(PROMPTS[0], temperature=0, max_tokens=40).token_ids == first.token_ids
     if torch.cuda.device_count() > 1:  # else it is the verifiers' GPU too
         end = time.monotonic() + PATIENCE_S
-        while torch.cuda.mem_get_info(LAST_GPU)[0] < services.free_before - SLACK:
+        while free_bytes() < services.free_before - SLACK:
             assert time.monotonic() < end, "the killed drafter's GPU has memory that is not free"
             time.sleep(0.1)

@@ -19,6 +19,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 HIDDEN = 384
 MAX_TOKENS = 40
+PENALTIES_AND_BIAS = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.7,
+    "logit_bias": {5: 4.0, 300: -100.0},
+}
+OPTIONS = [{}, {"temperature": 0.8, "top_k": 5}, {"logprobs": 2}, PENALTIES_AND_BIAS]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,7 @@ def served(target: Target) -> Iterator[Served]:
     own.engine.stop()
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 5}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("is_drafted", [False, True], ids=["off", "on"])
 def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, Any]) -> None:
     stream = served.connect(row_bytes=2 * 4 * HIDDEN) if is_drafted else None

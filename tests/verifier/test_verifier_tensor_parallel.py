@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,9 +30,11 @@ from transformers import (
 )
 
 from draftwire.config import parse_speculative_config
+from draftwire.devices import choose_device
 from draftwire.errors import CheckpointError, InvalidArgumentError
 from draftwire.kv_cache import SequenceRows
 from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
 from verifier_service import main, tensor_parallel
 from verifier_service.options import VerifierOptions
 from verifier_service.ranks import Followers, rank_device
@@ -45,6 +49,7 @@ pytestmark = pytest.mark.xdist_group("tensor_parallel")
 CPU = torch.device("cpu")
 SIZE = 2
 CONTEXT = 2048
+MAX_PREFILL_ROWS = 20  # of every rank: on GPUs all capture the same graphs
 VOCAB = 21  # odd, so that the ranks' parts are not of one size
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -146,7 +151,7 @@ def options(tmp_path_factory) -> VerifierOptions:
         target=str(directory),
         device="cpu",
         max_num_seqs=8,
-        max_prefill_rows=64,
+        max_prefill_rows=MAX_PREFILL_ROWS,
         kv_cache_tokens=2 * CONTEXT,
         speculative_config=f'{{"num_speculative_tokens": {K}}}',
         tensor_parallel_size=SIZE,
@@ -218,9 +223,17 @@ PREFIX = [(3 * i + i * i) % VOCAB for i in range(40)]
 PROMPTS = [*([*PREFIX, i, 2 * i] for i in range(4)), *([i, 7] for i in range(4))]
 
 
-def outputs(target: Target, followers: Followers | None) -> tuple[list[list[int]], Served, list[Any]]:
-    """What eight requests say that have too little cache, one after the first, the others at once."""
-    own = Served(target, followers=followers, num_blocks=14, max_prefill_rows=20)
+class Outputs(NamedTuple):
+    """What requests say, how many drafts of each were verified, and what the engine counted."""
+
+    tokens: list[list[int]]
+    drafted: list[int]
+    counters: generate_pb2.EngineCounters
+
+
+def outputs(target: Target, followers: Followers | None = None) -> Outputs:
+    """Of eight requests that have too little cache, one after the first, the others at once."""
+    own = Served(target, followers=followers, num_blocks=14, max_prefill_rows=MAX_PREFILL_ROWS)
     own.connect([5, 6, 7])
     first = own.submit(PROMPTS[0], max_tokens=40)
     own.engine.start()
@@ -228,18 +241,37 @@ def outputs(target: Target, followers: Followers | None) -> tuple[list[list[int]
     requests = [own.submit(prompt, keys=100 * i, max_tokens=40) for i, prompt in enumerate(PROMPTS[1:], 1)]
     said += [own.tokens(request) for request in requests]
     own.engine.stop()
-    return said, own, [first, *requests]
+    return Outputs(said, [sum(request.drafted) for request in (first, *requests)], own.engine.counters())
+
+
+def check_outputs(expected: Outputs, found: Outputs) -> None:
+    """The tokens are those expected, and came with drafts, prefix reuse and preemption."""
+    assert found.tokens == expected.tokens
+    assert len(set(map(tuple, found.tokens))) == len(PROMPTS)
+    assert found.counters.preemptions > 0
+    assert found.counters.prefix_hit_rows > 0
+    assert min(found.drafted) > 0
 
 
 def test_greedy_tokens_are_those_of_one_rank_with_drafts_prefix_reuse_and_preemption(whole, split, followers):
-    expected, _, _ = outputs(whole, None)
-    said, own, requests = outputs(split, followers)
-    assert said == expected
-    assert len(set(map(tuple, said))) == len(PROMPTS)
-    counters = own.engine.counters()
-    assert counters.preemptions > 0
-    assert counters.prefix_hit_rows > 0
-    assert all(sum(request.drafted) > 0 for request in requests)
+    check_outputs(outputs(whole), outputs(split, followers))
+
+
+def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
+    """Of the whole target and of the split one."""
+    config, device = parse_speculative_config(options.speculative_config), choose_device(options.device)
+    expected = outputs(start_target(options, config, device)[0])
+    with Followers(options, device) as followers:
+        return expected, outputs(start_target(options, config, device, followers.rank)[0], followers)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="needs two GPUs")
+@pytest.mark.timeout(600)
+def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
+    """In a process of its own: a process joins one group of ranks, and has to end soon after one that has GPUs."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        on_gpus = replace(options, device="cuda:0", dtype="float32")
+        check_outputs(*pool.submit(outputs_of_both, on_gpus).result())
 
 
 def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, followers):
