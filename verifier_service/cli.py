@@ -95,6 +95,7 @@ from verifier_service.options import VerifierOptions
 @click.option("--drafter-tls-key", type=FILE, help="Its private key, PEM.")
 @click.option(
     "--compile-cache",
+    envvar="TORCHINDUCTOR_CACHE_DIR",
     metavar="DIR",
     help="Where compiled code is kept. Default: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/draftwire/compile.",
 )

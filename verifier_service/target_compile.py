@@ -9,9 +9,9 @@ from pathlib import Path
 def use_compile_cache(directory: str | None = None) -> None:
     """Keeps what torch compiles in `directory` for the starts to come; call it before the first compilation.
 
-    By default that is $TORCHINDUCTOR_CACHE_DIR, else `draftwire/compile` in the user's cache directory: torch's own
-    place is the temporary directory, which may not outlive the machine's next start.
+    By default that is `draftwire/compile` in the user's cache directory: torch's own place is the temporary directory,
+    which may not outlive the machine's next start. What $TORCHINDUCTOR_CACHE_DIR says is not asked here: torch sets it
+    itself when it is imported.
     """
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = directory or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(user_cache / "draftwire" / "compile")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory or str(user_cache / "draftwire" / "compile")

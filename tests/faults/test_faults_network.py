@@ -11,6 +11,7 @@ from stage import Stage
 from tcp_proxy import TcpProxy
 
 from draftwire.bench.link import Link, LinkQuality
+from draftwire.v1 import draft_pb2
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -66,9 +67,18 @@ def link() -> Iterator[Link]:
     try:
         link = Link()
     except OSError as error:
-        pytest.skip(f"a link that loses packets needs Linux, root and iproute2: {error}")
+        pytest.skip(f"a link to a network namespace needs Linux, root and iproute2: {error}")
     with link:
         yield link
+
+
+def test_a_drafter_of_another_host_is_sent_features_in_messages(link: Link, stage: Stage) -> None:
+    """Abstract sockets are of one network namespace, as those of a host or a container are."""
+    drafter = stage.drafter(host=link.address, program=link.program)
+    load = stage.load([drafter.address], "--insecure")
+    load.measure()  # greedy output is transformers', and the drafts are those of undisturbed features
+    [status] = load.drafters()
+    assert (status.features_carrier, status.is_direct) == (draft_pb2.CARRIER_BYTES, False)
 
 
 def test_packets_are_lost(link: Link, stage: Stage, matrix: Matrix) -> None:

@@ -1,6 +1,7 @@
 """Greedy output is what transformers says where requests share a cache that is too small for them, and prefixes in it.
 
-On the CPU, and on a GPU where there is one; transformers computes in float32 on the CPU for both.
+On the CPU, and on a GPU where there is one; transformers computes in float32 on the CPU for both. And a prefix that is
+in the cache costs no accepted draft.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from services import DEMO, Reference, acceptance_rate, crowd, wait_for_drafter
+from services import DEMO, Pair, Reference, acceptance_rate, crowd, wait_for_drafter
 from transformers import AutoTokenizer
 
 from draftwire import Client
 from draftwire.client import Completion
+from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.processes import start_drafter, start_verifier
+from verifier_service.step_sender import MAX_HISTORY_ROWS
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),
@@ -108,3 +111,17 @@ def test_requests_that_begin_with_blocks_of_others_say_what_transformers_says(cl
     hits = [completion.statistics.prefix_hit_tokens for completion in completions]
     assert min(hits[1:]) > 48  # of the prefix's tokens
     assert client.info().counters.prefix_hit_rows - before == sum(hits)
+
+
+@pytest.mark.xdist_group("demo")
+def test_a_prompt_that_is_in_the_cache_has_as_many_drafts_accepted_as_before(demo: Pair) -> None:
+    """Features of rows that are not computed again are sent from where they are kept, here in two pieces."""
+    prompt = PREFIX + 5 * "\n\n".join(SHORT) + ENDINGS[2]
+    first, again = (demo.client.complete(prompt, temperature=0, max_tokens=96) for _ in range(2))
+    assert first.statistics.prefix_hit_tokens == 0
+    assert again.statistics.prefix_hit_tokens == (first.statistics.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert again.statistics.prefix_hit_tokens > MAX_HISTORY_ROWS
+    assert again.token_ids == first.token_ids
+    assert list(again.statistics.drafted) == list(first.statistics.drafted)
+    assert list(again.statistics.accepted) == list(first.statistics.accepted)
+    assert acceptance_rate([again]) > 0.3
