@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ _IGNORED = {
     "output_router_logits",
 }
 
+class LayerCall(NamedTuple):
+    """How a layer called our attention."""
+
+    layer: int
+    shape: tuple[int, int, int]  # KV heads, key head size, value head size
+    window: int | None
+
+
 # Query [T, H, D], key [T, KV, D], value [T, KV, Dv] of a layer, its number, scale, window, soft-cap -> [T, H, Dv].
 _Attention = Callable[[Tensor, Tensor, Tensor, int, float, int | None, float | None], Tensor]
 _attention: _Attention | None = None
@@ -53,13 +61,14 @@ def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[None]:
 
 
 @contextmanager
-def measuring() -> Iterator[list[tuple[int, tuple[int, int, int]]]]:
-    """Within it, forward passes of this process attend to nothing; yields each call's layer and its KV heads, key head
-    size and value head size."""
-    calls: list[tuple[int, tuple[int, int, int]]] = []
+def measuring() -> Iterator[list[LayerCall]]:
+    """Within it, forward passes of this process attend to nothing; yields their calls."""
+    calls: list[LayerCall] = []
 
-    def measure(query: Tensor, key: Tensor, value: Tensor, layer: int, *_: object) -> Tensor:
-        calls.append((layer, (key.shape[1], key.shape[2], value.shape[2])))
+    def measure(
+        query: Tensor, key: Tensor, value: Tensor, layer: int, _scale: float, window: int | None, _softcap: float | None
+    ) -> Tensor:
+        calls.append(LayerCall(layer, (key.shape[1], key.shape[2], value.shape[2]), window))
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
     with _by(measure):

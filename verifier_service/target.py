@@ -97,13 +97,22 @@ class Target:
         """What every layer keeps of a position, as it calls our attention."""
         with attention_hook.measuring() as calls, self._refusing():
             self._run_rows(2, 1)
-        layers = [layer for layer, _ in calls]
+        layers = [call.layer for call in calls]
         if sorted(layers) != list(range(self.num_layers)):
             raise CheckpointError(
                 f"{self.name}: only models whose every layer is attention are served; "
                 f"layers {sorted(set(layers))} of {self.num_layers} are"
             )
-        return [shape for _, shape in sorted(calls)]
+        calls.sort()
+        windows = _windows(self._model.config, self.num_layers)
+        for call, window in zip(calls, windows, strict=True):
+            # Some models tell a window to the mask alone, which we do not take.
+            if call.window is None and window is not None and window < self.max_model_len:
+                raise CheckpointError(
+                    f"{self.name}: sliding_window = {window} of layer {call.layer} does not reach its attention; "
+                    f"served up to max_model_len = {window}"
+                )
+        return [call.shape for call in calls]
 
     def _probe(self) -> None:
         """Runs two rows of no sequence through the attention that serves."""
@@ -172,6 +181,16 @@ def _vocab_size(model: Any) -> int:
     if size is None:
         raise CheckpointError(f"{type(model).__name__}: its logits are of a {type(layer).__name__}; not served")
     return size
+
+
+def _windows(config: Any, num_layers: int) -> list[int | None]:
+    """The window that each layer is to have by the config."""
+    # A field that the type does not have is kept, and has no effect.
+    window = config.sliding_window if hasattr(type(config), "sliding_window") else None
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _find_layers(model: Any, count: int) -> Sequence[torch.nn.Module]:

@@ -23,6 +23,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen3Config,
     T5Config,
@@ -233,6 +234,7 @@ def rope(kind: str) -> dict[str, Any]:
         (Llama4TextConfig(**COMMON), "layers of type chunked_attention are not served"),
         (Gemma3TextConfig(**COMMON, use_bidirectional_attention=True), "attention of Gemma3Attention .* is not causal"),
         (GptOssConfig(**COMMON, num_local_experts=2), "attention of GptOssAttention is not served: it needs s_aux$"),
+        (PhimoeConfig(**COMMON, sliding_window=6, num_local_experts=2), "sliding_window = 6 of layer 0 does not reach"),
         (MistralConfig(**COMMON, sliding_window=-1), "window: got -1, expected at least 1 position"),
         (Gemma2Config(**COMMON, attn_logit_softcapping=-1.0), "softcap: got -1.0, expected a number above 0"),
         (GPT2Config(), "its layers are not laid out as `layers` and `norm`"),
@@ -245,6 +247,7 @@ def rope(kind: str) -> dict[str, Any]:
         "chunked",
         "bidirectional",
         "sinks",
+        "window of the mask alone",
         "window",
         "soft-cap",
         "layout",
@@ -254,6 +257,15 @@ def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, messag
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, dummy=True)
+
+
+def test_a_window_that_does_not_reach_the_attention_is_served_up_to_its_length(tmp_path):
+    config = PhimoeConfig(**COMMON, sliding_window=12, num_local_experts=2)
+    served = Served(load(save(config, tmp_path / "phimoe"), max_model_len=12), [12])
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "phimoe", attn_implementation="eager")
+    with torch.inference_mode():
+        expected = model.eval()(served.tokens[0][None], use_cache=False).logits[0]
+    torch.testing.assert_close(served.step([(0, 0, 12)], [1])[0], expected, **TOLERANCE)
 
 
 @NEEDS_GPU
