@@ -29,6 +29,7 @@ from transformers import (
     T5Config,
 )
 
+from benchmarks.served_targets import LATENT_SIZES
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.errors import CheckpointError
 from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
@@ -64,13 +65,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 # Keys of 24 elements and values of 12, both made from one latent of 16; experts after the first layer.
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
+LATENT = LATENT_SIZES | {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
