@@ -3,9 +3,10 @@
     python -m benchmarks.served_targets --json served-targets.json
 
 Each type of model is made small, with random weights, and given sequences bit by bit: prompts, rows of several drafts,
-rows that come again. Its logits must be those of transformers' own forward pass. Types that cannot be made small from
-these sizes are told apart from those that the verifier refuses. Exit code 1 when one is served with other logits, or
-fails with anything but a refusal.
+rows that come again. Its logits, and the states that enter its layers, which features are made of, must be those of
+transformers' own forward pass. Types that cannot be made small from
+these sizes are told apart from those that the verifier refuses. Exit code 1 when one is served with others, or fails
+with anything but a refusal.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ LATENT_SIZES = {
     "v_head_dim": 12,
 }
 MOST_PARAMETERS = 20_000_000
-# The largest difference of a logit, over the largest logit.
-TOLERANCE = 1e-3
+# The largest difference of a logit or of a state's element, over the largest of them.
+TOLERANCE = 1e-4
 LENGTHS = (30, 21)
 # (sequence, first row, rows) of each step: prompts, one row beside several, rows that were refused and come again.
 STEPS = [[(0, 0, 12), (1, 0, 9)], [(0, 12, 1), (1, 9, 11)], [(0, 13, 8), (1, 20, 1)], [(0, 16, 14)]]
-SERVED, OTHER_LOGITS, REFUSED, NOT_MADE, FAILED = "served", "served with other logits", "refused", "not made", "failed"
+SERVED, OTHERS, REFUSED, NOT_MADE, FAILED = "served", "served with others", "refused", "not made", "failed"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def main(json_path: Path | None, model_types: tuple[str, ...]) -> None:
     Console().print(table, ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     if json_path is not None:
         json_path.write_text(json.dumps(describe() | {"findings": [asdict(one) for one in found]}, indent=1) + "\n")
-    if counts[OTHER_LOGITS] or counts[FAILED]:
-        raise click.ClickException("a model is served with other logits than transformers', or is not refused by name")
+    if counts[OTHERS] or counts[FAILED]:
+        raise click.ClickException("a model is served with others than transformers' logits, or not refused by name")
 
 
 def _try_all(model_types: tuple[str, ...]) -> list[Finding]:
@@ -122,17 +123,17 @@ def try_type(model_type: str) -> Finding:
     with tempfile.TemporaryDirectory() as directory:
         try:
             _save_small(model_type, Path(directory))
-            tokens, expected = _reference(Path(directory))
+            references = _references(Path(directory))
         except Exception as error:  # of many kinds, where sizes do not fit the type
             return Finding(model_type, NOT_MADE, _first_line(error))
         try:
             target = load_target(Path(directory), model_type, torch.float32, torch.device("cpu"))
-            difference = _largest_difference(target, tokens, expected)
+            difference = _largest_difference(target, references)
         except CheckpointError as error:
             return Finding(model_type, REFUSED, _first_line(error))
         except Exception as error:  # whatever it is, it is what this program looks for
             return Finding(model_type, FAILED, _first_line(error))
-    return Finding(model_type, SERVED if difference < TOLERANCE else OTHER_LOGITS, f"{difference:.1e}")
+    return Finding(model_type, SERVED if difference < TOLERANCE else OTHERS, f"{difference:.1e}")
 
 
 def _first_line(error: Exception) -> str:
@@ -153,27 +154,47 @@ def _save_small(model_type: str, directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A sequence, and what transformers computes of it."""
+
+    tokens: Tensor
+    logits: Tensor  # [tokens, vocab_size]
+    states: Tensor  # [tokens, num_layers * hidden_size]: what enters the layers
+
+
 @torch.inference_mode()
-def _reference(directory: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Sequences, and their logits by transformers: [tokens] and [tokens, vocab_size] of each."""
+def _references(directory: Path) -> list[Reference]:
     generator = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    return tokens, [model.eval()(one[None], use_cache=False).logits[0] for one in tokens]
+    entering: list[Tensor] = []
+    for layer in getattr(model.base_model, "layers", []):
+        layer.register_forward_pre_hook(lambda _layer, args: entering.append(args[0][0]))
+    references = []
+    for length in LENGTHS:
+        tokens = torch.randint(3, SIZES["vocab_size"], (length,), generator=generator)
+        logits = model.eval()(tokens[None], use_cache=False).logits[0]
+        references.append(Reference(tokens, logits, torch.cat(entering, -1) if entering else logits))
+        entering.clear()
+    return references
 
 
 @torch.inference_mode()
-def _largest_difference(target: Target, tokens: list[Tensor], expected: list[Tensor]) -> float:
+def _largest_difference(target: Target, references: list[Reference]) -> float:
     cache = KVCache(target.layer_shapes, 5, torch.float32, target.device)
     blocks = ([1, 2], [3, 4])
     largest = 0.0
     for step in STEPS:
         batch = RaggedBatch([SequenceRows(blocks[i], start, count) for i, start, count in step], target.device)
-        rows = torch.cat([tokens[i][start : start + count] for i, start, count in step])
+        tokens, logits, states = (
+            torch.cat([getattr(references[i], name)[start : start + count] for i, start, count in step])
+            for name in ("tokens", "logits", "states")
+        )
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in step])
-        logits = target.forward(rows, positions, cache, batch, torch.arange(len(rows))).logits
-        wanted = torch.cat([expected[i][start : start + count] for i, start, count in step])
-        largest = max(largest, float((logits - wanted).abs().max() / wanted.abs().max()))
+        asked_for = torch.arange(len(tokens))[::2]
+        output = target.forward(tokens, positions, cache, batch, asked_for)
+        for found, expected in ((output.logits, logits[asked_for]), (torch.cat(output.states[:-1], -1), states)):
+            largest = max(largest, float((found - expected).abs().max() / expected.abs().max()))
     return largest
 
 

@@ -87,7 +87,8 @@ class Target:
             self._states.append(args[0][0])
 
         def after_norm(_module: torch.nn.Module, _args: Any, output: Tensor) -> None:
-            self._states.append(output[0])
+            if len(self._states) == self.num_layers:  # some models have the same norm before their layers
+                self._states.append(output[0])
 
         for layer in layers:
             layer.register_forward_pre_hook(entering)
@@ -96,7 +97,11 @@ class Target:
     def _measure_layers(self) -> list[tuple[int, int, int]]:
         """What every layer keeps of a position, as it calls our attention."""
         with attention_hook.measuring() as calls, self._refusing():
-            self._run_rows(2, 1)
+            states = self._run_rows(2, 1).states
+        if [state.shape for state in states] != [(2, self.hidden_size)] * (self.num_layers + 1):
+            raise CheckpointError(
+                f"{self.name}: its layers do not take one state of {self.hidden_size} elements a row; not served"
+            )
         layers = [call.layer for call in calls]
         if sorted(layers) != list(range(self.num_layers)):
             raise CheckpointError(
@@ -123,27 +128,39 @@ class Target:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
+        """Within it, what a forward pass raises is a reason not to serve the model."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
-            raise CheckpointError(f"{self.name}: its attention is not served: {error}") from error
+            raise CheckpointError(f"{self.name}: its forward pass is not served: {error}") from error
 
     @torch.inference_mode()
-    def _run_rows(self, num_rows: int, num_logit_rows: int) -> None:
+    def _run_rows(self, num_rows: int, num_logit_rows: int) -> ForwardOutput:
+        """Runs rows of no sequence, within `attending` or `measuring`."""
         # Tensors of their own: what is compiled for a view, or for one tensor twice, serves nothing else.
         token_ids, positions, rows = (
             torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_rows, num_rows, num_logit_rows)
         )
-        self._run(token_ids, positions, rows)
+        return self._run(token_ids, positions, rows)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compiles the forward pass, for every number of rows at once.
 
         Sizes 0 and 1 are constants to the compiler, which would compile anew for them: from then on `forward` is to be
         given at least two rows, and asked for at least two rows' logits, all of them tensors made in inference mode.
+
+        Raises
+        ------
+        CheckpointError
+            When the model cannot be compiled as a whole, or would not run as a CUDA graph.
         """
+        if self.device.type == "cuda" and self.dtype != torch.bfloat16 and has_experts(self._model):
+            # In other types transformers asks the device how many rows each expert has, which no graph can.
+            raise CheckpointError(f"{self.name}: models with experts are served on a GPU in bfloat16 alone")
         self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
-        with attention_hook.measuring():
+        with attention_hook.measuring(), self._refusing():
             # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
             self._run_rows(16, 8)
 
@@ -183,12 +200,15 @@ def _vocab_size(model: Any) -> int:
     return size
 
 
+def has_experts(model: Any) -> bool:
+    """Whether it has modules of transformers' `use_experts_implementation`."""
+    return any(hasattr(module, "has_gate") and hasattr(module, "is_concatenated") for module in model.modules())
+
+
 def _windows(config: Any, num_layers: int) -> list[int | None]:
     """The window that each layer is to have by the config."""
-    # A field that the type does not have is kept, and has no effect.
+    # Configs keep fields that their type does not have.
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
@@ -298,6 +318,8 @@ def _refuse(config: Any, name: str) -> None:
     unknown = [size for size in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(config, size)]
     if unknown:
         raise CheckpointError(f"{name}: models of type {config.model_type!r} are not served: no {', '.join(unknown)}")
+    if not getattr(config, "is_causal", True):
+        raise CheckpointError(f"{name}: models whose attention is not causal are not served")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = {part.get("rope_type", part.get("type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     refused = kinds & _REFUSED_ROPE_TYPES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from benchmarks.served_targets import NOT_MADE, OTHER_LOGITS, REFUSED, SERVED, try_type
+from benchmarks.served_targets import NOT_MADE, OTHERS, REFUSED, SERVED, try_type
 from verifier_service import attention_hook
 
 
@@ -32,4 +32,4 @@ def test_other_logits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(*args, window=None if window is None else window + 1, **given)
 
     monkeypatch.setattr(attention_hook, "paged_attention", attend_further)
-    assert try_type("mistral").outcome == OTHER_LOGITS
+    assert try_type("mistral").outcome == OTHERS

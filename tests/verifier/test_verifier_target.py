@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -23,9 +24,11 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     PhimoeConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
     T5Config,
 )
 
@@ -33,7 +36,7 @@ from benchmarks.served_targets import LATENT_SIZES
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.errors import CheckpointError
 from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
-from verifier_service.target import Target, load_target
+from verifier_service.target import Target, has_experts, load_target
 from verifier_service.target_runner import StepRows, TargetRunner
 
 CPU = torch.device("cpu")
@@ -73,6 +76,10 @@ LATENT = LATENT_SIZES | {
     "n_group": 2,
     "topk_group": 1,
 }
+# Off for attention, but not for the mask.
+WINDOWS = {"use_sliding_window": False, "sliding_window": 6, "layer_types": NUM_LAYERS * ["sliding_attention"]}
+GEMMA3N = {"head_dim": 16, "num_kv_shared_layers": 0, "laurel_rank": 4, "hidden_size_per_layer_input": 8}
+GEMMA3N |= {"vocab_size_per_layer_input": 90, "activation_sparsity_pattern": None}
 GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 90, "sliding_window": 6}
 CONFIGS = {
     "llama": LlamaConfig(**COMMON),
@@ -88,6 +95,8 @@ CONFIGS = {
     "gemma4_text": Gemma4TextConfig(**COMMON, **GEMMA4, head_dim=16, global_head_dim=32),
     "gemma2_256": Gemma2Config(**COMMON, head_dim=256, sliding_window=6, attn_logit_softcapping=3.0),
 }
+
+EXPERTS = {"mixtral", "deepseek_v3"}
 
 
 @pytest.fixture
@@ -142,6 +151,10 @@ def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     target = load(directory, device)
+    if device.type == "cuda" and name in EXPERTS:
+        with pytest.raises(CheckpointError, match="models with experts are served on a GPU in bfloat16 alone"):
+            target.compile()
+        return
     if device.type == "cuda":
         target.compile()
     served = Served(target, [30, 9, 21])
@@ -228,6 +241,9 @@ def rope(kind: str) -> dict[str, Any]:
         (LlamaConfig(**COMMON, rope_parameters=rope("longrope")), "rotary type 'longrope' is not served"),
         (Llama4TextConfig(**COMMON), "layers of type chunked_attention are not served"),
         (Gemma3TextConfig(**COMMON, use_bidirectional_attention=True), "attention of Gemma3Attention .* is not causal"),
+        (NemotronConfig(**COMMON, is_causal=False), "attention is not causal"),
+        (SmolLM3Config(**COMMON, **WINDOWS), "sliding_window = 6 of layer 0 does not reach its attention"),
+        (Gemma3nTextConfig(**COMMON, **GEMMA3N), "do not take one state of 48 elements a row"),
         (GptOssConfig(**COMMON, num_local_experts=2), "attention of GptOssAttention is not served: it needs s_aux$"),
         (PhimoeConfig(**COMMON, sliding_window=6, num_local_experts=2), "sliding_window = 6 of layer 0 does not reach"),
         (MistralConfig(**COMMON, sliding_window=-1), "window: got -1, expected at least 1 position"),
@@ -241,6 +257,9 @@ def rope(kind: str) -> dict[str, Any]:
         "longrope",
         "chunked",
         "bidirectional",
+        "bidirectional by config alone",
+        "window that is switched off for attention alone",
+        "several states a row",
         "sinks",
         "window of the mask alone",
         "window",
@@ -252,6 +271,11 @@ def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, messag
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, dummy=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_with_experts_are_known(name, tmp_path):
+    assert has_experts(AutoModelForCausalLM.from_config(CONFIGS[name])) == (name in EXPERTS)
 
 
 def test_a_window_that_does_not_reach_the_attention_is_served_up_to_its_length(tmp_path):
