@@ -68,7 +68,7 @@ def split_target(model: Any, name: str, rank: Rank, device: torch.device) -> Non
     if rank.size == 1:
         return
     splits = list(_find_splits(model, name))
-    _check_sizes(model.config, splits, rank.size)
+    _check_sizes(model.config, name, splits, rank.size)
     for parent, child, linear, style in splits:
         if style == _COLUMNS:
             _keep_columns(linear, rank, device)
@@ -99,9 +99,14 @@ def _find_splits(model: Any, name: str) -> Iterator[_Split]:
             yield _Split(model.get_submodule(parent), child, module, style)
 
 
-def _check_sizes(config: Any, splits: list[_Split], size: int) -> None:
+def _check_sizes(config: Any, name: str, splits: list[_Split], size: int) -> None:
     """Heads are checked by their number: a rank must not have half a head."""
-    sizes = [(field, value) for field in _SPLIT_SIZES if isinstance(value := getattr(config, field, None), int)]
+    try:
+        sizes = [(field, value) for field in _SPLIT_SIZES if isinstance(value := getattr(config, field, None), int)]
+    except RuntimeError as error:  # transformers' own
+        raise CheckpointError(
+            f"{name}: a size that layers do not have in common is not split; use --tensor-parallel-size 1: {error}"
+        ) from error
     for _, _, linear, style in splits:
         if style == _COLUMNS:
             sizes.append(("out_features", linear.out_features))

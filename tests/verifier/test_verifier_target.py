@@ -274,7 +274,7 @@ def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, messag
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_models_with_experts_are_known(name, tmp_path):
+def test_models_with_experts_are_known(name):
     assert has_experts(AutoModelForCausalLM.from_config(CONFIGS[name])) == (name in EXPERTS)
 
 

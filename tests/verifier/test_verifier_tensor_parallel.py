@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -75,6 +76,17 @@ CONFIGS = {
     "qwen3": Qwen3Config(**COMMON),
     "gemma2": Gemma2Config(**COMMON),
     "gemma3": Gemma3TextConfig(**COMMON),
+}
+# Fewer KV heads in layers without a window.
+GEMMA4 = COMMON | {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "pad_token_id": 0,
 }
 
 
@@ -324,6 +336,7 @@ def test_a_size_that_divides_not_every_part_is_refused(changes, size, message, t
             r"splits model\.layers\.\*\.self_attn\.o_proj \(Linear\) as 'rowwise_split_input'",
         ),
         (MixtralConfig(**COMMON), "is not served; use --tensor-parallel-size 1"),
+        (Gemma4TextConfig(**GEMMA4), "that layers do not have in common .* use --tensor-parallel-size 1"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused(config, message):
