@@ -33,6 +33,7 @@ _IGNORED = {
     "output_router_logits",
 }
 
+
 class LayerCall(NamedTuple):
     """How a layer called our attention."""
 
