@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -199,5 +198,4 @@ def _largest_difference(target: Target, references: list[Reference]) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main()

@@ -111,11 +111,12 @@ class Target:
         calls.sort()
         windows = _windows(self._model.config, self.num_layers)
         for call, window in zip(calls, windows, strict=True):
-            # Some models tell a window to the mask alone, which we do not take.
-            if call.window is None and window is not None and window < self.max_model_len:
+            # Some models give a window to the mask alone, which we do not take, or to the attention alone.
+            lengths = {given for given in (call.window, window) if given is not None and given < self.max_model_len}
+            if lengths and call.window != window:
                 raise CheckpointError(
-                    f"{self.name}: sliding_window = {window} of layer {call.layer} does not reach its attention; "
-                    f"served up to max_model_len = {window}"
+                    f"{self.name}: the window of layer {call.layer} is {call.window} to its attention and {window} by "
+                    f"its config; served up to max_model_len = {min(lengths)}"
                 )
         return [call.shape for call in calls]
 
