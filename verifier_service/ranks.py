@@ -189,7 +189,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
     # Signals to a whole group of processes are rank 0's to answer: its requests may still have some time.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     # Rank 0 shows and logs for all.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -217,7 +217,8 @@ def _last_words(failures: Connection) -> str:
         return ""
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Waits for the end of the process that started this one, whatever that is, and ends this one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -154,7 +154,13 @@ class TargetRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the graphs, with a progress bar; not on a CPU. The target is compiled by then."""
+        """Captures the graphs, with a progress bar; not on a CPU. The target is compiled by then.
+
+        Raises
+        ------
+        CheckpointError
+            When the forward pass asks the device for numbers, which no graph can.
+        """
         if self._target.device.type != "cuda":
             return
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._target.device)[0]
@@ -293,11 +299,12 @@ class _Graph:
             # Kernels are built outside of the capture, and what that takes of memory is given back to it.
             target.forward(token_ids, positions, cache, batch, rows)
             torch.cuda.empty_cache()
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                output = target.forward(token_ids, positions, cache, batch, rows)
-            finally:
-                self._graph.capture_end()
+            with target.refusing():
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    output = target.forward(token_ids, positions, cache, batch, rows)
+                finally:
+                    self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._logits = _unowned(output.logits)
         self._states = [_unowned(state) for state in output.states]

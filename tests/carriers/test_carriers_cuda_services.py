@@ -73,9 +73,10 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info(LAST_GPU)[0]
 
 
-def mappings(process: ServiceProcess) -> int:
-    """Host memory that a process shares, some of it beside each memory of a GPU."""
-    return Path(f"/proc/{process.pid}/maps").read_text().count("/memfd:draftwire")
+def shared_memory(*pids: int) -> set[str]:
+    """The host memory that all of the processes have mapped, some of it beside each memory of a GPU: its inodes."""
+    maps = (Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids)
+    return set.intersection(*({line.split()[4] for line in lines if "/memfd:draftwire" in line} for lines in maps))
 
 
 def run(client: Client) -> list[Completion]:
@@ -108,14 +109,15 @@ def test_the_drafter_goes_on_when_a_verifier_is_killed_and_serves_the_next(servi
         wait_for_drafter(client, services.drafter.address)
         first = client.complete(PROMPTS[0], temperature=0, max_tokens=40)
         free = free_bytes()
-        assert mappings(services.drafter) > 0
+        shared = shared_memory(services.drafter.pid, engine)
+        assert shared
         output = client.generate(PROMPTS[0], temperature=0, max_tokens=200, ignore_eos=True)
         next(output)
         os.kill(engine, signal.SIGKILL)
         services.shared.kill()
         with pytest.raises(RequestError):
             list(output)
-    wait_for(lambda: mappings(services.drafter) == 0, "the drafter has let go of the memory")
+    wait_for(lambda: not shared & shared_memory(services.drafter.pid), "the drafter has let go of the memory")
     wait_for(lambda: free_bytes() > free, "the memory is free")
     services.shared = services.start_verifier("auto")
     for process, carrier in ((services.plain, BYTES), (services.shared, CUDA_IPC)):
