@@ -3,7 +3,9 @@
     python benchmarks/far_drafter.py --json benchmarks/results/far-drafter.json
 
 The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
-verifier outside of it; the number of drafts adapts. For each link, rounds without and with drafts follow each other,
+verifier outside of it; the number of drafts adapts. What a TCP connection reaches over each link is measured first: the
+host's cores may be slower than the rate that was asked for, and a window of TCP smaller than what fits in the delay.
+For each link, rounds without and with drafts follow each other,
 after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
 code 1 when one is under 0.97. Beside it stands the gain that the verifier expected of drafts in the end.
 
@@ -91,8 +93,13 @@ def main(json_path: Path | None, **given: Any) -> None:
     ):  # fmt: skip
         for delay_ms, gbit_per_s in product(given["delay_ms"], given["gbit_per_s"]):
             link.set(LinkQuality(delay_s=delay_ms / 1e3, bytes_per_s=gbit_per_s * 1e9 / 8))
+            reached = link.measure()
             for concurrency in given["concurrency"]:
                 place = {"delay_ms": delay_ms, "gbit_per_s": gbit_per_s, "concurrency": concurrency}
+                place |= {
+                    "round_trip_ms": reached.round_trip_s * 1e3,
+                    "reached_gbit_per_s": reached.bytes_per_s * 8 / 1e9,
+                }
                 rows.append(place | _measured(verifier.address, concurrency, given))
                 console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
     _print(rows, console)
@@ -143,12 +150,13 @@ def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    columns = ("delay, ms", "Gbit/s", "requests", "without", "with, tokens/s", "ratio", "drafts/step", "accepted")
-    table = Table(*columns, "expected")
+    columns = ("delay, ms", "Gbit/s", "reached", "requests", "without", "with, tokens/s", "ratio", "drafts/step")
+    table = Table(*columns, "accepted", "expected")
     for row in rows:
         table.add_row(
             f"{row['delay_ms']:g}",
             f"{row['gbit_per_s']:g}",
+            f"{row['reached_gbit_per_s']:.1f}",
             str(row["concurrency"]),
             f"{row['without_tokens_per_s']:.0f}",
             f"{row['with_tokens_per_s']:.0f}",

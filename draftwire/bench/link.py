@@ -10,21 +10,24 @@ import fcntl
 import json
 import os
 import random
-import select
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Self
 
-_TUNSETIFF = 0x400454CA
-_IFF_TUN_WITHOUT_HEADER = 0x1001
-_MAX_PACKET = 65536
-# Packets taken from a device at once, so that the other direction and what is due have their turn.
-_BATCH = 64
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
+# Of virtio: tells how the kernel is to cut what comes after it into packets.
+_HEADER_BYTES = 10
+_MAX_PACKET = _HEADER_BYTES + 65536
+MEASURED_BYTES = 8 << 20  # of a transfer
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,14 @@ class LinkQuality:
     delay_s: float = 0.0
     bytes_per_s: float | None = None  # None: no limit
     loss: float = 0.0  # share of the packets
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a TCP connection finds, from here to the namespace."""
+
+    round_trip_s: float  # the least of a few, of one byte
+    bytes_per_s: float  # the most of a few transfers
 
 
 class Link:
@@ -90,6 +101,23 @@ class Link:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
+    def measure(self) -> Reached:
+        """How long a byte takes there and back, and how fast many go there: the process between the devices, or the
+        host's cores, may be slower than the rate that is set."""
+        command = [*self.program[: self.program.index("-m")], "-m", "draftwire.bench.link", "--sink", self.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sink:
+            try:
+                assert sink.stdout is not None
+                port = int(sink.stdout.readline())
+                with socket.create_connection((self.address, port)) as connection:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    _transfer(connection, MEASURED_BYTES)  # the window has opened then
+                    round_trip = min(_transfer(connection, 1) for _ in range(20))
+                    taken = min(_transfer(connection, MEASURED_BYTES) for _ in range(5)) - round_trip
+            finally:
+                sink.kill()
+        return Reached(round_trip, MEASURED_BYTES / taken)
+
     def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -102,70 +130,76 @@ class Link:
 
 
 class _Direction:
-    """Packets on their way from one device to the other."""
+    """Packets on their way from one device to the other; two threads, since copying a packet takes longest."""
 
     def __init__(self, source: int, sink: int) -> None:
+        self.quality = LinkQuality()
+        self.num_lost = 0
         self._source, self._sink = source, sink
-        self._queue: deque[tuple[float, bytes]] = deque()  # (monotonic time at which it arrives, packet)
-        self._free = 0.0  # when all packets before are through
+        self._packets: SimpleQueue[tuple[float, bytes]] = SimpleQueue()  # (monotonic time at which it arrives, packet)
+        for run in (self._take, self._deliver):
+            threading.Thread(target=run, daemon=True).start()
 
-    @property
-    def due(self) -> float | None:
-        """When the next packet arrives."""
-        return self._queue[0][0] if self._queue else None
-
-    def take(self, quality: LinkQuality) -> int:
-        """Takes packets from the source; how many are lost."""
-        lost = 0
-        for _ in range(_BATCH):
-            try:
-                packet = os.read(self._source, _MAX_PACKET)
-            except BlockingIOError:
-                break
+    def _take(self) -> None:
+        free = 0.0  # when all packets before are through
+        while True:
+            packet = os.read(self._source, _MAX_PACKET)
+            quality = self.quality
             if random.random() < quality.loss:
-                lost += 1
+                self.num_lost += 1
                 continue
-            seconds = 0.0 if quality.bytes_per_s is None else len(packet) / quality.bytes_per_s
-            self._free = max(self._free, time.monotonic()) + seconds
-            self._queue.append((self._free + quality.delay_s, packet))
-        return lost
+            seconds = 0.0 if quality.bytes_per_s is None else (len(packet) - _HEADER_BYTES) / quality.bytes_per_s
+            free = max(free, time.monotonic()) + seconds
+            self._packets.put((free + quality.delay_s, packet))
 
-    def deliver(self) -> None:
-        """Gives the sink what has arrived."""
-        now = time.monotonic()
-        while self._queue and self._queue[0][0] <= now:
-            os.write(self._sink, self._queue.popleft()[1])
+    def _deliver(self) -> None:
+        while True:
+            arrival, packet = self._packets.get()
+            if (left := arrival - time.monotonic()) > 0:
+                time.sleep(left)
+            os.write(self._sink, packet)
 
 
 def _pass_packets(ends: list[int]) -> None:
     """Until there is no more input: a line with a `LinkQuality` at a time, answered with the number of lost packets."""
-    for fd in ends:
-        os.set_blocking(fd, False)
-    directions = {ends[0]: _Direction(*ends), ends[1]: _Direction(*reversed(ends))}
-    quality, num_lost = LinkQuality(), 0
-    while True:
-        dues = [direction.due for direction in directions.values() if direction.due is not None]
-        # `select` waits to the microsecond, which epoll does not.
-        timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
-        readable, _, _ = select.select([sys.stdin, *ends], [], [], timeout)
-        for direction in directions.values():
-            direction.deliver()
-        for source, direction in directions.items():
-            if source in readable:
-                num_lost += direction.take(quality)
-                direction.deliver()
-        if sys.stdin in readable:
-            if not (line := sys.stdin.readline()):
-                return
-            quality = LinkQuality(**json.loads(line))
-            print(num_lost, flush=True)
+    directions = (_Direction(*ends), _Direction(*reversed(ends)))
+    for line in sys.stdin:
+        for direction in directions:
+            direction.quality = LinkQuality(**json.loads(line))
+        print(sum(direction.num_lost for direction in directions), flush=True)
+
+
+def _transfer(connection: socket.socket, num_bytes: int) -> float:
+    """Seconds until the sink has said that they have arrived."""
+    message = num_bytes.to_bytes(8, "little") + bytes(num_bytes)
+    began = time.monotonic()
+    connection.sendall(message)
+    if not connection.recv(1):
+        raise OSError("the sink has ended")
+    return time.monotonic() - began
+
+
+def _take_in(address: str) -> None:
+    """Prints its port; of one connection, takes numbers of 8 bytes and as many bytes after each, which it confirms."""
+    with socket.create_server((address, 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        connection = server.accept()[0]
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffer = bytearray(1 << 20)
+        while head := connection.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(head, "little")
+            while left and (count := connection.recv_into(buffer, min(left, len(buffer)))):
+                left -= count
+            connection.sendall(b"\0")
 
 
 def _open_device(name: str, close: ExitStack) -> int:
     """File descriptor of a new TUN device, which goes when it is closed."""
     fd = os.open("/dev/net/tun", os.O_RDWR)
     close.callback(os.close, fd)
-    fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN_WITHOUT_HEADER))
+    fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    # What a connection sends at once stays together, as network cards take it: a packet at a time takes too long.
+    fcntl.ioctl(fd, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return fd
 
 
@@ -176,4 +210,7 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    _pass_packets([int(fd) for fd in sys.argv[1:]])
+    if sys.argv[1] == "--sink":
+        _take_in(sys.argv[2])
+    else:
+        _pass_packets([int(fd) for fd in sys.argv[1:]])

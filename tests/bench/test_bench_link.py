@@ -1,0 +1,40 @@
+"""The link to a network namespace: never faster than it is set, and it loses what it is to lose."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from draftwire.bench.link import MEASURED_BYTES, Link, LinkQuality
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    try:
+        link = Link()
+    except OSError as error:
+        pytest.skip(f"a link to a network namespace needs Linux, root and iproute2: {error}")
+    with link:
+        yield link
+
+
+@pytest.mark.parametrize(("delay_s", "bytes_per_s"), [(0.0, None), (0.02, None), (0.0, 20e6), (0.01, 50e6)])
+def test_a_link_is_not_faster_than_it_is_set(link: Link, delay_s: float, bytes_per_s: float | None) -> None:
+    link.set(LinkQuality(delay_s, bytes_per_s))
+    reached = link.measure()
+    assert reached.round_trip_s >= 2 * delay_s
+    if bytes_per_s is not None:
+        seconds = MEASURED_BYTES / reached.bytes_per_s + reached.round_trip_s
+        assert seconds >= MEASURED_BYTES / bytes_per_s + 2 * delay_s
+
+
+def test_nothing_arrives_where_all_packets_are_lost(link: Link) -> None:
+    before = link.set(LinkQuality(loss=1.0))
+    with pytest.raises(TimeoutError), socket.create_connection((link.address, 9), timeout=1.5):
+        pass
+    assert link.set(LinkQuality()) > before
+    # Nobody listens there, which comes back at once.
+    with pytest.raises(ConnectionRefusedError), socket.create_connection((link.address, 9), timeout=30):
+        pass
