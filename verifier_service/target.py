@@ -96,7 +96,7 @@ class Target:
 
     def _measure_layers(self) -> list[tuple[int, int, int]]:
         """What every layer keeps of a position, as it calls our attention."""
-        with attention_hook.measuring() as calls, self.refusing():
+        with attention_hook.measuring() as calls, self._refusing():
             states = self._run_rows(2, 1).states
         if [state.shape for state in states] != [(2, self.hidden_size)] * (self.num_layers + 1):
             raise CheckpointError(
@@ -124,11 +124,11 @@ class Target:
         """Runs two rows of no sequence through the attention that serves."""
         cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
         batch = RaggedBatch([SequenceRows([0] * blocks_for(2), 0, 2)], self.device)
-        with attention_hook.attending(cache, batch), self.refusing():
+        with attention_hook.attending(cache, batch), self._refusing():
             self._run_rows(2, 1)
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def _refusing(self) -> Iterator[None]:
         """Within it, what a forward pass raises is a reason not to serve the model."""
         try:
             yield
@@ -161,7 +161,7 @@ class Target:
             # In other types transformers asks the device how many rows each expert has, which no graph can.
             raise CheckpointError(f"{self.name}: models with experts are served on a GPU in bfloat16 alone")
         self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
-        with attention_hook.measuring(), self.refusing():
+        with attention_hook.measuring(), self._refusing():
             # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
             self._run_rows(16, 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from draftwire.block_pool import blocks_for
 from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
+from draftwire.errors import CheckpointError
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.stream_hold import StreamHold
 from verifier_service.graph_inputs import GraphInputs, StagedStep
@@ -299,12 +301,17 @@ class _Graph:
             # Kernels are built outside of the capture, and what that takes of memory is given back to it.
             target.forward(token_ids, positions, cache, batch, rows)
             torch.cuda.empty_cache()
-            with target.refusing():
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    output = target.forward(token_ids, positions, cache, batch, rows)
-                finally:
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = target.forward(token_ids, positions, cache, batch, rows)
+            except RuntimeError as error:
+                with contextlib.suppress(RuntimeError):  # what ended the capture is told
                     self._graph.capture_end()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                reason = str(error).partition("\n")[0]
+                raise CheckpointError(f"{target.name}: its forward pass cannot be a CUDA graph: {reason}") from error
+            self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._logits = _unowned(output.logits)
         self._states = [_unowned(state) for state in output.states]

@@ -70,7 +70,8 @@ def test_types_are_told_apart(model_type: str, dtype: str, outcome: str, detail:
     [
         ("mistral", "float32", SERVED, "e-0"),
         ("mixtral", "bfloat16", SERVED, "transformers' own"),
-        ("jetmoe", "float32", REFUSED, "its forward pass is not served"),  # asks the device how many rows an expert has
+        # It asks the device how many rows each expert has.
+        ("jetmoe", "float32", REFUSED, "its forward pass cannot be a CUDA graph"),
     ],
 )
 def test_types_are_told_apart_on_a_gpu(model_type: str, dtype: str, outcome: str, detail: str) -> None:
