@@ -4,7 +4,7 @@
 
 The drafter runs in a network namespace behind a shaped link (draftwire/bench/link.py: Linux, root, iproute2), the
 verifier outside of it; the number of drafts adapts. What a TCP connection reaches over each link is measured first: the
-host's cores may be slower than the rate that was asked for, and a window of TCP smaller than what fits in the delay.
+host's cores may be slower than the rate that was asked for, and TCP's buffers smaller than what would be under way.
 For each link, rounds without and with drafts follow each other,
 after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
 code 1 when one is under 0.97. Beside it stands the gain that the verifier expected of drafts in the end.

@@ -1,7 +1,7 @@
 """Which of transformers' causal language models the verifier serves, and whether as transformers computes them.
 
     python -m benchmarks.served_targets --json served-targets.json
-    python -m benchmarks.served_targets --device cuda:0 --processes 16 --json served-targets-gpu.json
+    python -m benchmarks.served_targets --device cuda:0 --processes 10 --json served-targets-gpu.json
 
 Each type of model is made small, with random weights, and given sequences bit by bit: prompts, rows of several drafts,
 rows that come again. Its logits, and the states that enter its layers, which features are made of, must be those of
@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -150,7 +149,7 @@ def try_all(model_types: Sequence[str], device: torch.device, processes: int) ->
     idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
 
     def start() -> None:
-        process = ProcessPoolExecutor(1, spawn, _start_process, max_tasks_per_child=TYPES_A_PROCESS)
+        process = ProcessPoolExecutor(1, spawn, end_with_parent, max_tasks_per_child=TYPES_A_PROCESS)
         idle.put(stack.enter_context(process))
 
     def try_one(model_type: str) -> Finding:
@@ -174,10 +173,6 @@ def try_all(model_types: Sequence[str], device: torch.device, processes: int) ->
             click.echo(f"{finding.model_type}: {finding.outcome}, {finding.detail}", err=True)
             found.append(finding)
         return found
-
-
-def _start_process() -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _try_in_process(model_type: str, device: torch.device) -> Finding:

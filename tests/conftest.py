@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before torch or tokenizers are imported: two test processes share the machine's cores, and nothing is downloaded.
@@ -17,7 +17,18 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from draftwire.bench.link import Link
 from draftwire.v1 import draft_pb2
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    try:
+        link = Link()
+    except OSError as error:
+        pytest.skip(f"a link to a network namespace needs Linux, root and iproute2: {error}")
+    with link:
+        yield link
 
 
 @pytest.fixture

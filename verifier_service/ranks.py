@@ -189,7 +189,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
     # Signals to a whole group of processes are rank 0's to answer: its requests may still have some time.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
+    end_with_parent()
     # Rank 0 shows and logs for all.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -218,11 +218,15 @@ def _last_words(failures: Connection) -> str:
 
 
 def end_with_parent() -> None:
-    """Waits for the end of the process that started this one, whatever that is, and ends this one."""
+    """Has this process end when the one that started it does, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def _send(step: StepRows) -> None:

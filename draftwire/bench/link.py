@@ -70,7 +70,8 @@ class Link:
         net = 4 * (os.getpid() % (1 << 14))
         first, self.address = (f"198.{18 + (net >> 16)}.{net >> 8 & 255}.{(net & 255) + host}" for host in (1, 2))
         name = f"draftwire-{os.getpid()}"
-        self.program = ("ip", "netns", "exec", name, sys.executable, "-m", "draftwire")
+        self._python = ("ip", "netns", "exec", name, sys.executable)
+        self.program = (*self._python, "-m", "draftwire")
         here, there = f"dw{os.getpid() % 10**7}", f"dx{os.getpid() % 10**7}"
         with ExitStack() as close:
             _run("ip", "netns", "add", name)
@@ -104,7 +105,7 @@ class Link:
     def measure(self) -> Reached:
         """How long a byte takes there and back, and how fast many go there: the process between the devices, or the
         host's cores, may be slower than the rate that is set."""
-        command = [*self.program[: self.program.index("-m")], "-m", "draftwire.bench.link", "--sink", self.address]
+        command = [*self._python, "-m", "draftwire.bench.link", "--sink", self.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sink:
             try:
                 assert sink.stdout is not None

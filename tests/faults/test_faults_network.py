@@ -62,16 +62,6 @@ def test_the_link_becomes_narrow(stage: Stage, matrix: Matrix, proxy: TcpProxy) 
     matrix(record)
 
 
-@pytest.fixture
-def link() -> Iterator[Link]:
-    try:
-        link = Link()
-    except OSError as error:
-        pytest.skip(f"a link to a network namespace needs Linux, root and iproute2: {error}")
-    with link:
-        yield link
-
-
 def test_a_drafter_of_another_host_is_sent_features_in_messages(link: Link, stage: Stage) -> None:
     """Abstract sockets are of one network namespace, as those of a host or a container are."""
     drafter = stage.drafter(host=link.address, program=link.program)
