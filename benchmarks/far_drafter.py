@@ -78,7 +78,9 @@ def main(json_path: Path | None, **given: Any) -> None:
     shared = ["--dtype", given["dtype"], "--load-format", given["load_format"]]
     shared += ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
     drafter_device = given["drafter_device"] or given["device"]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    models = {name: given[name].removeprefix(f"{ROOT}/") for name in ("target", "head")}
+    document = describe() | {"options": given | models, "rows": rows}
     with (
         Link(MTU) as link,
         start_drafter(
@@ -102,11 +104,9 @@ def main(json_path: Path | None, **given: Any) -> None:
                 }
                 rows.append(place | _measured(verifier.address, concurrency, given))
                 console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
+                if json_path is not None:  # after each place: a long run may be cut off
+                    json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     _print(rows, console)
-    if json_path is not None:
-        models = {name: given[name].removeprefix(f"{ROOT}/") for name in ("target", "head")}
-        document = describe() | {"options": given | models, "rows": rows}
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.exit(min(row["ratio"] for row in rows) < LEAST_RATIO)
 
 
