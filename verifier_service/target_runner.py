@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from draftwire.errors import CheckpointError
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.stream_hold import StreamHold
 from verifier_service.graph_inputs import GraphInputs, StagedStep
+from verifier_service.graph_products import with_faster_products
 from verifier_service.target import Target
 from verifier_service.target_buckets import LEAST_ROWS, Bucket, Buckets
 
@@ -123,6 +126,8 @@ class TargetRunner:
         Keys and values; of a split target, those of this rank's heads.
     pass_seconds
         Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured.
+    seconds_by_library
+        Of each bucket, the forward pass's time on the GPU with each library's products, of padding alone.
     """
 
     def __init__(
@@ -153,6 +158,7 @@ class TargetRunner:
         self._graphs: dict[Bucket, _Graph] = {}
         self._hold: StreamHold | None = None
         self.pass_seconds: dict[int, float] = {}
+        self.seconds_by_library: dict[Bucket, Mapping[str, float]] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -173,12 +179,17 @@ class TargetRunner:
         for buckets in (self._buckets.with_prompts, self._buckets.decoding):
             inputs = GraphInputs(buckets, self._max_blocks, self._target.device)  # a step copies what the largest holds
             every += [(bucket, inputs) for bucket in buckets]
+        libraries = Counter[str]()
         for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
-            self._graphs[bucket] = _Graph(self._target, self.cache, inputs, bucket, pool, stream)
+            capture = partial(_Graph, self._target, self.cache, inputs, bucket, pool, stream)
+            chosen = with_faster_products(capture)
+            self._graphs[bucket], self.seconds_by_library[bucket] = chosen.graph, chosen.seconds
+            libraries[chosen.library] += 1
         for bucket in self._buckets.decoding:
             self.pass_seconds[bucket.num_rows] = self._measured(bucket)
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
-        logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(self._graphs), time.monotonic() - began, taken / 2**30)
+        counts = ", ".join(f"{count} with products of {library}" for library, count in sorted(libraries.items()))
+        logger.info("CUDA graphs in %.1f s and %.2f GiB: %s", time.monotonic() - began, taken / 2**30, counts)
 
     def _measured(self, bucket: Bucket) -> float:
         """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
@@ -316,6 +327,22 @@ class _Graph:
         self._logits = _unowned(output.logits)
         self._states = [_unowned(state) for state in output.states]
         self._slots = batch.slot_mapping
+
+    def seconds(self) -> float:
+        """Of one replay behind another, over the inputs as they are: the least of a few, since others may use the
+        device."""
+        taken = []
+        for _ in range(3):
+            self._graph.replay()
+            began = record_event(self._slots.device)
+            for _ in range(2):
+                self._graph.replay()
+            ended = record_event(self._slots.device)
+            assert began is not None
+            assert ended is not None
+            ended.synchronize()
+            taken.append(began.elapsed_time(ended) / 2000)
+        return min(taken)
 
     def run(self, step: StepRows) -> StepOutput:
         """Replays the graph over a step that fits the bucket."""

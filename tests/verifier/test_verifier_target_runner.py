@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.kv_cache import KVCache, SequenceRows
+from verifier_service import graph_products
 from verifier_service.target import Target, load_target
 from verifier_service.target_runner import StepOutput, StepRows, TargetRunner
 
@@ -23,17 +25,20 @@ K = 4
 MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_GPU = ("cublas", "cublaslt")
+GPU = [pytest.param(library, marks=NEEDS_GPU) for library in ON_GPU]
 
 
-@pytest.fixture(scope="module", params=["cpu", "played", GPU])
+@pytest.fixture(scope="module", params=["cpu", "played", *GPU])
 def kind(request) -> str:
+    """What computes: of a GPU, the library of its graphs' products."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def target(kind) -> Target:
-    device = torch.device("cpu" if kind == "played" else kind)
+    device = torch.device("cuda" if kind in ON_GPU else "cpu")
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
         torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
@@ -47,7 +52,9 @@ def runner(kind, target) -> TargetRunner:
     runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, PREFILL, blocks_for(CONTEXT))
     if kind == "played":
         play_graphs(runner)
-    runner.capture()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_products, "_LEAST_GAIN", -math.inf if kind == "cublaslt" else math.inf)
+        runner.capture()
     return runner
 
 
@@ -175,7 +182,7 @@ def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(mo
         assert output.logits.shape[0] == begin
 
 
-@pytest.mark.parametrize("kind", [GPU], indirect=True)
+@pytest.mark.parametrize("kind", GPU, indirect=True)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, runner, monkeypatch):
