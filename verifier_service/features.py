@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +28,11 @@ class FeatureKind(NamedTuple):
 
 
 class FeatureStore:
-    """Features of every row in the cache, of one kind: [num_blocks * BLOCK_SIZE, width].
+    """Features of rows in the cache, of one kind: [num_blocks * BLOCK_SIZE, width].
 
-    Rows written before the store was made have no features. With a fusion the rows are what it makes of the layers'
-    features, in its type and width; without one they are as the target has them.
+    Rows have none that were written before the store was made, or in steps of requests that want no drafts. With a
+    fusion the rows are what it makes of the layers' features, in its type and width; without one they are as the target
+    has them.
     """
 
     def __init__(
@@ -69,6 +70,10 @@ class FeatureStore:
             features = self._fusion(features.to(self._rows.dtype))
         self._rows.index_copy_(0, output.slots, features)
         self._is_written[output.slots_on_host] = True
+
+    def drop(self, output: StepOutput) -> None:
+        """Takes note that the rows of the forward pass that has just run have no features, whatever was there."""
+        self._is_written[output.slots_on_host] = False
 
     def read(self, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor) -> None:
         """Copies the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
@@ -137,14 +142,23 @@ class FeatureStores:
         if used:
             self.by_kind = {kind: store for kind, store in self.by_kind.items() if kind in used}
 
-    def capture(self, output: StepOutput) -> None:
-        """Keeps the features of the forward pass that has just run."""
+    def capture(self, output: StepOutput, requests: Iterable[Request]) -> None:
+        """Keeps the features of the forward pass that has just run, of rows of `requests`.
+
+        To fuse a step's features reads weights of several layers' width, some 100 MB of an 8B target. So nothing is
+        kept where none of them wants drafts.
+        """
+        is_wanted = any(request.num_speculative_tokens > 0 for request in requests)
         for store in self.by_kind.values():
-            store.capture(output)
+            if is_wanted:
+                store.capture(output)
+            else:
+                store.drop(output)
 
     def is_usable(self, request: Request, block: int) -> bool:
-        """Whether a request may begin with a cached block: one that drafts needs features, which blocks that were
-        computed before a drafter came do not have, or its head would see a part of the prompt alone.
+        """Whether a request may begin with a cached block: one that drafts needs features, which blocks do not have
+        that were computed before a drafter came or for requests without drafts, or its head would see a part of the
+        prompt alone.
         """
         return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self.by_kind.values())
 

@@ -102,7 +102,7 @@ class StepLauncher:
             output, has_begun = self._run_rows(_rows_of(works, running)), False
         if not has_begun:
             self._practice.begin(time.monotonic())
-        self._stores.capture(output)
+        self._stores.capture(output, (work.request for work in works))
         return output
 
     def _count(self, works: Sequence[Work]) -> None:

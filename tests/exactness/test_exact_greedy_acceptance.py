@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,11 +110,11 @@ def emitted_steps(walks: Sequence[Walk], target: Target, drafter: str) -> list[t
         return [one.step_sizes[1:] for one in walk_through(address, walks)]
 
 
-def walk_through(address: str, walks: Sequence[Walk]) -> list[Sample]:
+def walk_through(address: str, walks: Sequence[Walk], **options: Any) -> list[Sample]:
     """What a verifier says to the prompts of walks whose outputs have the same length; checks it."""
     length = len(walks[0].output)
     samples = sample_prompts(
-        address, [(walk.prompt, 0) for walk in walks], max_tokens=length, temperature=0.0, ignore_eos=True
+        address, [(walk.prompt, 0) for walk in walks], max_tokens=length, temperature=0.0, ignore_eos=True, **options
     )
     assert [one.tokens for one in samples] == [walk.output for walk in walks]
     return samples
@@ -146,6 +147,22 @@ def test_a_prefix_that_is_in_the_cache_changes_no_step(
     for walk, one in zip(again, samples, strict=True):
         assert one.statistics.prefix_hit_tokens == (walk.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
     assert [one.step_sizes[1:] for one in samples] == [walk.steps for walk in again]
+
+
+def test_a_prefix_of_requests_without_drafts_is_computed_again_for_one_that_drafts(
+    pair: Pair, target: Target, drafters: dict[str, str]
+) -> None:
+    """Its features were not kept; they are from then on, and the prefix is found."""
+    walks = walk_all(pair, "full")
+    again = [replace(walk, prompt_length=walk.prompt_length + OUTPUT - 7) for walk in walks]
+    with serve_verifier(target, {"num_speculative_tokens": K}, [drafters["full"]]) as address:
+        walk_through(address, walks, num_speculative_tokens=0)
+        rounds = [walk_through(address, again) for _ in range(2)]
+    first, second = (sum(one.statistics.prefix_hit_tokens for one in samples) for samples in rounds)
+    assert second == sum((walk.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE for walk in again)
+    assert first < second / 10  # of prompts that begin alike
+    for samples in rounds:
+        assert [one.step_sizes[1:] for one in samples] == [walk.steps for walk in again]
 
 
 @pytest.fixture(params=[-1, 1], ids=["earlier", "later"])
