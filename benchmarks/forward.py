@@ -36,6 +36,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import read_config
 from draftwire.devices import make_current
 from draftwire.kv_cache import KVCache, SequenceRows
+from verifier_service.graph_products import LIBRARIES
 from verifier_service.target import load_target
 from verifier_service.target_compile import use_compile_cache
 from verifier_service.target_runner import StepRows, TargetRunner
@@ -296,11 +297,10 @@ def _print(result: dict[str, Any], console: Console) -> None:
             table.add_row(f"{row['us']:.0f}", str(row["launches"]), row["kernel"][:90])
         console.print(table)
     table = Table(title="graphs by the library of their products, padding alone, milliseconds")
-    libraries = [name for name in result["seconds_by_library"][0] if name not in ("sequences", "rows")]
-    for column in ("sequences", "rows", *libraries):
+    for column in ("sequences", "rows", *LIBRARIES):
         table.add_column(column, justify="right")
     for row in result["seconds_by_library"]:
-        table.add_row(str(row["sequences"]), str(row["rows"]), *(f"{row[name] * 1e3:.3f}" for name in libraries))
+        table.add_row(str(row["sequences"]), str(row["rows"]), *(f"{row[name] * 1e3:.3f}" for name in LIBRARIES))
     console.print(table)
     for name, start in result["start"].items():
         console.print(f"{name} start:", ", ".join(f"{part} {value:.2f}" for part, value in start.items()))

@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+LIBRARIES = ("cublas", "cublaslt")
 # The first is taken unless the other is faster by more than what two measurements of the same graph differ by.
-_FIRST, _OTHER = "cublas", "cublaslt"
 _LEAST_GAIN = 0.01
 
 
@@ -42,11 +42,12 @@ def with_faster_products(capture: Callable[[], GraphT]) -> Products[GraphT]:
     (docs/performance.md, "Which library computes the products").
     """
     graphs = {}
-    for library in (_FIRST, _OTHER):
+    for library in LIBRARIES:
         with _products_of(library):
             graphs[library] = capture()
     seconds = {library: graph.seconds() for library, graph in graphs.items()}
-    library = _OTHER if seconds[_OTHER] < (1 - _LEAST_GAIN) * seconds[_FIRST] else _FIRST
+    first, other = LIBRARIES
+    library = other if seconds[other] < (1 - _LEAST_GAIN) * seconds[first] else first
     return Products(graphs[library], library, seconds)
 
 

@@ -124,10 +124,8 @@ class TargetRunner:
     ----------
     cache
         Keys and values; of a split target, those of this rank's heads.
-    pass_seconds
-        Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured.
     seconds_by_library
-        Of each bucket, the forward pass's time on the GPU with each library's products, of padding alone.
+        Of each bucket's graph, the time of padding alone with each library's products; empty before they are captured.
     """
 
     def __init__(
@@ -157,7 +155,6 @@ class TargetRunner:
         self._max_blocks = max_blocks_per_sequence
         self._graphs: dict[Bucket, _Graph] = {}
         self._hold: StreamHold | None = None
-        self.pass_seconds: dict[int, float] = {}
         self.seconds_by_library: dict[Bucket, Mapping[str, float]] = {}
 
     @torch.inference_mode()
@@ -185,24 +182,15 @@ class TargetRunner:
             chosen = with_faster_products(capture)
             self._graphs[bucket], self.seconds_by_library[bucket] = chosen.graph, chosen.seconds
             libraries[chosen.library] += 1
-        for bucket in self._buckets.decoding:
-            self.pass_seconds[bucket.num_rows] = self._measured(bucket)
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
         counts = ", ".join(f"{count} with products of {library}" for library, count in sorted(libraries.items()))
         logger.info("CUDA graphs in %.1f s and %.2f GiB: %s", time.monotonic() - began, taken / 2**30, counts)
 
-    def _measured(self, bucket: Bucket) -> float:
-        """Seconds of a bucket's forward pass: the least of a few, since others may use the device."""
-        taken = []
-        rows_each = min(bucket.max_rows, bucket.num_rows // bucket.num_sequences, self._max_blocks * BLOCK_SIZE)
-        for _ in range(3):
-            output = self._graphs[bucket].run(_padding([rows_each] * bucket.num_sequences))
-            ended = record_event(self._target.device)
-            assert output.began is not None
-            assert ended is not None
-            ended.synchronize()
-            taken.append(output.began.elapsed_time(ended) / 1000)
-        return min(taken)
+    @property
+    def pass_seconds(self) -> dict[int, float]:
+        """Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured."""
+        measured = (bucket for bucket in self._buckets.decoding if bucket in self.seconds_by_library)
+        return {bucket.num_rows: min(self.seconds_by_library[bucket].values()) for bucket in measured}
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
     @torch.inference_mode()
@@ -403,13 +391,6 @@ class _Graph:
         slots = self._slots[:num_rows]
         output = StepOutput(self._logits[:num_logit_rows], self._states, slots, slots_on_host, began)
         return output.with_logits_of(step.logit_rows) if self._bucket.has_all_logits else output
-
-
-def _padding(counts: Sequence[int]) -> StepRows:
-    """A step of sequences with so many rows each that is written to the block of padding."""
-    rows = np.zeros(sum(counts), np.int64)
-    sequences = [SequenceRows([0] * blocks_for(count), 0, count) for count in counts]
-    return StepRows(rows, rows, sequences, np.arange(len(rows)))
 
 
 class _Memory:

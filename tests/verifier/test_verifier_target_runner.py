@@ -26,8 +26,7 @@ MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-ON_GPU = ("cublas", "cublaslt")
-GPU = [pytest.param(library, marks=NEEDS_GPU) for library in ON_GPU]
+GPU = [pytest.param(library, marks=NEEDS_GPU) for library in graph_products.LIBRARIES]
 
 
 @pytest.fixture(scope="module", params=["cpu", "played", *GPU])
@@ -38,7 +37,7 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module")
 def target(kind) -> Target:
-    device = torch.device("cuda" if kind in ON_GPU else "cpu")
+    device = torch.device("cuda" if kind in graph_products.LIBRARIES else "cpu")
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
         torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
@@ -343,3 +342,9 @@ def test_on_a_gpu_a_step_that_no_graph_computes_is_not_held(target, runner):
     rows = np.zeros(num_rows, np.int64)
     held = runner.hold(StepRows(rows, rows, [SequenceRows([1] * 4, 0, num_rows)], rows))
     assert (held is None) == (target.device.type == "cuda")
+
+
+def test_on_a_gpu_the_time_of_a_pass_is_known_by_its_rows(target, runner):
+    rows = {bucket.num_rows for bucket in runner._buckets.decoding}
+    assert runner.pass_seconds.keys() == (rows if target.device.type == "cuda" else set())
+    assert all(seconds > 0 for seconds in runner.pass_seconds.values())
