@@ -105,8 +105,11 @@ def _attend(
         raise CheckpointError(f"attention of {kind} is not served: it needs {', '.join(unknown) or 'a mask'}")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise CheckpointError(f"attention of {kind} is not served: it is not causal, rows see those behind them")
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]
-    out = torch.ops.draftwire.attend(*rows, module.layer_idx, scaling, sliding_window, softcap)
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    if torch.compiler.is_compiling():
+        # Parts of one tensor: what comes before it, rotary embedding above all, is one kernel for both and not two.
+        query, key = torch.cat([query, key], 1).split([query.shape[1], key.shape[1]], 1)
+    out = torch.ops.draftwire.attend(query, key, value, module.layer_idx, scaling, sliding_window, softcap)
     return out[None], None
 
 
