@@ -108,7 +108,8 @@ def _attend(
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if torch.compiler.is_compiling():
         # Parts of one tensor: what comes before it, rotary embedding above all, is one kernel for both and not two.
-        query, key = torch.cat([query, key], 1).split([query.shape[1], key.shape[1]], 1)
+        both, heads = torch.cat([query, key], 1), query.shape[1]
+        query, key = both[:, :heads], both[:, heads:]
     out = torch.ops.draftwire.attend(query, key, value, module.layer_idx, scaling, sliding_window, softcap)
     return out[None], None
 
