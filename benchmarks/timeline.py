@@ -4,9 +4,9 @@
 
 Runs a command and records when chosen methods of its services began and ended (benchmarks/timeline_hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
-their drafts, the median way of a step, mark after mark from when its tokens are on the verifier's host, and what the
-methods took. Where steps are foretold it has two ways: that of the drafts, which can begin a little before that, and
-that of the message. A record takes a microsecond.
+their drafts, and of steps that have none, the median way of a step, mark after mark from when its tokens are on the
+verifier's host, and what the methods took. Where steps are foretold it has two ways: that of the drafts, which can
+begin a little before that, and that of the message. A record takes a microsecond.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD, WAYS_BY_BOARD, Mark
+from benchmarks.timeline_hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
 
 HOOK = Path(__file__).resolve().parent / "timeline_hook"
 NAMES = [name for names in CALLS.values() for name in names]
@@ -45,8 +45,12 @@ def main(command: tuple[str, ...]) -> None:
         status = subprocess.run(command, env=env).returncode
         records = read(Path(directory))
     console = Console(width=max(Console().width, 100))
-    for stretch in stretches(records):
-        console.print(_table(records, stretch))
+    begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
+    for stretch in stretches(begun):
+        console.print(_table(records, begun, stretch, ways(records)))
+    for stretch in stretches(undrafted):
+        marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
+        console.print(_table(records, undrafted, stretch, [marks], ", no drafts"))
     sys.exit(status)
 
 
@@ -61,15 +65,22 @@ def read(directory: Path) -> dict[str, np.ndarray]:
     return {name: all_rows[all_rows[:, 0] == number, 1:] * 1e-9 for number, name in enumerate(NAMES)}
 
 
-def stretches(records: dict[str, np.ndarray]) -> list[tuple[float, float]]:
-    """(begin, end), monotonic seconds, of the middle halves of stretches of steps that waited for drafts."""
-    begun = _times(records, WAY[-1])
-    parts = np.split(begun, np.flatnonzero(np.diff(begun) > GAP_S) + 1)
+def stretches(steps: np.ndarray) -> list[tuple[float, float]]:
+    """(begin, end), monotonic seconds, of the middle halves of stretches of steps at these times, in order."""
+    parts = np.split(steps, np.flatnonzero(np.diff(steps) > GAP_S) + 1)
     return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
 
 
+def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
+    """Monotonic seconds, in order, of the tokens of steps around which no drafter drafted."""
+    tokens = np.sort(_times(records, WAY[0]))
+    drafted = np.sort(np.concatenate([_times(records, mark) for mark in DRAFTED]))
+    num_near = np.searchsorted(drafted, tokens + GAP_S) - np.searchsorted(drafted, tokens - GAP_S)
+    return tokens[num_near == 0]
+
+
 def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
-    """Those that the steps have taken."""
+    """Those that the steps with drafts have taken."""
     for found in (WAYS_BY_BOARD, WAYS_AHEAD):
         if all(len(records[mark.call]) for mark in found[0]):
             return found
@@ -94,15 +105,20 @@ def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
     return records[mark.call][:, int(mark.end == "end")]
 
 
-def _table(records: dict[str, np.ndarray], stretch: tuple[float, float]) -> Table:
-    steps = _times(records, WAY[-1])
+def _table(
+    records: dict[str, np.ndarray],
+    steps: np.ndarray,
+    stretch: tuple[float, float],
+    taken: Sequence[Sequence[Mark]],
+    kind: str = "",
+) -> Table:
     count = int(((steps >= stretch[0]) & (steps < stretch[1])).sum())
-    title = f"{count} steps, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
+    title = f"{count} steps{kind}, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
     table.add_column("mark or method", no_wrap=True)
     for column in ("from the tokens", "from the mark before", "calls a step", "median"):
         table.add_column(column, justify="right", no_wrap=True)
-    for marks in ways(records):
+    for marks in taken:
         before = 0.0
         for mark, median in zip(marks, way(records, marks, *stretch), strict=True):
             table.add_row(f"{mark.call} {mark.end}", f"{1e6 * median:.0f}", f"{1e6 * (median - before):.0f}")

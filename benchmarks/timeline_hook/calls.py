@@ -21,6 +21,7 @@ CALLS = {
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
     "verifier_service.pass_ahead": ("PassAhead.reserve", "PassAhead.begin_with_board"),
     "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin", "ExpectedStep.begin_with"),
+    "verifier_service.target_runner": ("_Graph._launch",),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
     "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
     "drafter_service.step_decoder": ("StepDecoder.decode",),
@@ -75,3 +76,16 @@ WAYS_BY_BOARD = (
 )
 """And where the pass begins with drafts on the board, before their answer has come: the message's way ends with that.
 """
+
+WAY_WITHOUT_DRAFTS = (
+    WAY[0],
+    Mark("StepLauncher.launch", "begin"),
+    Mark("_Graph._launch", "begin"),
+    Mark("_Graph._launch", "end"),
+    Mark("StepLauncher.launch", "end"),
+    Mark("TokenSampler.finish", "end"),
+)
+"""Of a step in which nobody drafts: when the one behind it is launched, and when its own tokens come."""
+
+DRAFTED = (Mark("DraftEngine._draft", "end"), Mark("DraftsAhead.begin", "end"))
+"""Some of these come around each step that has drafts."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.timeline import HOOK, NAMES, read, stretches, way, ways
-from benchmarks.timeline_hook.calls import CALLS, WAY, WAYS_AHEAD, WAYS_BY_BOARD
+from benchmarks.timeline import HOOK, NAMES, read, stretches, way, ways, without_drafts
+from benchmarks.timeline_hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,8 @@ def test_every_method_that_is_recorded_exists():
         for name in names:
             owner, method = name.split(".")
             assert callable(getattr(getattr(importlib.import_module(module), owner), method))
-    assert {mark.call for marks in (WAY, *WAYS_AHEAD, *WAYS_BY_BOARD) for mark in marks} <= set(NAMES)
+    every = (WAY, WAY_WITHOUT_DRAFTS, DRAFTED, *WAYS_AHEAD, *WAYS_BY_BOARD)
+    assert {mark.call for marks in every for mark in marks} <= set(NAMES)
 
 
 def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
@@ -95,8 +96,27 @@ def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):
     assert ways(records) == expected
 
 
-def test_levels_of_load_are_stretches_of_their_own_and_a_few_steps_are_none():
+def test_the_way_of_a_step_without_drafts_ends_with_its_own_tokens():
+    """200 steps, 10 ms apart: each is launched within a millisecond after the tokens of the one before."""
+    starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((0, 2)) for name in NAMES}
+    records["TokenSampler.finish"] = np.stack([starts - 1e-3, starts], 1)
+    records["StepLauncher.launch"] = np.stack([starts + 0.2e-3, starts + 0.9e-3], 1)
+    records["_Graph._launch"] = np.stack([starts + 0.3e-3, starts + 0.7e-3], 1)
+    found = way(records, WAY_WITHOUT_DRAFTS, 100.5, 101.5)
+    assert found == pytest.approx([0, 0.2e-3, 0.3e-3, 0.7e-3, 0.9e-3, 10e-3], abs=1e-6)
+
+
+def test_steps_without_drafts_are_those_far_from_any_that_has_some():
+    records = {name: np.empty((0, 2)) for name in NAMES}
+    tokens, begun = 0.005 + np.arange(1000) * 0.01, 4 + np.arange(200) * 0.01
+    records[WAY[0].call] = np.stack([tokens - 1e-3, tokens], 1)
+    records["DraftEngine._draft"] = np.stack([begun - 1e-3, begun], 1)
+    found = without_drafts(records)
+    assert found == pytest.approx([time for time in tokens if time < 3.5 or time > 6.49])
+    assert np.array(stretches(found)) == pytest.approx(np.array([(0.875, 2.625), (7.365, 9.125)]), abs=0.011)
+
+
+def test_levels_of_load_are_stretches_of_their_own_and_a_few_steps_are_none():
     begun = np.concatenate([np.arange(100) * 0.01, 5 + np.arange(80) * 0.01, 9 + np.arange(10) * 0.01])
-    records[WAY[-1].call] = np.stack([begun - 1e-3, begun], 1)
-    assert stretches(records) == pytest.approx([(0.25, 0.75), (5.2, 5.6)])
+    assert stretches(begun) == pytest.approx([(0.25, 0.75), (5.2, 5.6)])
