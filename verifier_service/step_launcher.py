@@ -29,7 +29,7 @@ class StepLauncher:
 
     Behind its draw a step puts its features where they are sent from. What else drafting does on the GPU goes to a
     stream of its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits
-    for it.
+    for what of it is not done.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class StepLauncher:
 
     def launch(self, works: Sequence[Work], running: Flight | None) -> Flight:
         """Launches the step of `works`, behind the one that runs."""
-        if self._steps is not None and self._beside is not None:
+        # A wait between streams that each step had would not be free, and mostly nothing is left to wait for.
+        if self._steps is not None and self._beside is not None and not self._beside.query():
             self._steps.wait_stream(self._beside)
         output = self._forward(works, running)
         computed = record_event(self._device)
