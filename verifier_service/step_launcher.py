@@ -68,7 +68,7 @@ class StepLauncher:
 
     def launch(self, works: Sequence[Work], running: Flight | None) -> Flight:
         """Launches the step of `works`, behind the one that runs."""
-        # A wait between streams that each step had would not be free, and mostly nothing is left to wait for.
+        # Mostly nothing is left to wait for, and a wait between streams would be work for the device in each step.
         if self._steps is not None and self._beside is not None and not self._beside.query():
             self._steps.wait_stream(self._beside)
         output = self._forward(works, running)
