@@ -73,8 +73,7 @@ def stretches(steps: np.ndarray) -> list[tuple[float, float]]:
 
 def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
     """Monotonic seconds, in order, of the tokens of steps around which no drafter drafted."""
-    tokens = np.sort(_times(records, WAY[0]))
-    drafted = np.sort(np.concatenate([_times(records, mark) for mark in DRAFTED]))
+    tokens, drafted = np.sort(_times(records, WAY[0])), np.sort(_times(records, DRAFTED))
     num_near = np.searchsorted(drafted, tokens + GAP_S) - np.searchsorted(drafted, tokens - GAP_S)
     return tokens[num_near == 0]
 

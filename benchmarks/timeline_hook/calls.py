@@ -87,5 +87,5 @@ WAY_WITHOUT_DRAFTS = (
 )
 """Of a step in which nobody drafts: when the one behind it is launched, and when its own tokens come."""
 
-DRAFTED = (Mark("DraftEngine._draft", "end"), Mark("DraftsAhead.begin", "end"))
-"""Some of these come around each step that has drafts."""
+DRAFTED = Mark("DraftEngine._draft", "end")
+"""Comes around each step that has drafts."""

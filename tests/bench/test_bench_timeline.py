@@ -23,7 +23,7 @@ def test_every_method_that_is_recorded_exists():
         for name in names:
             owner, method = name.split(".")
             assert callable(getattr(getattr(importlib.import_module(module), owner), method))
-    every = (WAY, WAY_WITHOUT_DRAFTS, DRAFTED, *WAYS_AHEAD, *WAYS_BY_BOARD)
+    every = (WAY, WAY_WITHOUT_DRAFTS, [DRAFTED], *WAYS_AHEAD, *WAYS_BY_BOARD)
     assert {mark.call for marks in every for mark in marks} <= set(NAMES)
 
 
@@ -111,7 +111,7 @@ def test_steps_without_drafts_are_those_far_from_any_that_has_some():
     records = {name: np.empty((0, 2)) for name in NAMES}
     tokens, begun = 0.005 + np.arange(1000) * 0.01, 4 + np.arange(200) * 0.01
     records[WAY[0].call] = np.stack([tokens - 1e-3, tokens], 1)
-    records["DraftEngine._draft"] = np.stack([begun - 1e-3, begun], 1)
+    records[DRAFTED.call] = np.stack([begun - 1e-3, begun], 1)
     found = without_drafts(records)
     assert found == pytest.approx([time for time in tokens if time < 3.5 or time > 6.49])
     assert np.array(stretches(found)) == pytest.approx(np.array([(0.875, 2.625), (7.365, 9.125)]), abs=0.011)
