@@ -34,15 +34,15 @@ class BlockPool:
         return 1 - self.num_free / (self.num_blocks - 1)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when fewer are free."""
+        """`count` blocks, or None when fewer are free. Those that never were in use lie side by side, in order."""
         if count > len(self._free):
             return None
-        taken = self._free[len(self._free) - count :]
+        taken = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes blocks back."""
+        """Takes blocks back; those of a sequence, given last to first, are handed out in order again."""
         self._free.extend(blocks)
 
 

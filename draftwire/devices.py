@@ -146,34 +146,3 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
         moved[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in zip(starts.tolist(), arrays, strict=False)
     ]
-
-
-class StagedUpload:
-    """Uploads indices again and again, with fewer calls of the driver than `upload`, which finds new memory each time.
-
-    All on one stream, which the tensors are used on as well: each is valid until the next upload.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        """Of up to `size` indices; more take the way of `upload`."""
-        self._device = device
-        is_cuda = device.type == "cuda"
-        self._staged = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(2 * is_cuda)]
-        self._views = [staged.numpy() for staged in self._staged]
-        self._read = [torch.cuda.Event() for _ in self._staged]  # by the device
-        self._moved = torch.empty(size * is_cuda, dtype=torch.int64, device=device)
-        self._turn = 0
-
-    def __call__(self, indices: np.ndarray) -> torch.Tensor:
-        """The int64 indices [n] on the device; nothing waits for the copy."""
-        count = len(indices)
-        if count > len(self._moved) or not self._staged:
-            return upload([indices], self._device)[0]
-        self._turn ^= 1
-        turn = self._turn
-        self._read[turn].synchronize()
-        self._views[turn][:count] = indices
-        moved = self._moved[:count]
-        moved.copy_(self._staged[turn][:count], non_blocking=True)
-        self._read[turn].record(torch.cuda.current_stream(self._device))
-        return moved

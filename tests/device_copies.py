@@ -1,4 +1,7 @@
-"""Copies between a GPU and the host, counted by the driver's own record."""
+"""What a GPU did, by the driver's own record."""
+
+import json
+from pathlib import Path
 
 from torch.profiler import profile
 
@@ -6,3 +9,19 @@ from torch.profiler import profile
 def copies_to_host(run: profile) -> int:
     """How many copies from the device to the host were made while `run` recorded the device."""
     return sum(event.count for event in run.key_averages() if event.key.startswith("Memcpy DtoH"))
+
+
+def streams_of_kernels(run: profile, trace: Path) -> dict[int, set[str]]:
+    """The kernels that ran meanwhile, by the number of their stream; copies and fills with zeros are none.
+
+    Parameters
+    ----------
+    trace
+        A file that is written.
+    """
+    run.export_chrome_trace(str(trace))
+    streams: dict[int, set[str]] = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event.get("cat") == "kernel":
+            streams.setdefault(event["args"]["stream"], set()).add(event["name"])
+    return streams

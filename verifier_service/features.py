@@ -8,16 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire.devices import StagedUpload, upload
+from draftwire.devices import upload
 from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire_kernels import gather_true_rows
 from verifier_service.request import Request
 from verifier_service.target import Target
 from verifier_service.target_runner import StepOutput
-
-# Rows that are read at a time without further memory: those of a step of 256 sequences with 15 drafts.
-STAGED_ROWS = 4096
 
 
 class FeatureKind(NamedTuple):
@@ -46,7 +43,6 @@ class FeatureStore:
         if fusion is not None:
             width, dtype = len(fusion.weight), fusion.weight.dtype
         self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=dtype, device=target.device)
-        self._upload = StagedUpload(STAGED_ROWS, target.device)
         self._compile()
 
     @property
@@ -78,23 +74,30 @@ class FeatureStore:
     def read(self, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor) -> None:
         """Copies the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
 
+        From a GPU to pinned memory or to another GPU that takes copies alone and no kernel, run by run of rows that lie
+        side by side: kernels of a second stream would make all passes slower (docs/performance.md).
+
         Parameters
         ----------
         out
             [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
-            the current stream, always the same, and the host does not wait.
+            the current stream, and the host does not wait.
         """
-        gathered = self._place_to_gather(out)
-        torch.index_select(self._rows, 0, self._upload(slots_of(spans)), out=gathered)
-        if gathered is not out:
-            out.copy_(gathered, non_blocking=True)
+        slots = slots_of(spans)
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        place = 0
+        for run in np.split(slots, breaks):
+            first, count = int(run[0]), len(run)
+            out[place : place + count].copy_(self._rows[first : first + count], non_blocking=True)
+            place += count
 
     def read_true_rows(
         self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Copies the features of verified rows, true ones first; `out` as for `read`, the others as for
         `gather_true_rows`, where `slots` are places in the cache."""
-        gathered = self._place_to_gather(out)
+        is_direct = out.device == self._rows.device and out.dtype == self._rows.dtype
+        gathered = out if is_direct else self._rows.new_empty(out.shape)
         gather_true_rows(self._rows, slots, cu_rows, places, drawn, gathered)
         if gathered is not out:
             out.copy_(gathered, non_blocking=True)
@@ -104,12 +107,6 @@ class FeatureStore:
         zero, ends, one = np.zeros(1, np.int64), np.array([0, 1], np.int32), np.ones((1, 1), np.int64)
         slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self._rows.device)
         self.read_true_rows(slots, cu_rows, places, drawn, self._rows.new_empty(1, self._rows.shape[1]))
-
-    def _place_to_gather(self, out: torch.Tensor) -> torch.Tensor:
-        """`out` itself, or room on the store's device in its type, from which it is copied."""
-        if out.device == self._rows.device and out.dtype == self._rows.dtype:
-            return out
-        return self._rows.new_empty(out.shape)
 
 
 class FeatureStores:

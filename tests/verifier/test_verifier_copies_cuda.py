@@ -1,4 +1,5 @@
-"""On a GPU a step brings what is drawn to the host in one copy; nothing else goes there but features that are sent."""
+"""On a GPU a step brings what is drawn to the host in one copy; nothing else goes there but features that are sent, and
+all kernels run on one stream."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_copies import copies_to_host
+from device_copies import copies_to_host, streams_of_kernels
 from engine_scene import K, Served
 from torch.profiler import ProfilerActivity, profile
 
@@ -55,5 +56,20 @@ def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, An
     steps = served.engine.counters().steps
     assert (sent > 1) == is_drafted
     assert steps > MAX_TOKENS // (K + 1)
-    # Features leave before it is known that their request has ended with this step, in which case they are of no use.
-    assert 0 <= copies_to_host(run) - steps - sent <= len(requests)
+    # Features leave before it is known that their request has ended with this step, in which case they are of no use;
+    # and the rows of each prompt are a copy of their own in a message.
+    assert 0 <= copies_to_host(run) - steps - sent <= 2 * len(requests)
+
+
+def test_kernels_of_the_steps_stream_alone(served: Served, tmp_path: Path) -> None:
+    stream = served.connect(row_bytes=2 * 4 * HIDDEN)
+    prompts = [[7, 8, 9], list(range(5, 45))]
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        requests = [served.submit(prompt, max_tokens=MAX_TOKENS, k=K) for prompt in prompts]
+        served.engine.start()
+        assert [len(served.tokens(request)) for request in requests] == [MAX_TOKENS] * 2
+        served.engine.stop()
+        torch.cuda.synchronize()
+    assert sum(step.num_rows[0] > K + 1 for step in stream.steps if step.num_rows)  # rows of prompts were sent
+    streams = streams_of_kernels(run, tmp_path / "trace.json")
+    assert len(streams) == 1, streams
