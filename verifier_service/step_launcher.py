@@ -27,9 +27,10 @@ from verifier_service.target_runner import DrawnTokens, StepOutput, StepRows
 class StepLauncher:
     """Used by the engine's thread alone.
 
-    Behind its draw a step puts its features where they are sent from. What else drafting does on the GPU goes to a
-    stream of its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits
-    for what of it is not done.
+    Behind its draw a step puts its features where they are sent from. What else drafting sends is copied on a stream of
+    its own, so that nothing is sent a step late; it touches rows of landed steps alone, and each launch waits for what
+    of it is not done. Kernels do not belong there: a GPU on which those of a second stream have run takes longer from
+    each kernel to the next from then on (docs/performance.md, "A pass takes longer where a second stream has kernels").
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StepLauncher:
 
     def launch(self, works: Sequence[Work], running: Flight | None) -> Flight:
         """Launches the step of `works`, behind the one that runs."""
-        # Mostly nothing is left to wait for, and a wait between streams would be work for the device in each step.
+        # Mostly nothing is left, and a wait would be two more calls of the driver in each step.
         if self._steps is not None and self._beside is not None and not self._beside.query():
             self._steps.wait_stream(self._beside)
         output = self._forward(works, running)

@@ -1,0 +1,24 @@
+"""The measurement of what a second stream costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks.second_stream import CASES, main, measure
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    run = CliRunner().invoke(main)
+    assert run.exit_code == 1
+    assert "this measures a GPU" in run.output
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES)
+def test_each_way_can_be_measured(case: str) -> None:
+    before, after = measure(case, kernels=4, times=2)
+    assert before > 0
+    assert after > 0
