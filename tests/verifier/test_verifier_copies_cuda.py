@@ -70,6 +70,6 @@ def test_kernels_of_the_steps_stream_alone(served: Served, tmp_path: Path) -> No
         assert [len(served.tokens(request)) for request in requests] == [MAX_TOKENS] * 2
         served.engine.stop()
         torch.cuda.synchronize()
-    assert sum(step.num_rows[0] > K + 1 for step in stream.steps if step.num_rows)  # rows of prompts were sent
+    assert max(max(step.num_rows, default=0) for step in stream.steps) > K + 1  # rows of a prompt were sent
     streams = streams_of_kernels(run, tmp_path / "trace.json")
     assert len(streams) == 1, streams
