@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from engine_scene import HIDDEN, K, Served, make_target
 
+from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service.features import FeatureStore
 
 BEFORE, PROMPT = [2] * 33, [5] * 33
 
@@ -42,3 +45,19 @@ def test_features_of_another_request_are_never_sent_for_rows_that_were_computed_
     steps = stream.steps[num_before:]
     assert list(steps[0].opened.first_rows) == [0]
     torch.testing.assert_close(features_of(steps), features_of(expected_stream.steps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_that_are_read_are_those_of_their_blocks_side_by_side_or_not(dtype: torch.dtype) -> None:
+    store = FeatureStore(make_target(), (1, 2), num_blocks=9)
+    store._rows.copy_(torch.arange(9 * BLOCK_SIZE)[:, None].expand_as(store._rows))
+    spans = [([3, 4, 7, 8], 5, 4 * BLOCK_SIZE - 3), ([6, 2, 1], BLOCK_SIZE - 1, BLOCK_SIZE), ([6, 2, 1], 16, 33)]
+    slots = [
+        blocks[row // BLOCK_SIZE] * BLOCK_SIZE + row % BLOCK_SIZE
+        for blocks, first, last in spans
+        for row in range(first, last)
+    ]
+    out = torch.empty(len(slots), store._rows.shape[1], dtype=dtype)
+    store.read(spans, out)
+    assert out[:, 0].tolist() == slots
+    assert torch.equal(out, out[:, :1].expand_as(out))
