@@ -2,7 +2,7 @@
 
     python -m benchmarks.timeline -- draftwire bench serve --drafting on --concurrency 1,32 ...
 
-Runs a command and records when chosen methods of its services began and ended (benchmarks/timeline_hook/calls.py), by
+Runs a command and records when chosen methods of its services began and ended (benchmarks/hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
 their drafts, and of steps that have none, the median way of a step, mark after mark from when its tokens are on the
 verifier's host, and what the methods took. Where steps are foretold it has two ways: that of the drafts, which can
@@ -24,9 +24,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timeline_hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
+from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
 
-HOOK = Path(__file__).resolve().parent / "timeline_hook"
+HOOK = Path(__file__).resolve().parent / "hook"
 NAMES = [name for names in CALLS.values() for name in names]
 # Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
 GAP_S = 0.5

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
 from benchmarks.timeline import HOOK, NAMES, read, stretches, way, ways, without_drafts
-from benchmarks.timeline_hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
 
 ROOT = Path(__file__).resolve().parents[2]
 

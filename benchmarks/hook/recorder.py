@@ -1,14 +1,11 @@
-"""Python imports this module when it starts: it records calls of the process, for `benchmarks.timeline`."""
+"""Records calls of a process, for `benchmarks.timeline`."""
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -67,48 +64,37 @@ class Recorder:
             self._file = mmap.mmap(file.fileno(), 0)
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `CALLS` as they are and wraps their methods once they are loaded."""
+def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
+    """By module, what has the methods of `CALLS` recorded in `directory`."""
+    recorder = Recorder(directory)
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def leave_out_practice(module: Any) -> None:
+        module.Practice.go_on = recorder.leave_out(module.Practice.go_on)
+        module.rehearse_with = recorder.leave_out(module.rehearse_with)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, or None for the other finders."""
-        is_known = fullname in CALLS or fullname == PRACTICE
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if is_known else None
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_wrap(module: ModuleType) -> None:
-            load(module)
-            if fullname == PRACTICE:
-                one: Any = module
-                one.Practice.go_on = self._recorder.leave_out(one.Practice.go_on)
-                one.rehearse_with = self._recorder.leave_out(one.rehearse_with)
-            for name in CALLS.get(fullname, ()):
-                owner, method = name.split(".")
-                kind = getattr(module, owner)
-                setattr(kind, method, self._recorded(getattr(kind, method), NAMES.index(name)))
-
-        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
-        return spec
-
-    def _recorded(self, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        add, now = self._recorder.add, time.monotonic_ns
-
-        @functools.wraps(call)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            begin = now()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                add(number, begin, now())
-
-        return recorded
+    by_module = {module: _recording(recorder, names) for module, names in CALLS.items()}
+    return by_module | {PRACTICE: leave_out_practice}
 
 
-sys.meta_path.insert(0, Finder(Recorder(Path(os.environ["DRAFTWIRE_TIMELINE"]))))
+def _recording(recorder: Recorder, names: Sequence[str]) -> Callable[[ModuleType], None]:
+    def wrap(module: ModuleType) -> None:
+        for name in names:
+            owner, method = name.split(".")
+            kind = getattr(module, owner)
+            setattr(kind, method, _recorded(recorder, getattr(kind, method), NAMES.index(name)))
+
+    return wrap
+
+
+def _recorded(recorder: Recorder, call: Callable[..., Any], number: int) -> Callable[..., Any]:
+    add, now = recorder.add, time.monotonic_ns
+
+    @functools.wraps(call)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        begin = now()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            add(number, begin, now())
+
+    return recorded

@@ -1,0 +1,46 @@
+"""Python imports this module when it starts: it watches the process, for `benchmarks.timeline` or `.kernel_gaps`."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules as they are and hands each to its wrapper once it is loaded."""
+
+    def __init__(self, wrappers: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._wrappers = wrappers
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, or None for the other finders."""
+        is_known = fullname in self._wrappers
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if is_known else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_wrap(module: ModuleType) -> None:
+            load(module)
+            self._wrappers[fullname](module)
+
+        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+# Their modules are beside this one, which is on the path.
+if "DRAFTWIRE_TIMELINE" in os.environ:
+    from recorder import wrappers  # type: ignore[import-not-found]
+
+    sys.meta_path.insert(0, Finder(wrappers(Path(os.environ["DRAFTWIRE_TIMELINE"]))))
+elif "DRAFTWIRE_KERNEL_GAPS" in os.environ:
+    from passes import wrappers as passes_wrappers  # type: ignore[import-not-found]
+
+    sys.meta_path.insert(0, Finder(passes_wrappers(Path(os.environ["DRAFTWIRE_KERNEL_GAPS"]))))

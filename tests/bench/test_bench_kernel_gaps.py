@@ -1,0 +1,62 @@
+"""The time between the kernels of passes: what is recorded, and what is made of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kernel_gaps import HOOK, passes_of, read
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def events_of(launch: int, starts: list[float], taken: float) -> list[dict[str, Any]]:
+    return [{"cat": "kernel", "ts": at, "dur": taken, "args": {"correlation": launch}} for at in starts]
+
+
+def test_what_lies_between_kernels_is_told_apart_from_what_they_take():
+    """Three passes of 40 kernels, of 2 us each, 0.5 us apart, apart in the second, and over each other in the third;
+    two of others, a single launch and a copy beside them."""
+    events = [
+        *events_of(1, [2.5 * i for i in range(40)], 2.0),
+        *events_of(2, [1000 + 3 * i for i in range(40)], 2.0),
+        *events_of(3, [2000 + 1.5 * i for i in range(40)][::-1], 2.0),
+        *events_of(4, [3000 + 9 * i for i in range(50)], 2.0),
+        *events_of(5, [4000], 700.0),
+        {"cat": "gpu_memcpy", "ts": 5000, "dur": 3, "args": {"correlation": 1}},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert passes_of(events) == pytest.approx((3, 40, 80.0, 39 * 0.5))
+
+
+def test_single_launches_are_no_passes():
+    assert passes_of([event for i in range(100) for event in events_of(i, [10.0 * i], 2.0)]) is None
+
+
+def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path):
+    """The steps of a launcher that has nothing to launch: too few of a kind, 8 requests with drafts, pause, again."""
+    program = """if True:
+        import time
+        from types import SimpleNamespace
+        import verifier_service.step_launcher as module
+        def step(requests, drafts):
+            works = [SimpleNamespace(num_drafts=drafts)] * requests
+            try:
+                module.StepLauncher.launch(None, works, None)
+            except AttributeError:
+                pass
+        for requests, drafts, count in ((1, 0, 30), (8, 4, 60), (8, 4, 60), (2, 0, 60)):
+            for _ in range(count):
+                step(requests, drafts)
+            time.sleep(1.1)
+        """
+    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
+    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_KERNEL_GAPS": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 0
+    found = [(about["requests"], about["has_drafts"]) for about, _ in read(tmp_path)]
+    assert found == [(8, True), (8, True), (2, False)]
