@@ -12,9 +12,7 @@ to begin and to end a record takes a moment.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -27,7 +25,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-HOOK = Path(__file__).resolve().parent / "hook"
+from benchmarks.watched import run_watched
+
 # Fewer kernels of one launch are no pass.
 LEAST_KERNELS = 20
 
@@ -46,9 +45,7 @@ class Passes(NamedTuple):
 def main(command: tuple[str, ...]) -> None:
     """Runs COMMAND and prints what was recorded; exits with its status."""
     with tempfile.TemporaryDirectory() as directory:
-        path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
-        env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_KERNEL_GAPS": directory}
-        status = subprocess.run(command, env=env).returncode
+        status = run_watched(command, "DRAFTWIRE_KERNEL_GAPS", Path(directory))
         records = read(Path(directory))
     table = Table(title="microseconds of a pass", box=SIMPLE)
     for column in ("s", "requests", "drafts", "passes", "kernels", "in kernels", "between them"):

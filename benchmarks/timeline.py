@@ -11,8 +11,6 @@ begin a little before that, and that of the message. A record takes a microsecon
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
+from benchmarks.watched import run_watched
 
-HOOK = Path(__file__).resolve().parent / "hook"
 NAMES = [name for names in CALLS.values() for name in names]
 # Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
 GAP_S = 0.5
@@ -40,9 +38,7 @@ LEAD_S = 0.3e-3
 def main(command: tuple[str, ...]) -> None:
     """Runs COMMAND and prints where its steps' time went; exits with its status."""
     with tempfile.TemporaryDirectory() as directory:
-        path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
-        env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": directory}
-        status = subprocess.run(command, env=env).returncode
+        status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
         records = read(Path(directory))
     console = Console(width=max(Console().width, 100))
     begun, undrafted = _times(records, WAY[-1]), without_drafts(records)

@@ -1,4 +1,4 @@
-"""Has torch's profiler record some of a verifier's steps now and then, for `benchmarks.kernel_gaps`."""
+"""Has torch's profiler record some of each kind of a verifier's steps, for `benchmarks.kernel_gaps`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from types import ModuleType
 from typing import Any
 
 STEPS = 30
-# Steps of a kind before the first that is recorded, and least seconds from one record to the next.
-STEPS_BEFORE = 20
-EVERY_S = 1.0
+STEPS_BEFORE = 20  # of a kind, before the first that is recorded
 # Steps further apart than this are of different levels.
 GAP_S = 0.5
 
 
 class PassProfiler:
-    """Writes a trace of the device for `STEPS` steps of about the same kind: as many requests, with drafts or without.
+    """Writes a trace of the device for `STEPS` steps of a kind in a row: with as many requests, with drafts or without.
 
     Used by the thread that launches steps.
     """
@@ -30,7 +28,7 @@ class PassProfiler:
         self._kind: tuple[int, bool] | None = None  # requests of a step, and whether they have drafts
         self._num_alike = 0
         self._number = 0
-        self._last_step = self._last_record = 0.0  # monotonic times
+        self._last_step = self._began = 0.0  # monotonic times, of a step and of a record
 
     def note(self, works: Sequence[Any]) -> None:
         """A step of `works` is about to be launched."""
@@ -43,9 +41,9 @@ class PassProfiler:
         self._last_step = now
         if self._run is not None and self._num_alike == STEPS_BEFORE + STEPS:
             self._stop(is_kept=True)
-        elif self._num_alike == STEPS_BEFORE and now - self._last_record > EVERY_S:
+        elif self._num_alike == STEPS_BEFORE:
             self._start()
-            self._last_record = now
+            self._began = now
 
     def _start(self) -> None:
         import torch  # not before the process has
@@ -66,7 +64,7 @@ class PassProfiler:
             self._number += 1
             run.export_chrome_trace(str(path))
             requests, has_drafts = self._kind
-            about = {"at": self._last_record, "requests": requests, "has_drafts": has_drafts}
+            about = {"at": self._began, "requests": requests, "has_drafts": has_drafts}
             path.with_suffix(".about").write_text(json.dumps(about))
 
 

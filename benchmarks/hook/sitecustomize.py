@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -35,12 +36,9 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# Their modules are beside this one, which is on the path.
-if "DRAFTWIRE_TIMELINE" in os.environ:
-    from recorder import wrappers  # type: ignore[import-not-found]
+# By the environment variable that says where to write: what watches. The modules are beside this one, on the path.
+WATCHERS = {"DRAFTWIRE_TIMELINE": "recorder", "DRAFTWIRE_KERNEL_GAPS": "passes"}
 
-    sys.meta_path.insert(0, Finder(wrappers(Path(os.environ["DRAFTWIRE_TIMELINE"]))))
-elif "DRAFTWIRE_KERNEL_GAPS" in os.environ:
-    from passes import wrappers as passes_wrappers  # type: ignore[import-not-found]
-
-    sys.meta_path.insert(0, Finder(passes_wrappers(Path(os.environ["DRAFTWIRE_KERNEL_GAPS"]))))
+for variable, name in WATCHERS.items():
+    if variable in os.environ:
+        sys.meta_path.insert(0, Finder(importlib.import_module(name).wrappers(Path(os.environ[variable]))))

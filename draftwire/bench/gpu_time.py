@@ -13,6 +13,11 @@ DEVICE = "cuda"
 
 def replay_time(call: Callable[[int], object], copies: int) -> float:
     """Microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
+    return graph_time(capture(call, copies)) / copies
+
+
+def capture(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
+    """A graph of the calls of 0 .. `copies` - 1, which have been made once before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -23,6 +28,11 @@ def replay_time(call: Callable[[int], object], copies: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for i in range(copies):
             call(i)
+    return graph
+
+
+def graph_time(graph: torch.cuda.CUDAGraph) -> float:
+    """Median microseconds of a replay."""
     times = []
     for _ in range(9):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -30,7 +40,7 @@ def replay_time(call: Callable[[int], object], copies: int) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
+        times.append(start.elapsed_time(end) * 1e3)
     return statistics.median(times[2:])
 
 

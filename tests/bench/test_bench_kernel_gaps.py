@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.kernel_gaps import HOOK, passes_of, read
+from benchmarks.kernel_gaps import passes_of, read
+from benchmarks.watched import run_watched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,8 +20,8 @@ def events_of(launch: int, starts: list[float], taken: float) -> list[dict[str, 
 
 
 def test_what_lies_between_kernels_is_told_apart_from_what_they_take():
-    """Three passes of 40 kernels, of 2 us each, 0.5 us apart, apart in the second, and over each other in the third;
-    two of others, a single launch and a copy beside them."""
+    """Three passes of 40 kernels of 2 us each, by 0.5 and 1 us apart and by 0.5 over each other; beside them a pass of
+    50, a launch of one kernel and a copy."""
     events = [
         *events_of(1, [2.5 * i for i in range(40)], 2.0),
         *events_of(2, [1000 + 3 * i for i in range(40)], 2.0),
@@ -38,7 +38,7 @@ def test_single_launches_are_no_passes():
     assert passes_of([event for i in range(100) for event in events_of(i, [10.0 * i], 2.0)]) is None
 
 
-def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path):
+def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path, monkeypatch):
     """The steps of a launcher that has nothing to launch: too few of a kind, 8 requests with drafts, pause, again."""
     program = """if True:
         import time
@@ -53,10 +53,9 @@ def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path):
         for requests, drafts, count in ((1, 0, 30), (8, 4, 60), (8, 4, 60), (2, 0, 60)):
             for _ in range(count):
                 step(requests, drafts)
-            time.sleep(1.1)
+            time.sleep(0.6)
         """
-    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
-    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_KERNEL_GAPS": str(tmp_path)}
-    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 0
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_KERNEL_GAPS", tmp_path) == 0
     found = [(about["requests"], about["has_drafts"]) for about, _ in read(tmp_path)]
     assert found == [(8, True), (8, True), (2, False)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
-from benchmarks.timeline import HOOK, NAMES, read, stretches, way, ways, without_drafts
+from benchmarks.timeline import NAMES, read, stretches, way, ways, without_drafts
+from benchmarks.watched import run_watched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def test_every_method_that_is_recorded_exists():
     assert {mark.call for marks in every for mark in marks} <= set(NAMES)
 
 
-def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
+def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
     program = """if True:
         import os, signal
         from drafter_service.step_decoder import StepDecoder
@@ -38,9 +38,8 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
                 pass
         os.kill(os.getpid(), signal.SIGKILL)
         """
-    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
-    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(tmp_path)}
-    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == -9
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_TIMELINE", tmp_path) == -9
     records = read(tmp_path)
     calls = records["StepDecoder.decode"]
     assert calls.shape == (3, 2)
@@ -48,7 +47,7 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path):
     assert sum(map(len, records.values())) == 3
 
 
-def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path):
+def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path, monkeypatch):
     program = """if True:
         from draftwire.practice import Practice, rehearse_with
         from drafter_service.rehearsal import Rehearsal
@@ -60,9 +59,8 @@ def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path):
         other.prepare()
         list(other.run())
         """
-    path = os.pathsep.join([str(HOOK), str(ROOT), str(ROOT / "kernels")])
-    env = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(tmp_path)}
-    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 0
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_TIMELINE", tmp_path) == 0
     assert len(read(tmp_path)["StepDecoder.decode"]) == 1  # the one that was called directly
 
 

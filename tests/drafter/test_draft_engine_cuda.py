@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from device_copies import copies_to_host
+from device_record import copies_to_host
 from harness import Reply, Rows, Text, connect, make_engine, opened, replies, run
 from tiny_head import TinyHead
 from torch.profiler import ProfilerActivity, profile

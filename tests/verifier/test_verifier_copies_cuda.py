@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_copies import copies_to_host, streams_of_kernels
+from device_record import copies_to_host, streams_of_kernels
 from engine_scene import K, Served
 from torch.profiler import ProfilerActivity, profile
 
