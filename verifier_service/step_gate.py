@@ -99,13 +99,14 @@ class StepGate:
             self._seconds += landed - self._landed
             self._verified.update(verified)
             self._steps += 1
-        if is_beside and not (has_prompts or self._had_prompts or is_delayed):
+        has_drafts = any(drafts for _, drafts in verified)
+        if is_beside and not (has_drafts or has_prompts or self._had_prompts or is_delayed):
             self.copy_limit.count_step(step_s, host_s - self.target_cost.beside_s)
         else:
             self.copy_limit.skip_step()
         if not has_prompts:
             is_busy = self._had_prompts or is_delayed or self._sent_histories or self._sends_histories
-            self._learn(rows, step_s, host_s, verified, is_beside, is_busy=is_busy)
+            self._learn(rows, step_s, host_s, verified, is_beside, has_drafts=has_drafts, is_busy=is_busy)
         self._feature_rows = 0
         self._sent_histories, self._sends_histories = self._sends_histories, False
         self._had_prompts, self._landed = has_prompts, landed
@@ -125,6 +126,7 @@ class StepGate:
         verified: Mapping[tuple[str, int], int],
         is_beside: bool | None,
         *,
+        has_drafts: bool,
         is_busy: bool,
     ) -> None:
         """`is_busy`: the host had other things to do before it than drafts."""
@@ -133,16 +135,18 @@ class StepGate:
             cost.observe(rows, self._feature_rows, step_s + host_s, now)
             return
         take_turns = any(session.pace.plan.num_groups > 1 for session in self._sessions.values())
-        is_turn = take_turns and is_beside and any(drafts for _, drafts in verified) and cost.is_known
+        is_turn = take_turns and is_beside and has_drafts and cost.is_known
         if not is_turn:
             cost.observe(rows, 0, step_s, now)
         if is_busy:
             return
-        # A part of the sequences that finds nothing running shows less than all, or is out of step with the others.
+        # A part of the sequences that finds nothing running shows less than all, or is out of step with the others; and
+        # one with drafts that goes beside another step was waited for.
         is_whole = not take_turns and 2 * sum(verified.values()) >= len(self._bindings)
+        shows_host = not has_drafts if is_beside else is_whole
         if is_turn:
             cost.observe_turn(rows, step_s, host_s, now)
-        elif is_beside or is_whole:
+        elif shows_host:
             cost.observe_host(host_s, now, is_beside=is_beside)
 
     def part_next(self) -> None:

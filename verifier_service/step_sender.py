@@ -98,17 +98,22 @@ class StepSender:
         )
         return lack_most or (session.catches_up and rows <= most_rows)
 
-    def _backlog(self, session: DraftSession, now: float, *, is_idle: bool = False) -> int:
-        """How many rows of prompts and histories may be sent in one message."""
+    def _backlog(
+        self, session: DraftSession, now: float, *, beside: Sequence[Binding] = (), is_idle: bool = False
+    ) -> int:
+        """How many rows of prompts and histories may be sent in one message, which also has what sequences `beside`
+        lack that are close."""
         rows = session.pace.backlog_rows(now, session.stream.head.row_bytes, is_idle=is_idle)
-        return min(rows, self._most_copied(session))
+        return min(rows, self._most_copied(session, beside))
 
-    def _most_copied(self, session: DraftSession) -> int:
-        """The most rows that the host may copy into one. Where every step is to have its drafts, none of them waits."""
+    def _most_copied(self, session: DraftSession, beside: Sequence[Binding] = ()) -> int:
+        """The most of them that the host may copy into it, so that it copies no more than it may in all, or a few of
+        each sequence that is not close. Where every step is to have its drafts, none of them waits."""
         if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
             return MOST_ROWS
         hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes
-        return max(hidden, LEAST_ROWS_COPIED * len(session.bindings))
+        close = [max(binding.rows_behind, 0) for binding in beside if self.is_close(binding)]
+        return max(hidden - sum(close), LEAST_ROWS_COPIED * (len(session.bindings) - len(close)))
 
     def send_scouts(
         self,
@@ -262,7 +267,7 @@ class StepSender:
                 room -= rows
             if rows > self._most_verified:
                 if backlog is None:
-                    backlog = self._backlog(session, now, is_idle=is_idle)
+                    backlog = self._backlog(session, now, beside=bindings if is_idle else (), is_idle=is_idle)
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:

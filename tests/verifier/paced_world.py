@@ -41,6 +41,7 @@ class Costs:
     feature_row_s: float = 8e-6  # on the link: 8 KiB at 1 GB/s
     draft_s: float = 0.35e-3  # of each draft position
     acceptance: float = 0.75
+    accepted: int | None = None  # drafts of each verify step, where it is always as many: as with synthetic acceptance
     first_acceptance: float | None = None  # of drafts of the first FIRST_TOKENS of an output, where they differ
     history_s: float = 0.0  # that an answer takes longer for rows of prompts and histories, which no graph was made for
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
@@ -228,8 +229,9 @@ class World:
 
     def _commit(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         for one, count in zip(requests, counts, strict=True):
-            accepted = 0
-            while accepted < count and self.draw.random() < self._acceptance(one):
+            most = self.costs.accepted
+            accepted = 0 if most is None else min(count, most)
+            while most is None and accepted < count and self.draw.random() < self._acceptance(one):
                 accepted += 1
             self.drafting.count_verified(one, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))

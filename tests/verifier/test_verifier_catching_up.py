@@ -259,6 +259,23 @@ def test_steps_follow_each_other_without_a_pause_while_nothing_is_asked_for(cloc
     assert world.drafting.held_back(works) is None
 
 
+@pytest.mark.parametrize("asks_nothing", [False, True])
+def test_nobody_waits_for_room_at_a_drafter_that_is_asked_for_nothing(clock, asks_nothing):
+    """It has as many messages as it takes: rows of prompts that stand behind each other where it is asked for nothing."""
+    world = World(clock, 4, config=CONFIG, k=4, output_length=1000)
+    world.run(1.0)
+    (session,) = world.drafting._sessions.values()
+    (message,) = list(session.unanswered.values())[:1] or [session.pace.send(clock.now, 0, 4, 4, 4)]
+    session.unanswered.update({-number: message for number in range(1, 33)})
+    session.asks_nothing = asks_nothing
+    for binding in session.bindings:
+        binding.wait_until, binding.asked_length = None, 0
+    sent = len(world.stream.steps)
+    world.scene.flush()
+    assert len(world.stream.steps) == sent
+    assert [world.drafting.gate.is_waiting(one) for one in world.scene.requests] == [not asks_nothing] * 4
+
+
 def test_the_few_that_try_a_drafter_are_asked_behind_rows_of_a_verify_step(clock):
     """Rows that are sent before take the drafter longer, and are no part of what drafts take."""
     costs = Costs(trip_s=4e-3, acceptance=0.05, history_s=5e-3)
@@ -311,11 +328,7 @@ def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_r
     clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
 ):
     """That holds up the next steps, for as long as sequences catch up."""
-    row_bytes = make_head().row_bytes
-    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
-    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
-        monkeypatch.setattr(copying, name, rows * row_bytes)
+    use_rows_of_8b(monkeypatch)
     sending = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": 3.5e-3}
     world = LaunchingWorld(
         *(clock, 0, Costs(**BY_BYTES, **sending)),
@@ -337,6 +350,94 @@ def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_r
         run_burst()
     without = 32 / (BY_BYTES["step_s"] + 32 * BY_BYTES["row_s"]) / (1 + BY_BYTES["noise"])
     assert world.tokens - before > gain * without * (clock.now - began)
+
+
+def use_rows_of_8b(monkeypatch) -> None:
+    """What is counted in bytes is as many rows as of the 8B shape's features."""
+    row_bytes = make_head().row_bytes
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
+    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
+    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
+        monkeypatch.setattr(copying, name, rows * row_bytes)
+
+
+SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.5e-3}
+"""Two H100s on whose host a step takes up to 3.5 ms to launch, and a row of features up to 37 us to be sent."""
+
+
+@pytest.mark.parametrize("trip_s", [2.4e-3, 3.9e-3, 5.5e-3])
+@pytest.mark.parametrize(("launch_s", "noise"), [(2e-3, 0.03), (3.5e-3, 0.03), (3.5e-3, 0.1)])
+def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_slow(
+    clock, monkeypatch, trip_s, launch_s, noise
+):
+    """As `benchmarks.far_drafter` has them: all that the host sends in a message counts, new rows of those too that
+    lack nothing."""
+    use_rows_of_8b(monkeypatch)
+    costs = Costs(
+        **SLOW_HOST,
+        trip_s=trip_s,
+        feature_row_s=65e-6,
+        send_row_s=37e-6,
+        launch_s=launch_s,
+        noise=noise,
+        accepted=2,
+    )
+    world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
+    for _ in range(3):
+        began, before = clock.now, world.tokens
+        for _ in range(2):
+            for _ in range(32):
+                world.arrive()
+            without = world.rate_without()
+            world.run(100.0)
+        assert world.tokens - before > 0.965 * without * (clock.now - began)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "trip_s", "feature_row_s", "send_row_s", "launch_s", "gain"),
+    [
+        (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.97),  # which no drafts are worth
+        (64, 5.0e-3, 65e-6, 10e-6, 1.0e-3, 0.97),
+        (8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15),
+        (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
+    ],
+)
+def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_link_are_slow(
+    clock, monkeypatch, sequences, trip_s, feature_row_s, send_row_s, launch_s, gain
+):
+    """A drafter that has never drafted, for its rows never get there, is given up too; and whoever waits for drafts
+    beside a step says nothing of the host."""
+    use_rows_of_8b(monkeypatch)
+    ways = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": launch_s}
+    world = LaunchingWorld(clock, 0, Costs(**SLOW_HOST, **ways, noise=0.06), config=CONFIG, k=4)
+    draw = random.Random(0)
+
+    def arrive(_length: int | None = None) -> None:
+        world.output_length = draw.randrange(100, 500)
+        LaunchingWorld.arrive(world, draw.randrange(350, 1050))
+
+    monkeypatch.setattr(world, "arrive", arrive)
+    for _ in range(sequences):
+        arrive()
+    world.run(2.0)
+    for _ in range(2):
+        assert world.run(6.0) > gain * world.rate_without()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_a_step_with_drafts_waits_for_beside_another_one_says_nothing_of_the_host(clock, copies, num_drafts):
+    gate = World(clock, 32).drafting.gate
+    limit = gate.copy_limit.num_bytes
+    for _ in range(9):
+        gate.count_sent(32, has_histories=copies, copied_bytes=int(limit) * copies)
+        clock.now += 10e-3
+        verified = {("drafter:1", num_drafts): 32}
+        times = {"step_s": 7e-3, "host_s": 3e-3, "landed": clock.now}
+        gate.count_step(32 * (1 + num_drafts), has_prompts=False, verified=verified, is_beside=True, **times)
+    says = num_drafts == 0
+    assert gate.target_cost.beside_s == (3e-3 if says and not copies else 0.0)
+    assert (gate.copy_limit.num_bytes < limit) == (says and copies)
 
 
 @pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])

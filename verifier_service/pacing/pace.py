@@ -280,7 +280,8 @@ class Pace:
             self._hindsight.pause()
             return
         self._step_s = target.seconds(load.small_step)
-        if not self.cost.is_known:
+        # Of a drafter of which too little is known nothing is forecast; what it loses while sequences catch up counts.
+        if not (self.cost.is_known or load.asks_nothing):
             self._hindsight.pause()
             return
         scale = scale_of(load.running, self._hindsight.scale)
@@ -294,7 +295,8 @@ class Pace:
         if self.governor.is_adaptive and (self.is_off or likely.gain < KEEP_ABOVE):
             optimistic = forecast(tokens=[1.0 + count for count in range(self._max_drafts + 1)])
         self.governor.decide(now, likely, optimistic, scale, made=made, asks_nothing=load.asks_nothing)
-        self.outlook = self._outlook(likely)
+        if self.cost.is_known:
+            self.outlook = self._outlook(likely)
         self.acceptance.forget_over(0 if self.is_off else load.sequences)
         if self.is_off:
             scouts = min(NUM_SCOUTS, load.sequences)
