@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +31,9 @@ MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # more meanwhile.
 LEAST_ROWS_COPIED = 3
 
-# For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them.
-LONGEST_CATCH_UP_S = 1.0
+# For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them: by
+# what that is thought to take, and at most.
+LONGEST_CATCH_UP_S, LATEST_CATCH_UP_S = 1.0, 2.0
 
 # Rows to send of a sequence.
 _Piece = tuple[Binding, int]
@@ -87,16 +89,21 @@ class StepSender:
     def _lack_much(self, session: DraftSession, lacking: list[Binding], lack_most: bool, now: float) -> bool:
         """Whether sequences are to catch up, of which those `lacking` lack more than the rows of a step: if most do,
         and more than is sent within a step, or prompts; and until it is no more than that, unless the fewer ones that
-        lack some then would keep the others for long."""
+        lack some then would keep the others for long, or have."""
         pace, row_bytes = session.pace, session.stream.head.row_bytes
         rows = sum(binding.rows_behind for binding in lacking)
+        if lack_most or not session.catches_up:
+            session.few_since = math.inf
         if rows <= self._backlog(session, now) and all(binding.sequence_id for binding in lacking):
             return False
+        if lack_most or not session.catches_up:
+            return lack_most
+        session.few_since = min(session.few_since, now)
         most_rows = min(
             pace.rows_within(LONGEST_CATCH_UP_S, row_bytes),
             self._most_copied(session) * pace.steps_within(LONGEST_CATCH_UP_S),
         )
-        return lack_most or (session.catches_up and rows <= most_rows)
+        return rows <= most_rows and now < session.few_since + LATEST_CATCH_UP_S
 
     def _backlog(
         self, session: DraftSession, now: float, *, beside: Sequence[Binding] = (), is_idle: bool = False
@@ -107,8 +114,9 @@ class StepSender:
         return min(rows, self._most_copied(session, beside))
 
     def _most_copied(self, session: DraftSession, beside: Sequence[Binding] = ()) -> int:
-        """The most of them that the host may copy into it, so that it copies no more than it may in all, or a few of
-        each sequence that is not close. Where every step is to have its drafts, none of them waits."""
+        """The most rows of prompts and histories that the host may copy into a message: what it may copy in all, less
+        what sequences `beside` lack that are close, but a few of each other one at least. Where every step is to have
+        its drafts, none of them waits."""
         if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
             return MOST_ROWS
         hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes

@@ -261,7 +261,7 @@ def test_steps_follow_each_other_without_a_pause_while_nothing_is_asked_for(cloc
 
 @pytest.mark.parametrize("asks_nothing", [False, True])
 def test_nobody_waits_for_room_at_a_drafter_that_is_asked_for_nothing(clock, asks_nothing):
-    """It has as many messages as it takes: rows of prompts that stand behind each other where it is asked for nothing."""
+    """It has as many messages as it takes: rows of prompts, behind each other, where it is asked for nothing."""
     world = World(clock, 4, config=CONFIG, k=4, output_length=1000)
     world.run(1.0)
     (session,) = world.drafting._sessions.values()
@@ -407,9 +407,47 @@ def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_lin
 ):
     """A drafter that has never drafted, for its rows never get there, is given up too; and whoever waits for drafts
     beside a step says nothing of the host."""
-    use_rows_of_8b(monkeypatch)
     ways = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": launch_s}
-    world = LaunchingWorld(clock, 0, Costs(**SLOW_HOST, **ways, noise=0.06), config=CONFIG, k=4)
+    world = world_of_all_lengths(clock, monkeypatch, sequences, Costs(**SLOW_HOST, **ways, noise=0.06))
+    world.run(2.0)
+    for _ in range(2):
+        assert world.run(6.0) > gain * world.rate_without()
+
+
+def test_a_drafter_that_was_given_up_before_it_ever_drafted_is_tried_again(clock, monkeypatch):
+    """Though rows of prompts take it so long that the few that look after it are never close when they are sent."""
+    ways = {"trip_s": 2.4e-3, "feature_row_s": 65e-6, "send_row_s": 37e-6, "launch_s": 3.5e-3}
+    costs = Costs(**SLOW_HOST | {"history_s": 45e-3}, **ways, noise=0.06)
+    world = world_of_all_lengths(clock, monkeypatch, 64, costs)
+    world.run(8.0)
+    assert not pace_of(world.drafting).cost.is_known
+    costs.trip_s, costs.feature_row_s, costs.send_row_s, costs.launch_s = 0.2e-3, 8e-6, 1e-6, 0.5e-3
+    monkeypatch.setattr(world, "arrive", lambda _length=None: None)
+    while len(world.scene.requests) > 8:
+        world.run(0.05)
+    monkeypatch.setattr(world, "arrive", lambda _length=None: LaunchingWorld.arrive(world, 32))
+    world.run(10.0)
+    assert world.run(10.0) > 1.2 * world.rate_without()
+
+
+def test_nobody_waits_for_long_until_the_few_have_caught_up(clock, monkeypatch):
+    """The host can send hardly more than steps bring, so that it would take much longer than is thought."""
+    ways = {"trip_s": 0.2e-3, "feature_row_s": 8e-6, "send_row_s": 20e-6, "launch_s": 4.5e-3}
+    costs = Costs(**SLOW_HOST, **ways, noise=0.06, acceptance=0.9)
+    world = world_of_all_lengths(clock, monkeypatch, 32, costs)
+    world.run(2.0)
+    (session,) = world.drafting._sessions.values()
+    waits = []
+    for _ in range(600):
+        world.run(0.02)
+        waits.append(clock.now - session.few_since)
+    assert 1.9 < max(waits) < 2.1
+
+
+def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequences: int, costs: Costs) -> LaunchingWorld:
+    """Requests of 350 to 1050 and 100 to 500 tokens that follow each other, with features of the 8B shape."""
+    use_rows_of_8b(monkeypatch)
+    world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4)
     draw = random.Random(0)
 
     def arrive(_length: int | None = None) -> None:
@@ -419,9 +457,7 @@ def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_lin
     monkeypatch.setattr(world, "arrive", arrive)
     for _ in range(sequences):
         arrive()
-    world.run(2.0)
-    for _ in range(2):
-        assert world.run(6.0) > gain * world.rate_without()
+    return world
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])

@@ -15,7 +15,7 @@ STEPS_BEHIND = 3
 
 
 class CopyLimit:
-    """Of rows of prompts and histories in one message, which has its tensors inside.
+    """Of a message that has rows of prompts and histories, and its tensors inside.
 
     The thread that sends it and the one that launches steps wait for each other, so that a few milliseconds of copying
     are a pause of the device's. They are hidden where steps are launched while others run, as far as those take longer

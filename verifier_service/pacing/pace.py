@@ -280,8 +280,9 @@ class Pace:
             self._hindsight.pause()
             return
         self._step_s = target.seconds(load.small_step)
-        # Of a drafter of which too little is known nothing is forecast; what it loses while sequences catch up counts.
-        if not (self.cost.is_known or load.asks_nothing):
+        # Where too little is known of the drafter, the forecast is as if it took no time: what it loses while sequences
+        # catch up counts nevertheless, and once it has rested for that it is tried again.
+        if not (self.cost.is_known or load.asks_nothing or self.is_off):
             self._hindsight.pause()
             return
         scale = scale_of(load.running, self._hindsight.scale)
