@@ -189,7 +189,7 @@ class Drafting:
                 self._scout(session, store, requests, now)
             elif session.has_room:
                 self._sender.send(session, store, now)
-            elif not session.asks_nothing:  # else it would not ask for any soon
+            elif not session.asks_nothing:  # else what is sent next asks for none
                 self._hold(session, now)
             if session.unanswered_bytes > MAX_UNANSWERED_BYTES:
                 self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
