@@ -92,35 +92,31 @@ class StepSender:
         lack some then would keep the others for long, or have."""
         pace, row_bytes = session.pace, session.stream.head.row_bytes
         rows = sum(binding.rows_behind for binding in lacking)
-        if lack_most or not session.catches_up:
-            session.few_since = math.inf
+        is_of_few = session.catches_up and not lack_most
+        session.few_since = min(session.few_since, now) if is_of_few else math.inf
         if rows <= self._backlog(session, now) and all(binding.sequence_id for binding in lacking):
             return False
-        if lack_most or not session.catches_up:
+        if not is_of_few:
             return lack_most
-        session.few_since = min(session.few_since, now)
         most_rows = min(
             pace.rows_within(LONGEST_CATCH_UP_S, row_bytes),
             self._most_copied(session) * pace.steps_within(LONGEST_CATCH_UP_S),
         )
         return rows <= most_rows and now < session.few_since + LATEST_CATCH_UP_S
 
-    def _backlog(
-        self, session: DraftSession, now: float, *, beside: Sequence[Binding] = (), is_idle: bool = False
-    ) -> int:
-        """How many rows of prompts and histories may be sent in one message, which also has what sequences `beside`
-        lack that are close."""
+    def _backlog(self, session: DraftSession, now: float, *, is_idle: bool = False) -> int:
+        """How many rows of prompts and histories may be sent in one message."""
         rows = session.pace.backlog_rows(now, session.stream.head.row_bytes, is_idle=is_idle)
-        return min(rows, self._most_copied(session, beside))
+        return min(rows, self._most_copied(session, is_idle=is_idle))
 
-    def _most_copied(self, session: DraftSession, beside: Sequence[Binding] = ()) -> int:
-        """The most rows of prompts and histories that the host may copy into a message: what it may copy in all, less
-        what sequences `beside` lack that are close, but a few of each other one at least. Where every step is to have
-        its drafts, none of them waits."""
+    def _most_copied(self, session: DraftSession, *, is_idle: bool = False) -> int:
+        """The most of them that the host may copy into it. Where the session `is_idle` it has the new rows of sequences
+        that are close too, which count; but a few of each other one go at least. Where every step is to have its
+        drafts, none of them waits."""
         if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
             return MOST_ROWS
         hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes
-        close = [max(binding.rows_behind, 0) for binding in beside if self.is_close(binding)]
+        close = [binding.rows_behind for binding in session.bindings if is_idle and self.is_close(binding)]
         return max(hidden - sum(close), LEAST_ROWS_COPIED * (len(session.bindings) - len(close)))
 
     def send_scouts(
@@ -275,7 +271,7 @@ class StepSender:
                 room -= rows
             if rows > self._most_verified:
                 if backlog is None:
-                    backlog = self._backlog(session, now, beside=bindings if is_idle else (), is_idle=is_idle)
+                    backlog = self._backlog(session, now, is_idle=is_idle)
                 rows = min(rows, backlog)
                 backlog -= rows
             if rows > 0:

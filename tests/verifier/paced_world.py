@@ -153,6 +153,14 @@ class World:
         first = costs.first_acceptance
         return first if is_first and first is not None else costs.acceptance
 
+    def _accepted(self, request: Request, num_drafts: int) -> int:
+        if self.costs.accepted is not None:
+            return min(num_drafts, self.costs.accepted)
+        accepted = 0
+        while accepted < num_drafts and self.draw.random() < self._acceptance(request):
+            accepted += 1
+        return accepted
+
     def rate_without(self) -> float:
         """Tokens per second of steps without drafts."""
         count = len(self.scene.requests)
@@ -229,10 +237,7 @@ class World:
 
     def _commit(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         for one, count in zip(requests, counts, strict=True):
-            most = self.costs.accepted
-            accepted = 0 if most is None else min(count, most)
-            while most is None and accepted < count and self.draw.random() < self._acceptance(one):
-                accepted += 1
+            accepted = self._accepted(one, count)
             self.drafting.count_verified(one, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))
             one.tokens += [*[5] * accepted, 9]

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import drafting_scene
 import pytest
-from drafting_scene import Clock, K, make_head
+from drafting_scene import Clock, K
 from paced_world import CONFIG, LOADED, Costs, LaunchingWorld, World, adaptive, num_drafts, pace_of
 
-from draftwire.v1 import draft_pb2 as pb
 from verifier_service import pacing
 from verifier_service.draft_session import DraftSession
-from verifier_service.pacing import copying
 
 
 def test_drafts_are_not_given_up_while_sequences_catch_up(clock, monkeypatch):
@@ -265,7 +263,7 @@ def test_nobody_waits_for_room_at_a_drafter_that_is_asked_for_nothing(clock, ask
     world = World(clock, 4, config=CONFIG, k=4, output_length=1000)
     world.run(1.0)
     (session,) = world.drafting._sessions.values()
-    (message,) = list(session.unanswered.values())[:1] or [session.pace.send(clock.now, 0, 4, 4, 4)]
+    message = session.pace.send(clock.now, 0, 4, 4, 4)
     session.unanswered.update({-number: message for number in range(1, 33)})
     session.asks_nothing = asks_nothing
     for binding in session.bindings:
@@ -314,175 +312,3 @@ def test_where_every_step_is_to_have_its_drafts_a_prompt_is_sent_at_once(clock):
     world.run(0.3)
     (with_prompt,) = [step for step in world.stream.steps[before:] if max(step.num_rows, default=0) >= 400]
     assert list(with_prompt.num_drafts) == [4]
-
-
-BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "history_s": 1.8e-3, "noise": 0.05}
-"""Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one."""
-
-
-@pytest.mark.parametrize("trip_s", [2.5e-3, 4e-3])
-@pytest.mark.parametrize(
-    ("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.95), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)]
-)
-def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_rows(
-    clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
-):
-    """That holds up the next steps, for as long as sequences catch up."""
-    use_rows_of_8b(monkeypatch)
-    sending = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": 3.5e-3}
-    world = LaunchingWorld(
-        *(clock, 0, Costs(**BY_BYTES, **sending)),
-        config=CONFIG,
-        k=4,
-        prompt_length=256,
-        output_length=400,
-        replaces=False,
-    )
-
-    def run_burst() -> None:
-        for _ in range(32):
-            world.arrive()
-        world.run(100.0)
-
-    run_burst()  # in which it comes to be known
-    began, before = clock.now, world.tokens
-    for _ in range(3):
-        run_burst()
-    without = 32 / (BY_BYTES["step_s"] + 32 * BY_BYTES["row_s"]) / (1 + BY_BYTES["noise"])
-    assert world.tokens - before > gain * without * (clock.now - began)
-
-
-def use_rows_of_8b(monkeypatch) -> None:
-    """What is counted in bytes is as many rows as of the 8B shape's features."""
-    row_bytes = make_head().row_bytes
-    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
-    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
-    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
-        monkeypatch.setattr(copying, name, rows * row_bytes)
-
-
-SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.5e-3}
-"""Two H100s on whose host a step takes up to 3.5 ms to launch, and a row of features up to 37 us to be sent."""
-
-
-@pytest.mark.parametrize("trip_s", [2.4e-3, 3.9e-3, 5.5e-3])
-@pytest.mark.parametrize(("launch_s", "noise"), [(2e-3, 0.03), (3.5e-3, 0.03), (3.5e-3, 0.1)])
-def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_slow(
-    clock, monkeypatch, trip_s, launch_s, noise
-):
-    """As `benchmarks.far_drafter` has them: all that the host sends in a message counts, new rows of those too that
-    lack nothing."""
-    use_rows_of_8b(monkeypatch)
-    costs = Costs(
-        **SLOW_HOST,
-        trip_s=trip_s,
-        feature_row_s=65e-6,
-        send_row_s=37e-6,
-        launch_s=launch_s,
-        noise=noise,
-        accepted=2,
-    )
-    world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
-    for _ in range(3):
-        began, before = clock.now, world.tokens
-        for _ in range(2):
-            for _ in range(32):
-                world.arrive()
-            without = world.rate_without()
-            world.run(100.0)
-        assert world.tokens - before > 0.965 * without * (clock.now - began)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "trip_s", "feature_row_s", "send_row_s", "launch_s", "gain"),
-    [
-        (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.97),  # which no drafts are worth
-        (64, 5.0e-3, 65e-6, 10e-6, 1.0e-3, 0.97),
-        (8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15),
-        (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
-    ],
-)
-def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_link_are_slow(
-    clock, monkeypatch, sequences, trip_s, feature_row_s, send_row_s, launch_s, gain
-):
-    """A drafter that has never drafted, for its rows never get there, is given up too; and whoever waits for drafts
-    beside a step says nothing of the host."""
-    ways = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": launch_s}
-    world = world_of_all_lengths(clock, monkeypatch, sequences, Costs(**SLOW_HOST, **ways, noise=0.06))
-    world.run(2.0)
-    for _ in range(2):
-        assert world.run(6.0) > gain * world.rate_without()
-
-
-def test_a_drafter_that_was_given_up_before_it_ever_drafted_is_tried_again(clock, monkeypatch):
-    """Though rows of prompts take it so long that the few that look after it are never close when they are sent."""
-    ways = {"trip_s": 2.4e-3, "feature_row_s": 65e-6, "send_row_s": 37e-6, "launch_s": 3.5e-3}
-    costs = Costs(**SLOW_HOST | {"history_s": 45e-3}, **ways, noise=0.06)
-    world = world_of_all_lengths(clock, monkeypatch, 64, costs)
-    world.run(8.0)
-    assert not pace_of(world.drafting).cost.is_known
-    costs.trip_s, costs.feature_row_s, costs.send_row_s, costs.launch_s = 0.2e-3, 8e-6, 1e-6, 0.5e-3
-    monkeypatch.setattr(world, "arrive", lambda _length=None: None)
-    while len(world.scene.requests) > 8:
-        world.run(0.05)
-    monkeypatch.setattr(world, "arrive", lambda _length=None: LaunchingWorld.arrive(world, 32))
-    world.run(10.0)
-    assert world.run(10.0) > 1.2 * world.rate_without()
-
-
-def test_nobody_waits_for_long_until_the_few_have_caught_up(clock, monkeypatch):
-    """The host can send hardly more than steps bring, so that it would take much longer than is thought."""
-    ways = {"trip_s": 0.2e-3, "feature_row_s": 8e-6, "send_row_s": 20e-6, "launch_s": 4.5e-3}
-    costs = Costs(**SLOW_HOST, **ways, noise=0.06, acceptance=0.9)
-    world = world_of_all_lengths(clock, monkeypatch, 32, costs)
-    world.run(2.0)
-    (session,) = world.drafting._sessions.values()
-    waits = []
-    for _ in range(600):
-        world.run(0.02)
-        waits.append(clock.now - session.few_since)
-    assert 1.9 < max(waits) < 2.1
-
-
-def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequences: int, costs: Costs) -> LaunchingWorld:
-    """Requests of 350 to 1050 and 100 to 500 tokens that follow each other, with features of the 8B shape."""
-    use_rows_of_8b(monkeypatch)
-    world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4)
-    draw = random.Random(0)
-
-    def arrive(_length: int | None = None) -> None:
-        world.output_length = draw.randrange(100, 500)
-        LaunchingWorld.arrive(world, draw.randrange(350, 1050))
-
-    monkeypatch.setattr(world, "arrive", arrive)
-    for _ in range(sequences):
-        arrive()
-    return world
-
-
-@pytest.mark.parametrize("num_drafts", [0, 4])
-@pytest.mark.parametrize("copies", [False, True])
-def test_what_a_step_with_drafts_waits_for_beside_another_one_says_nothing_of_the_host(clock, copies, num_drafts):
-    gate = World(clock, 32).drafting.gate
-    limit = gate.copy_limit.num_bytes
-    for _ in range(9):
-        gate.count_sent(32, has_histories=copies, copied_bytes=int(limit) * copies)
-        clock.now += 10e-3
-        verified = {("drafter:1", num_drafts): 32}
-        times = {"step_s": 7e-3, "host_s": 3e-3, "landed": clock.now}
-        gate.count_step(32 * (1 + num_drafts), has_prompts=False, verified=verified, is_beside=True, **times)
-    says = num_drafts == 0
-    assert gate.target_cost.beside_s == (3e-3 if says and not copies else 0.0)
-    assert (gate.copy_limit.num_bytes < limit) == (says and copies)
-
-
-@pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])
-def test_rows_that_the_host_copies_are_sent_a_little_at_a_time(clock, monkeypatch, carrier):
-    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 6000)
-    monkeypatch.setattr(copying, "FIRST_BYTES", 500 * make_head().row_bytes)
-    world = World(clock, 32, Costs(trip_s=2e-3, feature_row_s=5e-6), config=CONFIG, k=4, prompt_length=2000)
-    monkeypatch.setattr(type(world.stream.sender), "carrier", carrier)
-    world.run(1.0)
-    rows = [count for step in world.stream.steps for count in step.num_rows]
-    assert (max(rows) <= 500) == (carrier == pb.CARRIER_BYTES)
-    assert world.run(3.0) > 1.1 * world.rate_without()
