@@ -16,6 +16,10 @@ from verifier_service.request import Request
 
 logger = logging.getLogger(__name__)
 
+# A step that waited for no drafts, and before which the host sent no rows of prompts, was held up by something that has
+# nothing to do with drafts if it took so many times what is expected. Steps with drafts may have waited for them.
+STALLED_ABOVE = 1.5
+
 
 class StepGate:
     """Used by the engine's thread alone. It reads the sessions and bindings that `Drafting` keeps."""
@@ -95,28 +99,36 @@ class StepGate:
             Whether it was launched while another step ran. None where none ever is: the host's time is the step's then,
             and so is that for rows sent before it.
         """
-        if self._landed is not None and not (has_prompts or self._had_prompts or is_delayed):
-            self._seconds += landed - self._landed
-            self._verified.update(verified)
-            self._steps += 1
         has_drafts = any(drafts for _, drafts in verified)
+        is_busy = self._had_prompts or is_delayed or self._sent_histories or self._sends_histories
+        if self._landed is not None and not (has_prompts or self._had_prompts or is_delayed):
+            seconds = landed - self._landed
+            is_free = is_beside and not has_drafts and not is_busy
+            if not (is_free and self._is_stall(rows, seconds)):
+                self._seconds += seconds
+                self._verified.update(verified)
+                self._steps += 1
         if is_beside and not (has_drafts or has_prompts or self._had_prompts or is_delayed):
             self.copy_limit.count_step(step_s, host_s - self.target_cost.beside_s)
         else:
             self.copy_limit.skip_step()
         if not has_prompts:
-            is_busy = self._had_prompts or is_delayed or self._sent_histories or self._sends_histories
             self._learn(rows, step_s, host_s, verified, is_beside, has_drafts=has_drafts, is_busy=is_busy)
         self._feature_rows = 0
         self._sent_histories, self._sends_histories = self._sends_histories, False
         self._had_prompts, self._landed = has_prompts, landed
 
     def output(self, drafters: Collection[str]) -> Output:
-        """What steps have brought that had no prompts and followed another without. What drafts of others than the
-        drafters at these addresses have brought is forgotten."""
+        """What steps have brought that had no prompts and followed another without, but for those that were held up by
+        something else. What drafts of others than the drafters at these addresses have brought is forgotten."""
         for key in [key for key in self._verified if key[0] not in drafters and key[0]]:
             del self._verified[key]
         return Output(self._verified.copy(), self._steps, self._seconds)
+
+    def _is_stall(self, rows: int, seconds: float) -> bool:
+        """Whether a step of so many rows that waited for nothing took much longer than it does as a rule."""
+        cost = self.target_cost
+        return cost.is_known and seconds > STALLED_ABOVE * (cost.seconds(rows) + cost.beside_s)
 
     def _learn(
         self,

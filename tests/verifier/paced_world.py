@@ -27,6 +27,7 @@ PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
 FIRST_TOKENS = 20
 CONFIG = {"num_speculative_tokens": 4}
+STALLS_EVERY_S, STALLS_FOR_S = 1.56, 0.25
 # Steps of an 8B model on an H100, more or less.
 LOADED = {"step_s": 6.4e-3, "row_s": 9e-6, "noise": 0.05}
 
@@ -48,6 +49,7 @@ class Costs:
     unseen_step_s: float = 0.0  # the same, after any step
     launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
     send_row_s: float = 0.0  # of the host's, before it launches what comes next
+    stall_s: float = 0.0  # of the host's, before every third launch or so, for STALLS_FOR_S of each STALLS_EVERY_S
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
 
 
@@ -284,6 +286,8 @@ class LaunchingWorld(World):
             work.request.num_in_flight += 1
         seconds = self._seconds([work.num_drafts for work in works])
         self.clock.now += self.costs.launch_s * (self._flight is not None)
+        if self.costs.stall_s and self.clock.now % STALLS_EVERY_S < STALLS_FOR_S and self.draw.random() < 0.3:
+            self.clock.now += self.costs.stall_s * self.draw.uniform(0.5, 1.6)
         flight = Flight(works, works, cast("PendingDraw", _DRAW), None, is_beside=self._flight is not None)
         begins = max(self.clock.now, device_free)
         self._flight_s = (begins + seconds, seconds, begins - device_free if flight.is_beside else 0.0)

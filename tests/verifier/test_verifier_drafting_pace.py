@@ -382,20 +382,23 @@ def test_drafts_come_back_when_they_gain_what_is_known_of_their_costs(clock):
     assert num_drafts(world) == 4
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("costs", "gain"),
     [
-        (Costs(trip_s=3e-3, acceptance=0.6, unseen_step_s=1e-3), 1.12),
+        (Costs(trip_s=3e-3, acceptance=0.6, unseen_step_s=1e-3), 1.1),
         (Costs(trip_s=2.2e-3, acceptance=0.5, unseen_step_s=2e-3), 1.17),
     ],
 )
-def test_what_all_steps_take_and_nothing_counts_is_no_reason_to_give_up_drafts(clock, costs, gain):
+def test_what_all_steps_take_and_nothing_counts_is_no_reason_to_give_up_drafts(clock, costs, gain, seed):
+    """But once, at first: it takes steps without drafts to see that they take it too."""
     world = World(clock, 16, costs, config=CONFIG, k=4, output_length=400)
+    world.draw.seed(seed)
     without = 16 / (16 / world.rate_without() + costs.unseen_step_s)
-    world.run(2.0)
+    world.run(20.0)
     world.drafted.clear()
     assert world.run(60.0) > gain * without
-    assert world.drafted.count(0) < 0.05 * len(world.drafted)
+    assert world.drafted.count(0) < 0.02 * len(world.drafted)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,8 +19,9 @@ from verifier_service.pacing.plan import OFF, Forecast, Plan
 BETTER_BY = 1.03
 RESUME_ABOVE = 1.06
 KEEP_ABOVE = 1.01
-# They are given up when what they have lost, less what they have gained since, adds up to so many steps: a few drafts,
-# or those of the first tokens of texts, say little of others. Drafts that would gain nothing if all were accepted are
+# They are given up when what they have lost, less what they have gained, adds up to so many steps: a few drafts, or
+# those of the first tokens of texts, say little of others. Of what they have gained before as much counts, so that a
+# host that stalls for a moment does not end drafts that pay. Drafts that would gain nothing if all were accepted are
 # given up at once.
 GIVE_UP_AFTER_STEPS = 6.0
 # While sequences catch up, which is made up for later, they are given up when all that was lost and not made up for yet
@@ -69,7 +70,7 @@ class Governor:
         self._rests: defaultdict[int, _Rest] = defaultdict(_Rest)  # by the scale of the load
         self._scale = 0  # of the last plan
         self._gains = 0  # plans at that scale, the last ones, for which drafts that are not asked for would have gained
-        self._lost_s = 0.0  # by drafts, less what they have gained since
+        self._lost_s = 0.0  # by drafts, less what they have gained
         self._owed_s = 0.0  # the same, with what catching up lost over what is borne; of a drafter alone
         self._decided = math.inf  # when the last plan was made
         self._asked_nothing = False  # then
@@ -177,9 +178,9 @@ class Governor:
         most_lost_s, most_owed_s = GIVE_UP_AFTER_STEPS * forecast.step_s, OWE_STEPS * forecast.step_s
         lost_s = max(-most_lost_s / 2, min(lost_s, most_lost_s / 2))  # there may have been no requests since
         if forecast.is_alone:
-            self._owed_s = min(max(0.0, self._owed_s + lost_s), most_owed_s)
+            self._owed_s = min(max(-most_lost_s, self._owed_s + lost_s), most_owed_s)
         if not is_catching_up:
-            self._lost_s = max(0.0, self._lost_s + lost_s)
+            self._lost_s = max(-most_lost_s, self._lost_s + lost_s)
         owes_much = is_catching_up and lost_s > 0.0 and self._owed_s >= most_owed_s
         if now < rest.until:
             self._turn_off(now)
