@@ -15,7 +15,7 @@ _COLUMNS = (
 
 
 def memory_table(info: pb.GetVerifierInfoResponse, box: Box = HEAVY_HEAD) -> Table:
-    """A row for the verifier and one for each drafter that has told."""
+    """A row for each process of the verifier and for each drafter that has told."""
     table = Table(title="memory, MiB", title_justify="left", box=box)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "process" else "right", overflow="fold")
@@ -38,8 +38,9 @@ def memory_mapping(info: pb.GetVerifierInfoResponse) -> dict[str, dict[str, int]
 
 
 def _processes(info: pb.GetVerifierInfoResponse) -> dict[str, draft_pb2.MemoryUse]:
+    server = {"verifier's server": info.server_memory} if info.HasField("server_memory") else {}
     drafters = {f"drafter {one.address}": one.memory for one in info.drafters if one.HasField("memory")}
-    return {"verifier": info.memory, **drafters}
+    return {"verifier": info.memory, **server, **drafters}
 
 
 def _mib(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from draftwire.errors import DraftwireError, ServerError, UnavailableError
+from draftwire.memory import peak_host_bytes
 from draftwire.v1 import generate_pb2
 from verifier_service.engine_access import Deliver, EngineFacts, Output, Submission, is_end
 from verifier_service.engine_channel import Message, pack, read
@@ -106,7 +107,9 @@ class EngineProxy:
             case ("info", data):
                 answer = self._infos.popleft()
                 if not answer.done():  # as when its client has gone
-                    answer.set_result(generate_pb2.GetVerifierInfoResponse.FromString(data))
+                    info = generate_pb2.GetVerifierInfoResponse.FromString(data)
+                    info.server_memory.peak_host_bytes = peak_host_bytes()
+                    answer.set_result(info)
             case ("requests_ended",):
                 self._requests_ended.set()
             case ("failed",):

@@ -173,7 +173,7 @@ class GetVerifierInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVerifierInfoResponse(_message.Message):
-    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters", "memory")
+    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters", "memory", "server_memory")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class GetVerifierInfoResponse(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SERVER_MEMORY_FIELD_NUMBER: _ClassVar[int]
     version: str
     target: str
     target_fingerprint: str
@@ -206,7 +207,8 @@ class GetVerifierInfoResponse(_message.Message):
     has_tokenizer: bool
     counters: EngineCounters
     memory: _draft_pb2.MemoryUse
-    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ...) -> None: ...
+    server_memory: _draft_pb2.MemoryUse
+    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., server_memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
     __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks", "accepted_drafts")

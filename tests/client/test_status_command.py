@@ -31,6 +31,7 @@ class Busy(GenerationServicer):
             max_num_seqs=64,
             requests_waiting=7,
             max_queue=1024,
+            server_memory=draft_pb2.MemoryUse(peak_host_bytes=9 << 20),
             counters=pb.EngineCounters(
                 steps=10 * look,
                 verify_steps=10 * look,
@@ -101,8 +102,9 @@ def test_one_look_shows_the_memory_of_each_process_that_has_told(address):
     result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
     shown = result.output.partition("memory, MiB")[2].splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]
-    assert [row[0] for row in rows] == ["verifier", "drafter 10.0.0.1:50052"]
-    assert rows[1][1:] == ["1024", "2048", "2.0", "0.0", "31.2", "5.0", "6.0", "7.0"]
+    assert [row[0] for row in rows] == ["verifier", "verifier's server", "drafter 10.0.0.1:50052"]
+    assert rows[1][1:] == ["0", "0", "0.0", "0.0", "0.0", "0.0", "0.0", "9.0"]
+    assert rows[2][1:] == ["1024", "2048", "2.0", "0.0", "31.2", "5.0", "6.0", "7.0"]
 
 
 def test_a_name_cannot_steer_the_terminal(address):

@@ -113,11 +113,16 @@ def test_the_verifier_tells_of_its_engine_and_counts_what_that_does(verifiers, d
     for info in infos:
         assert info.counters.steps > 0
         assert info.counters.times.verify_s > 0
-        assert info.memory.peak_host_bytes > 0
+        assert info.memory.peak_host_bytes > 50 << 20  # torch alone
         assert info.drafters[0].address == drafter.address
-        for field in ("counters", "memory", "drafters"):
+    in_one, in_two = sorted(infos, key=lambda info: info.HasField("server_memory"))
+    assert not in_one.HasField("server_memory")
+    assert in_two.server_memory.peak_host_bytes > 50 << 20
+    assert in_two.server_memory.peak_host_bytes != in_two.memory.peak_host_bytes
+    for info in infos:
+        for field in ("counters", "memory", "server_memory", "drafters"):
             info.ClearField(field)
-    assert infos[0] == infos[1]
+    assert in_one == in_two
 
 
 def test_asked_to_end_both_finish_what_runs(ending):
