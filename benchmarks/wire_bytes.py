@@ -48,6 +48,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "gumbel": GUMBEL,
     "gumbel, top 64": GUMBEL | {"draft_logits": {"top_n": 64}},
     "gumbel, all logits": GUMBEL | {"draft_logits": "dense"},
+    "block": GUMBEL | {"rejection_sample_method": "block"},
     "block, top 64": GUMBEL | {"draft_logits": {"top_n": 64}, "rejection_sample_method": "block"},
     "block, all logits": GUMBEL | {"draft_logits": "dense", "rejection_sample_method": "block"},
     "coupled": GUMBEL | {"rejection_sample_method": "coupled"},

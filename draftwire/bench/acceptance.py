@@ -36,7 +36,9 @@ METHODS = (
     Method("gumbel one-hot", GUMBEL, "sum p q"),
     Method("gumbel dense", {**GUMBEL, "draft_logits": "dense"}, "1 - TV"),
     Method("gumbel top-64", {**GUMBEL, "draft_logits": {"top_n": 64}}, "1 - TV"),
+    Method("block one-hot", {**GUMBEL, "rejection_sample_method": "block"}, "block"),
     Method("block dense", {**GUMBEL, "draft_logits": "dense", "rejection_sample_method": "block"}, "block"),
+    Method("block top-64", {**GUMBEL, "draft_logits": {"top_n": 64}, "rejection_sample_method": "block"}, "block"),
     Method("coupled", {**GUMBEL, "rejection_sample_method": "coupled"}, "coupled"),
 )
 FORMS = ("p(draft)", "sum p q", "1 - TV", "coupled")
@@ -152,8 +154,10 @@ class Cell:
 
     def _block(self, rows: StepRows, q: Tensor) -> Tensor:
         assert rows.own_path_logits is not None
-        p = closed_forms.probabilities(rows.own_path_logits, self.temperature)
-        return closed_forms.block(closed_forms.at_draft(p, rows.drafts), closed_forms.at_draft(q, rows.drafts))
+        p = closed_forms.at_draft(closed_forms.probabilities(rows.own_path_logits, self.temperature), rows.drafts)
+        # Without logits the verifier takes the drafts for certain.
+        sends_logits = "draft_logits" in self.method.config
+        return closed_forms.block(p, closed_forms.at_draft(q, rows.drafts) if sends_logits else torch.ones_like(p))
 
 
 def continue_prompts(
