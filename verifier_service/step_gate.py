@@ -154,7 +154,7 @@ class StepGate:
             return
         # A part of the sequences that finds nothing running shows less than all, or is out of step with the others; and
         # one with drafts that goes beside another step was waited for.
-        is_whole = not take_turns and 2 * sum(verified.values()) >= len(self._bindings)
+        is_whole = not take_turns and 4 * sum(verified.values()) >= 3 * len(self._bindings)
         shows_host = not has_drafts if is_beside else is_whole
         if is_turn:
             cost.observe_turn(rows, step_s, host_s, now)

@@ -226,6 +226,20 @@ def test_what_a_step_with_drafts_waits_for_beside_another_one_says_nothing_of_th
     assert (gate.copy_limit.num_bytes < limit) == (says and copies)
 
 
+@pytest.mark.parametrize(("sequences", "says"), [(32, True), (24, True), (16, False)])
+def test_half_of_the_sequences_say_nothing_of_the_host_before_a_step_of_all(clock, sequences, says):
+    """Where two groups have become one they go on in turns for a while, and wait for their drafts."""
+    world = World(clock, 32)
+    world.scene.flush()
+    gate = world.drafting.gate
+    for _ in range(9):
+        clock.now += 10e-3
+        verified = {("drafter:1", 4): sequences}
+        times = {"step_s": 7e-3, "host_s": 3e-3, "landed": clock.now}
+        gate.count_step(5 * sequences, has_prompts=False, verified=verified, is_beside=False, **times)
+    assert gate.target_cost.lead_s == (pytest.approx(3e-3) if says else 0.0)
+
+
 @pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])
 def test_rows_that_the_host_copies_are_sent_a_little_at_a_time(clock, monkeypatch, carrier):
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 6000)
