@@ -23,11 +23,12 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-faults test-soak test-fuzz test-compose lint protos clean
+.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-compose lint protos clean
 
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
 	@echo 'make test          lint, then all tests but the long ones'
+	@echo 'make test-gpu      what needs a GPU, and kernels and heads compiled for it; some tests need two'
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
@@ -57,6 +58,11 @@ lint: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+# Kernels and heads are tested on a GPU where there is one, and in Triton's interpreter where there is none.
+test-gpu: $(STAMP)
+	env -u CUDA_VISIBLE_DEVICES $(BIN)/python -m pytest -m 'gpu and not long' tests $(PYTEST_ARGS)
+	env -u CUDA_VISIBLE_DEVICES $(BIN)/python -m pytest -m 'not gpu and not long' tests/kernels tests/heads $(PYTEST_ARGS)
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "" -v $(PYTEST_ARGS)

@@ -21,6 +21,15 @@ from draftwire.bench.link import Link
 from draftwire.v1 import draft_pb2
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs more GPUs than there are: one, or `pytest.mark.gpu(2)`."""
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        needed = 0 if mark is None else max(mark.args, default=1)
+        if needed > torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU" if needed == 1 else f"needs {needed} GPUs"))
+
+
 @pytest.fixture
 def link() -> Iterator[Link]:
     try:

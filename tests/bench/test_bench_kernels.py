@@ -10,8 +10,6 @@ from click.testing import CliRunner
 
 from draftwire.cli.main import main
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 
 def test_without_a_gpu_the_command_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -20,7 +18,7 @@ def test_without_a_gpu_the_command_says_what_it_needs(monkeypatch):
     assert "needs a GPU" in result.output
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_rows_are_printed_and_written(tmp_path):
     path = tmp_path / "out.json"
     result = CliRunner().invoke(main, ["bench", "kernels", "--batches", "1", "--only", "one-hot", "--json", str(path)])
@@ -35,7 +33,7 @@ def test_rows_are_printed_and_written(tmp_path):
         assert 0 < row["accepted"] < 5
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_folder_without_the_peers_files_is_named(tmp_path):
     result = CliRunner().invoke(main, ["bench", "kernels", "--peer", str(tmp_path)])
     assert result.exit_code == 2

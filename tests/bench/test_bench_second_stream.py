@@ -16,7 +16,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "this measures a GPU" in run.output
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_can_be_measured(name: str) -> None:
     before, after = measure(name, pairs=2, times=2)

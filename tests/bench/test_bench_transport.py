@@ -17,7 +17,6 @@ from draftwire.v1 import draft_pb2 as pb
 
 KIB = 1024
 CPU = torch.device("cpu")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 # The last GPU: another one than the first where there are two.
 LAST_GPU = f"cuda:{max(torch.cuda.device_count(), 1) - 1}"
 
@@ -105,7 +104,7 @@ def test_a_device_that_is_not_there_is_named():
     assert "device = 'cuda:99'" in result.output
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("cuda:0", LAST_GPU), ("cuda:0", "cpu"), ("cpu", LAST_GPU)], ids=str)
 def test_tensors_of_gpus_arrive_as_they_were_sent(devices):
     sender, receiver = map(torch.device, devices)

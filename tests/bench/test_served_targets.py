@@ -64,7 +64,7 @@ def test_types_are_told_apart(model_type: str, dtype: str, outcome: str, detail:
     assert detail in finding.detail
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model_type", "dtype", "outcome", "detail"),
     [

@@ -147,7 +147,7 @@ def test_a_place_that_there_is_not_is_named(offset, generation, message):
         reader.check(pb.SharedSpan(generation=generation, offset=offset), "drawn", 18)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_a_device_writes_when_its_stream_comes_to_it():
     device = torch.device("cuda", 0)
     writer, reader = pair(board_bytes(64, 4), device)
@@ -162,7 +162,7 @@ def test_a_device_writes_when_its_stream_comes_to_it():
         assert reader.read(span.offset, (64, 6)).tolist() == numbers.tolist()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_a_device_writes_drafts_when_its_stream_comes_to_it():
     device = torch.device("cuda", 0)
     writer, reader = pair(board_bytes(64, 4), device)
@@ -181,7 +181,7 @@ def test_a_device_writes_drafts_when_its_stream_comes_to_it():
         assert writer.drafts(span, (64, 4)).tolist() == made[:, :4].tolist()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_memory_that_a_device_cannot_write_is_refused():
     device, segment = torch.device("cuda", 0), HostSegment.unshared(board_bytes(1, 4), CPU)
     with pytest.raises(SegmentError, match="not pinned"):

@@ -28,11 +28,9 @@ CPU, FIRST = torch.device("cpu"), torch.device("cuda", 0)
 SHM, CUDA_IPC = pb.CARRIER_SHM, pb.CARRIER_CUDA_IPC
 MIB = 1 << 20
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PAIRS = [
-    pytest.param("cuda:0", "cuda:0", marks=needs_cuda, id="one GPU"),
-    pytest.param("cuda:0", "cuda:1", marks=needs_two, id="two GPUs"),
+    pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu, id="one GPU"),
+    pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(2), id="two GPUs"),
 ]
 
 
@@ -106,10 +104,10 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     ("device", "peer", "carrier"),
     [
         pytest.param("cpu", "cpu", SHM, id="no GPU"),
-        pytest.param("cpu", "cuda:0", SHM, marks=needs_cuda, id="GPU of the receiver alone"),
-        pytest.param("cuda:0", "cpu", SHM, marks=needs_cuda, id="GPU of the sender alone"),
-        pytest.param("cuda:0", "cuda:0", CUDA_IPC, marks=needs_cuda, id="one GPU"),
-        pytest.param("cuda:0", "cuda:1", CUDA_IPC, marks=needs_two, id="two GPUs"),
+        pytest.param("cpu", "cuda:0", SHM, marks=pytest.mark.gpu, id="GPU of the receiver alone"),
+        pytest.param("cuda:0", "cpu", SHM, marks=pytest.mark.gpu, id="GPU of the sender alone"),
+        pytest.param("cuda:0", "cuda:0", CUDA_IPC, marks=pytest.mark.gpu, id="one GPU"),
+        pytest.param("cuda:0", "cuda:1", CUDA_IPC, marks=pytest.mark.gpu(2), id="two GPUs"),
     ],
 )
 def test_what_one_process_writes_the_other_reads(device, peer, carrier):
@@ -119,7 +117,7 @@ def test_what_one_process_writes_the_other_reads(device, peer, carrier):
             assert made.exchange((7, 2048, 100_000, MIB // 2)[step % 4]) == "span"
 
 
-@needs_two
+@pytest.mark.gpu(2)
 def test_processes_that_see_one_gpu_each_share_memory_of_some_kind():
     with echo(FIRST, "cuda:0", CUDA_VISIBLE_DEVICES="1") as made:
         assert made.carriers <= {CUDA_IPC, SHM}
@@ -166,7 +164,7 @@ def test_a_killed_process_harms_nobody_and_leaves_no_memory(device, peer):
         )
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_on_a_gpu_too_files_that_are_no_segment_are_refused():
     make_current(FIRST)
     made, fds = CudaSegment.create(4 * MIB, FIRST)
@@ -188,7 +186,7 @@ def test_on_a_gpu_too_files_that_are_no_segment_are_refused():
     assert made.read_nonce() == bytes(range(32))
 
 
-@needs_two
+@pytest.mark.gpu(2)
 def test_memory_of_another_gpu_is_used_on_the_own_ones_streams():
     make_current(FIRST)
     made, fds = CudaSegment.create(4 * MIB, torch.device("cuda", 1))

@@ -22,7 +22,7 @@ from draftwire.errors import RequestError
 from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.v1 import draft_pb2
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 
 CUDA_IPC, BYTES = draft_pb2.CARRIER_CUDA_IPC, draft_pb2.CARRIER_BYTES
 LAST_GPU = f"cuda:{max(torch.cuda.device_count(), 1) - 1}"

@@ -34,7 +34,7 @@ def test_the_peak_stays_when_the_memory_is_given_back():
     assert peak_host_bytes() > before + 32 * MIB
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_a_gpu_the_peaks_are_torchs():
     device = torch.device("cuda:0")
     cache = KVCache(SHAPES, 5000, torch.float32, device)

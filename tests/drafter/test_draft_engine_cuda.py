@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drafter_service.sampling_mode import SamplingMode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 
 MODES = [
     SamplingMode(),

@@ -10,7 +10,7 @@ from tiny_head import TinyHead
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.session import SessionTerms
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 
 DENSE = SamplingMode(gumbel=True, dense=True)
 MODES = [

@@ -20,7 +20,7 @@ from drafter_service.engine import DraftEngine
 from drafter_service.proposer import Prepared, Proposer
 from drafter_service.sampling_mode import SamplingMode
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = [
     SamplingMode(),
     SamplingMode(gumbel=True, use_fp64=True),

@@ -6,7 +6,7 @@ from attention_oracle import CPU, DEVICE, Scene, Shape, check_close
 
 from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 
 SHAPES = [
     Shape(heads=32, kv_heads=8, size=128, size_v=128, dtype=torch.bfloat16),

@@ -21,7 +21,7 @@ from draftwire_kernels import (
 )
 from draftwire_kernels.reference import noise
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 
 B, K, V = 64, 4, 5003
 G = torch.Generator().manual_seed(0)

@@ -79,7 +79,7 @@ def test_the_reference_follows_the_target(method: str, form: str) -> None:
     assert law_ratio(method, form, "reference", 5000) < 1
 
 
-@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("method", "form"), CASES)
 def test_a_million_draws_follow_the_target(method: str, form: str) -> None:
     assert law_ratio(method, form, "triton", 1_000_000) < 1

@@ -21,7 +21,6 @@ from draftwire_kernels.gpu import block, draw, gumbel, launch, resolve, verify
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
 
 CUDA = torch.cuda.is_available()
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA")
 
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -94,7 +93,7 @@ def _ratio(case: Case) -> float:
     return chi_square_ratio(simulate(case)[0], case.options)
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("break_", "case"),
     [
@@ -110,14 +109,14 @@ def test_a_broken_kernel_fails(break_: Break, case: Case, broken: Callable[[Brea
     assert _ratio(case) > BLOWN
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
 def test_groups_with_the_noise_of_tokens_fail(method: str, form: str, broken: Callable[[Break], None]) -> None:
     broken(_noise_of_tokens_for_groups)
     assert law_ratio(method, form, "triton", 200_000) > BLOWN
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
     [

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA")
 INF, NAN = float("inf"), float("nan")
 KEYS = derive_stream_keys(range(64))
 
@@ -108,7 +107,7 @@ def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) ->
     assert shape.num_splits * 2 <= triton.cdiv(columns, shape.group * tuning.tile) * 3
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("wave", [1, 2, 3])
 @pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
 def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int) -> None:
@@ -350,7 +349,7 @@ def _public(batch: Batch, logits: DraftLogits, method: str) -> RejectionResult:
     )
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_a_million_continuations_follow_the_target(case: Case) -> None:
     from dataclasses import replace
@@ -360,7 +359,7 @@ def test_a_million_continuations_follow_the_target(case: Case) -> None:
     assert chi_square_ratio(continuations, case.options) < 1
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_captured_graph_replays_on_new_inputs(ragged: bool) -> None:
     batches = [Batch(seed, requests=8, vocab=3001, spread=0.5) for seed in (1, 2)]
@@ -408,7 +407,7 @@ def _flat(batch: Batch) -> list[Tensor]:
     return [batch.target, batch.drafts, batch.temperature, keys.accept, keys.resample, batch.position, batch.draft]
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_capture_refuses_what_would_wait_for_the_device() -> None:
     batch = Batch(1, requests=4, vocab=37)
     target, drafts, cu_rows, temperature, keys, position = batch.args()

@@ -84,7 +84,7 @@ def test_counts_beyond_a_sequences_rows_are_all_or_none_of_them(backend: str) ->
     assert torch.equal(step.gathered(backend), step.expected())
 
 
-@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.gpu
 def test_rows_behind_2_to_the_31_elements(backend: str) -> None:
     width = 4096
     rows = torch.empty(2**31 // width + 2, width, dtype=torch.bfloat16, device=DEVICE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 from services import DEMO, Pair, Reference, acceptance_rate, crowd, wait_for_drafter
 from transformers import AutoTokenizer
 
@@ -21,7 +20,7 @@ from verifier_service.step_sender import MAX_HISTORY_ROWS
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 # One request of full length, and a little.
 MAX_MODEL_LEN, KV_CACHE_TOKENS = 192, 208

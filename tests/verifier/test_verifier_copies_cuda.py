@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from verifier_service.target import Target, load_target
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 HIDDEN = 384

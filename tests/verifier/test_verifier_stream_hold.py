@@ -13,7 +13,6 @@ from draftwire.carriers.segment import SegmentError
 from draftwire.stream_hold import StreamHold
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Waits:
@@ -77,7 +76,7 @@ def test_a_driver_that_cannot_wait_says_so():
     assert not hold.release(lambda: None)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_what_is_launched_after_it_waits_and_reads_what_was_written_before_the_release():
     device = torch.device("cuda")
     hold = StreamHold(device)

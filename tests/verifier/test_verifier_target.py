@@ -41,8 +41,7 @@ from verifier_service.target import Target, has_experts, load_target
 from verifier_service.target_runner import StepRows, TargetRunner
 
 CPU = torch.device("cpu")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=NEEDS_GPU)]
+DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 NUM_LAYERS = 4
 CONTEXT = 128
 TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}
@@ -290,7 +289,7 @@ def test_a_window_that_does_not_reach_the_attention_is_served_up_to_its_length(t
     torch.testing.assert_close(served.step([(0, 0, 12)], [1])[0], expected, **TOLERANCE)
 
 
-@NEEDS_GPU
+@pytest.mark.gpu
 def test_heads_beyond_the_kernels_are_refused_at_load(tmp_path):
     LlamaConfig(**COMMON, head_dim=320).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="got heads of 320 elements, expected at most 256"):

@@ -25,8 +25,7 @@ K = 4
 MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = [pytest.param(library, marks=NEEDS_GPU) for library in graph_products.LIBRARIES]
+GPU = [pytest.param(library, marks=pytest.mark.gpu) for library in graph_products.LIBRARIES]
 
 
 @pytest.fixture(scope="module", params=["cpu", "played", *GPU])

@@ -277,7 +277,7 @@ def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
         return expected, outputs(start_target(options, config, device, followers.rank)[0], followers)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 @pytest.mark.timeout(600)
 def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
     """In a process of its own: a process joins one group of ranks, and has to end soon after one that has GPUs."""
