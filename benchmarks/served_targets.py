@@ -158,7 +158,8 @@ def try_all(model_types: Sequence[str], device: torch.device, processes: int) ->
             finding = process.submit(_try_in_process, model_type, device).result()
         except Exception as error:  # it has died, or no other type can be tried in it
             finding = Finding(model_type, "", FAILED, _first_line(error))
-        if finding.outcome == FAILED:  # an error of CUDA stays in its process
+        # An error of CUDA stays in its process; torch's generator believes to be captured after a capture that failed.
+        if finding.outcome in (FAILED, REFUSED):
             process.shutdown()
             start()
         else:
