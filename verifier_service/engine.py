@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -287,7 +287,10 @@ class Engine:
         try:
             if has_answers:
                 self.drafting.drop_lost()
-            self.drafting.flush(self.scheduler.running, self._stores.by_kind, watches=has_answers)
+            # Features are gathered where the steps run if none does, and no pass stands there that waits for drafts.
+            is_free = self._flight is None and not self._pass_ahead.is_pending
+            with self._launcher.on_steps() if is_free else nullcontext():
+                self.drafting.flush(self.scheduler.running, self._stores.by_kind, watches=has_answers)
         except Exception as error:
             self._end_failed(list(self.scheduler.running), error)
 

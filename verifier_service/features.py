@@ -74,22 +74,22 @@ class FeatureStore:
     def read(self, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor) -> None:
         """Copies the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
 
-        From a GPU to pinned memory or to another GPU that takes copies alone and no kernel, run by run of rows that lie
-        side by side: kernels of a second stream would make all passes slower (docs/performance.md).
+        On a GPU's default stream, that of the steps, one kernel gathers them. Another stream takes copies alone, run by
+        run of rows that lie side by side: kernels of a second one would make all passes slower (docs/performance.md).
 
         Parameters
         ----------
         out
-            [rows, width] of any dtype, on the store's device or in host memory. On a GPU it is written in the order of
-            the current stream, and the host does not wait.
+            [rows, width] of any dtype, on the store's device, another GPU or in host memory. On a GPU it is written in
+            the order of the current stream, and the host does not wait.
         """
         slots = slots_of(spans)
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        place = 0
-        for run in np.split(slots, breaks):
-            first, count = int(run[0]), len(run)
-            out[place : place + count].copy_(self._rows[first : first + count], non_blocking=True)
-            place += count
+        device = self._rows.device
+        if device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+            (places,) = upload([slots], device)
+            out.copy_(self._rows.index_select(0, places), non_blocking=True)
+        else:
+            copy_runs(self._rows, slots, out)
 
     def read_true_rows(
         self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
@@ -103,10 +103,11 @@ class FeatureStore:
             out.copy_(gathered, non_blocking=True)
 
     def _compile(self) -> None:
-        """Runs the kernel for features of this width and type, so that no step waits for its compilation."""
+        """Runs the kernels for features of this width and type, so that no step waits for compilation or loading."""
         zero, ends, one = np.zeros(1, np.int64), np.array([0, 1], np.int32), np.ones((1, 1), np.int64)
         slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self._rows.device)
         self.read_true_rows(slots, cu_rows, places, drawn, self._rows.new_empty(1, self._rows.shape[1]))
+        self.read([([0], 0, 1)], self._rows.new_empty(1, self._rows.shape[1]))
 
 
 class FeatureStores:
@@ -163,6 +164,15 @@ class FeatureStores:
     def num_bytes(self) -> int:
         """Memory allocated, bytes; from any thread."""
         return sum(store.num_bytes for store in list(self.by_kind.values()))
+
+
+def copy_runs(rows: torch.Tensor, slots: np.ndarray, out: torch.Tensor) -> None:
+    """Copies rows at int64 [n] places to `out` [n, width], those that lie side by side at once; no kernel runs."""
+    place = 0
+    for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
+        first, count = int(run[0]), len(run)
+        out[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+        place += count
 
 
 def slots_of(spans: Sequence[tuple[Sequence[int], int, int]]) -> np.ndarray:

@@ -40,12 +40,14 @@ class NextStep:
     def _would_part(self, flight: Flight, can_go: Callable[[Request], bool]) -> bool:
         """Whether a step beside one that is in flight would part requests that a step after it has together: some
         without a drafter would never be in one again, and prompts alone would go before others that can go soon."""
-        is_bound = self._drafting.is_bound
+        gate, is_bound = self._drafting.gate, self._drafting.is_bound
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
         flying = [work.request for work in flight.works if work.is_current]
-        if not any(map(can_go, others)):
-            have_drafts = any(one.drafts is not None for one in others)
-            return have_drafts or self._drafting.gate.come_soon(one for one in flying if one.is_decoding)
+        going = [one for one in others if can_go(one)]
+        if all(one.drafts is not None for one in going) and gate.come_soon(one for one in flying if one.is_decoding):
+            return True
+        if not going:
+            return any(one.drafts is not None for one in others)
         return any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying)
 
     def _following(self, flight: Flight) -> dict[Request, int]:

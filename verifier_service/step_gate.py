@@ -356,7 +356,8 @@ class StepGate:
         self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int, lead_s: float
     ) -> float | None:
         cost = self.target_cost
-        if not cost.is_known or (self._held_since is not None and now >= self._held_since + cost.fixed):
+        latest = (now if self._held_since is None else self._held_since) + cost.fixed
+        if not cost.is_known or (self._held_since is not None and now >= latest):
             return None
         rows, tokens = num_undrafted, float(num_undrafted)
         for session, bindings in drafted.items():
@@ -368,7 +369,11 @@ class StepGate:
             pace, num_ready = session.pace, len(drafted.get(session, ()))
             is_full = pace.plan.num_groups > 1 and 1.5 * num_ready > pace.group_size(len(session.bindings))
             if not session.is_late and not is_full:
-                groups = map(session.pace.expect, session.unanswered.values())
+                # Those of a drafter with one group do not go beside others of it; see `takes_turns`.
+                joins = num_ready > 0 and pace.plan.num_groups == 1
+                redraft_s = pace.answer_s(num_ready, session.stream.head.row_bytes) if joins else math.inf
+                groups = (pace.expect(message, redraft_s) for message in session.unanswered.values())
                 expected += [group for group in groups if group is not None]
         undrafted = Group(num_undrafted, float(num_undrafted))
-        return hold_until(now, Group(rows, tokens), undrafted, expected, cost, lead_s)
+        until = hold_until(now, Group(rows, tokens), undrafted, expected, cost, lead_s)
+        return None if until is None else min(until, latest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -137,6 +138,32 @@ def test_a_group_whose_drafts_were_late_waits_for_those_of_another_that_are_near
     assert not any(request.drafts for request in flying)
     world.drafter.answers.clear()
     assert not is_held(requests, fixed_s)
+
+
+@pytest.mark.parametrize("kind", [World, LaunchingWorld])
+@pytest.mark.parametrize(("sequences", "deadline_s"), [(16, None), (64, None), (32, 0.5)])
+def test_sequences_that_have_just_begun_do_not_part_the_others(clock, monkeypatch, kind, sequences, deadline_s):
+    """Their drafts come behind those of the others, for their prompts are read first: they miss a step, no more."""
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
+    costs = Costs(draft_s=0.4e-3, history_s=3e-3, noise=0.1)
+    world = kind(clock, sequences, costs, config=CONFIG, deadline_s=deadline_s)
+    world.run(1.0)
+    world.step_sizes.clear()
+    rate = world.run(3.0)
+    assert statistics.mean(world.step_sizes) > 0.95 * sequences
+    latency_s = K * costs.draft_s + costs.trip_s + 3.05 * sequences * costs.feature_row_s
+    step_s = costs.step_s + 5 * sequences * costs.row_s
+    assert rate > 0.9 * 3.05 * sequences / (step_s + latency_s) / (1 + costs.noise)
+
+
+def test_sequences_of_two_near_drafters_are_verified_together(clock):
+    """Rather than those of one while the others draft: a step's fixed time is longer than that takes."""
+    costs = Costs(draft_s=0.3e-3, noise=0.05)
+    world = LaunchingWorld(clock, 16, costs, second=replace(costs, trip_s=1e-3), config=CONFIG, deadline_s=None)
+    world.run(3.0)
+    world.step_sizes.clear()
+    world.run(1.0)
+    assert statistics.mean(world.step_sizes) > 15
 
 
 def test_a_request_past_its_deadline_is_held_for_others_no_longer_than_one_that_is_ready(clock):

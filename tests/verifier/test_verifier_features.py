@@ -9,7 +9,7 @@ from engine_scene import HIDDEN, K, Served, make_target
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.features import FeatureStore
+from verifier_service.features import FeatureStore, copy_runs, slots_of
 
 BEFORE, PROMPT = [2] * 33, [5] * 33
 
@@ -47,17 +47,38 @@ def test_features_of_another_request_are_never_sent_for_rows_that_were_computed_
     torch.testing.assert_close(features_of(steps), features_of(expected_stream.steps))
 
 
+SPANS = [([3, 4, 7, 8], 5, 4 * BLOCK_SIZE - 3), ([6, 2, 1], BLOCK_SIZE - 1, BLOCK_SIZE), ([6, 2, 1], 16, 33)]
+"""(blocks, first row, last row) of pieces of which some lie side by side."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_that_are_read_are_those_of_their_blocks_side_by_side_or_not(dtype: torch.dtype) -> None:
+def test_rows_that_are_read_are_those_of_their_blocks(dtype: torch.dtype) -> None:
     store = FeatureStore(make_target(), (1, 2), num_blocks=9)
-    store._rows.copy_(torch.arange(9 * BLOCK_SIZE)[:, None].expand_as(store._rows))
-    spans = [([3, 4, 7, 8], 5, 4 * BLOCK_SIZE - 3), ([6, 2, 1], BLOCK_SIZE - 1, BLOCK_SIZE), ([6, 2, 1], 16, 33)]
-    slots = [
+    store._rows.copy_(numbered_like(store._rows))
+    out = torch.empty(len(slots_of(SPANS)), store._rows.shape[1], dtype=dtype)
+    store.read(SPANS, out)
+    assert_rows_of_spans(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_that_are_copied_are_those_of_their_places_side_by_side_or_not(dtype: torch.dtype) -> None:
+    rows = numbered_like(torch.empty(9 * BLOCK_SIZE, 5))
+    slots = slots_of(SPANS)
+    out = torch.empty(len(slots), 5, dtype=dtype)
+    copy_runs(rows, slots, out)
+    assert_rows_of_spans(out)
+
+
+def numbered_like(rows: torch.Tensor) -> torch.Tensor:
+    """Each row has its place in all columns."""
+    return torch.arange(9.0 * BLOCK_SIZE)[:, None].expand_as(rows).contiguous()
+
+
+def assert_rows_of_spans(out: torch.Tensor) -> None:
+    expected = [
         blocks[row // BLOCK_SIZE] * BLOCK_SIZE + row % BLOCK_SIZE
-        for blocks, first, last in spans
+        for blocks, first, last in SPANS
         for row in range(first, last)
     ]
-    out = torch.empty(len(slots), store._rows.shape[1], dtype=dtype)
-    store.read(spans, out)
-    assert out[:, 0].tolist() == slots
+    assert out[:, 0].tolist() == expected
     assert torch.equal(out, out[:, :1].expand_as(out))

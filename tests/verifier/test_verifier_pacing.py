@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -836,9 +837,9 @@ class Windows:
         self._seconds, self._steps = 0.0, 0
         self.made: Made | None = None  # in the last one
 
-    def turn_to(self, scale: int) -> float:
+    def turn_to(self, scale: int, *, is_alone: bool = True) -> float:
         """The share of one group at that scale of the load."""
-        self.hindsight.turn_to(scale, self.now)
+        self.hindsight.turn_to(scale, self.now, is_alone=is_alone)
         return self.hindsight.shares[1]
 
     def pass_by(
@@ -987,6 +988,16 @@ def test_each_scale_of_the_load_has_shares_of_its_own():
     windows.pass_by(0.9, 10, sequences=1)
     assert windows.turn_to(6) == pytest.approx(0.5, abs=0.01)
     assert windows.turn_to(1) == pytest.approx(0.9, abs=0.01)
+
+
+def test_what_others_drafting_costs_says_nothing_of_when_they_do_not():
+    windows = Windows()
+    windows.turn_to(6, is_alone=False)
+    windows.pass_by(0.5, 10)
+    assert windows.turn_to(6) == 1.0
+    windows.pass_by(0.9, 10)
+    assert windows.turn_to(6, is_alone=False) == pytest.approx(0.5, abs=0.01)
+    assert windows.turn_to(5) == pytest.approx(0.9**0.5, abs=0.01)
 
 
 def test_a_scale_of_which_nothing_was_learnt_says_nothing_of_others():
@@ -1158,16 +1169,39 @@ def ready(drafted: int, undrafted: int = 0) -> Group:
     return Group(5 * drafted + undrafted, TOKENS_5 * drafted + undrafted)
 
 
-def on_the_way(arrival: float, sequences: int = 8) -> Expected:
-    return Expected(ready(sequences), arrival, arrival + 0.2e-3)
+def on_the_way(arrival: float, sequences: int = 8, redraft_s: float = math.inf, latest: float = math.inf) -> Expected:
+    return Expected(ready(sequences), arrival, latest, redraft_s)
 
 
 @pytest.mark.parametrize(("delay_s", "held"), [(0.5e-3, True), (4.5e-3, True), (5.2e-3, False), (20e-3, False)])
 def test_a_group_waits_for_another_that_is_less_than_the_fixed_time_away(delay_s, held):
     until = hold_until(100.0, ready(8), ready(0), [on_the_way(100.0 + delay_s)], learnt_target())
     assert (until is not None) == held
-    if held:
-        assert until == pytest.approx(100.0 + delay_s + 0.2e-3)
+    if held:  # for as long again as it is overdue
+        assert until == pytest.approx(100.0 + delay_s + FIXED_S, abs=0.1e-3)
+
+
+def test_a_step_is_not_held_for_longer_than_its_drafts_are_waited_for():
+    expected = [on_the_way(100.0 + 1e-3, latest=100.0 + 2e-3)]
+    assert hold_until(100.0, ready(8), ready(0), expected, learnt_target()) == 100.0 + 2e-3
+    assert hold_until(100.0 + 2e-3, ready(8), ready(0), expected, learnt_target()) is None
+
+
+@pytest.mark.parametrize(
+    ("sequences", "delay_s", "held"),
+    [(1, 0.05e-3, True), (1, 1e-3, False), (4, 0.2e-3, True), (4, 3e-3, False), (31, 3e-3, True), (31, 4.5e-3, True)],
+)
+def test_a_few_that_would_join_the_next_step_are_waited_for_a_moment_only(sequences, delay_s, held):
+    """All others would lose it, and they miss a step; the few wait for the many."""
+    expected = [on_the_way(100.0 + delay_s, sequences, redraft_s=2e-3)]
+    until = hold_until(100.0, ready(32 - sequences), ready(0), expected, learnt_target())
+    assert (until is not None) == held
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.3, False), (0.7, False), (0.8, True), (1.2, True)])
+def test_a_few_are_not_counted_on_to_join_a_next_step_for_which_others_take_about_a_steps_fixed_time(share, held):
+    expected = [on_the_way(100.0 + 3e-3, 4, redraft_s=share * FIXED_S)]
+    assert (hold_until(100.0, ready(28), ready(0), expected, learnt_target()) is not None) == held
 
 
 def test_a_step_with_nothing_on_the_way_is_not_held():
@@ -1176,10 +1210,15 @@ def test_a_step_with_nothing_on_the_way_is_not_held():
 
 def test_drafts_that_did_not_come_when_they_should_are_not_waited_for():
     assert hold_until(100.0, ready(8), ready(0), [on_the_way(99.0)], learnt_target()) is None
+    assert hold_until(100.0, ready(8), ready(0), [on_the_way(100.0 - 1.1 * FIXED_S)], learnt_target()) is None
 
 
-def test_a_short_overdue_is_still_waited_for():
-    assert hold_until(100.0, ready(8), ready(0), [on_the_way(99.9999)], learnt_target()) is not None
+def test_drafts_that_are_overdue_are_expected_to_take_as_long_again():
+    for overdue_s, held in ((0.1e-3, True), (2e-3, True), (4.5e-3, True), (6e-3, False)):
+        until = hold_until(100.0, ready(8), ready(0), [on_the_way(100.0 - overdue_s)], learnt_target())
+        assert (until is not None) == held
+        if held:
+            assert until == pytest.approx(100.0 - overdue_s + FIXED_S, abs=0.1e-3)
 
 
 def test_many_sequences_without_drafts_do_not_wait_for_a_few_with_drafts():
@@ -1209,10 +1248,11 @@ def test_a_prompt_joins_the_step_of_drafts_that_come_soon():
 
 def test_a_step_waits_for_the_later_of_two_groups_where_both_are_near():
     near, later = on_the_way(100.0 + 0.5e-3), on_the_way(100.0 + 1.0e-3)
-    until = hold_until(100.0, ready(8), ready(0), [later, near], learnt_target())
-    assert until == later.latest
+    assert hold_until(100.0, ready(8), ready(0), [later, near], learnt_target()) > later.arrival
+    assert hold_until(near.arrival, ready(16), ready(0), [later], learnt_target()) > later.arrival
 
 
 def test_a_step_does_not_wait_for_the_later_group_when_it_is_far():
     near, later = on_the_way(100.0 + 0.5e-3), on_the_way(100.0 + 9e-3)
-    assert hold_until(100.0, ready(8), ready(0), [later, near], learnt_target()) == near.latest
+    of_near = hold_until(100.0, ready(8), ready(0), [near], learnt_target())
+    assert hold_until(100.0, ready(8), ready(0), [later, near], learnt_target()) == of_near

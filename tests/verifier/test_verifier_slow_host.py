@@ -62,13 +62,14 @@ SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.
 """Two H100s on whose host a step takes up to 3.5 ms to launch, and a row of features up to 37 us to be sent."""
 
 
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("trip_s", [2.4e-3, 3.9e-3, 5.5e-3])
 @pytest.mark.parametrize(("launch_s", "noise"), [(2e-3, 0.03), (3.5e-3, 0.03), (3.5e-3, 0.1)])
 def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_slow(
-    clock, monkeypatch, trip_s, launch_s, noise
+    clock, monkeypatch, trip_s, launch_s, noise, seed
 ):
-    """As `benchmarks.far_drafter` has them: all that the host sends in a message counts, new rows of those too that
-    lack nothing."""
+    """As `benchmarks.far_drafter` has them, the rounds together, of which a single one may have luck: all that the host
+    sends in a message counts, new rows of those too that lack nothing."""
     use_rows_of_8b(monkeypatch)
     costs = Costs(
         **SLOW_HOST,
@@ -80,14 +81,14 @@ def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_
         accepted=2,
     )
     world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
-    for _ in range(3):
-        began, before = clock.now, world.tokens
-        for _ in range(2):
-            for _ in range(32):
-                world.arrive()
-            without = world.rate_without()
-            world.run(100.0)
-        assert world.tokens - before > 0.965 * without * (clock.now - began)
+    world.draw.seed(seed)
+    began = clock.now
+    for _ in range(6):  # two turns a round
+        for _ in range(32):
+            world.arrive()
+        without = world.rate_without()
+        world.run(100.0)
+    assert world.tokens > 0.97 * without * (clock.now - began)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,15 @@ each other are faster as one. Further apart they had better alternate: the pass 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verifier_service.pacing.costs import TargetCost
+
+# Drafts that are too late for a step are counted on to join the next one only where the others' drafts take less than
+# this share of a step's fixed time: nearer to it they have a step of their own as soon as the others are a little late.
+JOIN_WITHIN = 0.75
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,19 @@ class Expected:
 
     group: Group
     arrival: float  # monotonic time
-    latest: float  # monotonic time after which they are not counted on
+    latest: float  # monotonic time after which they are not waited for
+    # Of those that join the next step of the ready ones where these go without them now: from the landing of a step to
+    # its next drafts. Infinite for those that would have a step of their own.
+    redraft_s: float = math.inf
 
 
 def hold_until(
-    now: float, ready: Group, undrafted: Group, expected: Iterable[Expected], target: TargetCost, lead_s: float = 0.0
+    now: float,
+    ready: Group,
+    undrafted: Group,
+    expected: Iterable[Expected],
+    target: TargetCost,
+    lead_s: float = 0.0,
 ) -> float | None:
     """Time until which a step of `ready` should wait for drafts, None for not at all.
 
@@ -47,19 +60,30 @@ def hold_until(
     With the group joined, ready and expected tokens come out after the wait and one step. Without it they come out
     after two steps, in the second of which the sequences without drafts run again. The greater rate of tokens wins.
     With no such sequences this is: wait while the drafts are less than the fixed time of a step away.
+
+    Where they would join the next step instead, two steps are compared, which are joint both times or the second time
+    alone: a few that have just begun, whose drafter reads their prompts, miss one rather than that all wait for them.
+
+    Drafts that are overdue are expected to take as long again as they are.
     """
     fixed = target.fixed
     best, until = 0.0, None
-    rows, tokens = 0, 0.0
+    rows, tokens, redraft_s = 0, 0.0, 0.0
+    alone_s = target.seconds(ready.rows)
     for one in sorted(expected, key=lambda entry: entry.arrival):
-        delay = max(0.0, one.arrival - now)
+        delay = abs(one.arrival - now)
         if now >= one.latest or delay >= fixed:
             continue
         rows, tokens = rows + one.group.rows, tokens + one.group.tokens
-        joined = (ready.tokens + tokens) / (max(delay, lead_s) + target.seconds(ready.rows + rows))
-        apart = (ready.tokens + tokens + undrafted.tokens) / (
-            lead_s + target.seconds(ready.rows) + target.seconds(rows + undrafted.rows)
-        )
-        if joined > max(best, apart):
-            best, until = joined, one.latest
+        redraft_s = max(redraft_s, one.redraft_s)
+        both, joint_s = ready.tokens + tokens, target.seconds(ready.rows + rows)
+        apart = (both + undrafted.tokens) / (lead_s + alone_s + target.seconds(rows + undrafted.rows))
+        # The longest waits with which the joint step is no worse: than one for each, and than to join the next one.
+        waits = [both / max(best, apart) - joint_s]
+        if redraft_s < JOIN_WITHIN * fixed:
+            late = (both + ready.tokens) / (lead_s + alone_s + redraft_s + joint_s)
+            waits.append(2 * both / late - 2 * joint_s - redraft_s)
+        longest = min(waits)
+        if max(delay, lead_s) < longest:
+            best, until = both / (max(delay, lead_s) + joint_s), min(one.latest, one.arrival + longest)
     return until

@@ -64,7 +64,7 @@ class Hindsight:
     What is compared are expected tokens: those of the verify steps that there were, by the drafts that each had, over
     those of the verify steps that there should have been. So luck with drafts is no part of it, and neither is what
     is learnt of their acceptance. It is learnt for each scale of the load (`scale_of`): costs that many sequences have
-    say little of one alone.
+    say little of one alone; and apart while other drafters are asked for drafts, whose sequences share the steps.
 
     Attributes
     ----------
@@ -78,7 +78,9 @@ class Hindsight:
         self.scale = 0
         self.shares = [1.0] * (1 + MAX_GROUPS)
         self._has_learnt = False  # at this scale, since it came to be
-        self._known: dict[int, tuple[list[float], float]] = {}  # by scale: shares that were learnt, and until when
+        self._is_alone = True
+        # By scale and whether this drafter was alone: shares that were learnt, and until when.
+        self._known: dict[tuple[int, bool], tuple[list[float], float]] = {}
         self._windows: deque[float] = deque(maxlen=MOST_WINDOWS)  # of the plan in use, since it was taken up
         self._before = Output()
         self._plan: Plan | None = None
@@ -91,22 +93,25 @@ class Hindsight:
         """Nothing is forecast: what comes from now on is no window of the plan."""
         self._plan = None
 
-    def turn_to(self, scale: int, now: float) -> None:
-        """Takes what follows for a load of that scale.
+    def turn_to(self, scale: int, now: float, *, is_alone: bool = True) -> None:
+        """Takes what follows for a load of that scale, and for no others being asked for drafts or for some.
 
-        Its shares are those that were learnt last at this scale, or else at the one next to it, but nearer to 1: the
-        roots for each half-life since then, and for each scale between.
+        Its shares are those that were learnt last so, or else at the scale next to it, but nearer to 1: the roots for
+        each half-life since then, and for each scale between. Where nothing was learnt so, they are 1.
         """
-        if scale == self.scale:
+        if (scale, is_alone) == (self.scale, self._is_alone):
             return
         if self._has_learnt:
-            self._known[self.scale] = self.shares, now
-        if self._known:
-            nearest = min(self._known, key=lambda known: (abs(known - scale), -self._known[known][1]))
-            shares, until = self._known[nearest]
+            self._known[self.scale, self._is_alone] = self.shares, now
+        known = {other: entry for (other, was_alone), entry in self._known.items() if was_alone == is_alone}
+        if known:
+            nearest = min(known, key=lambda other: (abs(other - scale), -known[other][1]))
+            shares, until = known[nearest]
             power = 0.5 ** (abs(nearest - scale) + (now - until) / HALF_LIFE_S)
             self.shares = [share**power for share in shares]
-        self.scale, self._has_learnt, self._now = scale, False, now
+        elif is_alone != self._is_alone:
+            self.shares = [1.0] * (1 + MAX_GROUPS)
+        self.scale, self._is_alone, self._has_learnt, self._now = scale, is_alone, False, now
         self.pause()
 
     def take(

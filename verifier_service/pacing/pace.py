@@ -16,8 +16,7 @@ from verifier_service.pacing.plan import Forecast, Load, Plan
 
 # How often the plan is made anew.
 PLAN_EVERY_S = 0.05
-# An answer is counted on until so many standard deviations after its expected time; drafts are waited for longer.
-LATE_DEVIATIONS = 2.0
+# Drafts are waited for until so many standard deviations after their expected time.
 PATIENCE_DEVIATIONS = 4.0
 # A drafter that answers so soon after the answer before, by its computing time or beyond it, was busy in between.
 BUSY_FOR = 1.5
@@ -194,15 +193,15 @@ class Pace:
         else:
             self.cost.observe_histories(compute_s, message.rows, received)
 
-    def expect(self, message: Message) -> Expected | None:
-        """The group whose drafts the answer brings; None when there is none or its time is not known."""
+    def expect(self, message: Message, redraft_s: float = math.inf) -> Expected | None:
+        """The group whose drafts the answer brings; None when there is none or its time is not known. `redraft_s`: see
+        `Expected`."""
         if message.sequences == 0 or message.expected == 0.0:
             return None
         tokens = message.sequences * self.acceptance.expected_tokens()[message.drafts]
         group = Group(message.sequences * (message.drafts + 1), tokens)
         expected = max(message.expected, self._heard + message.compute_s)
-        latest = expected + LATE_DEVIATIONS * self.cost.jitter
-        return Expected(group, expected, min(latest, message.wait_until))
+        return Expected(group, expected, message.wait_until, redraft_s)
 
     def patience_s(self, num_drafts: int, expected_s: float = 0.0) -> float:
         """How long drafts that are asked for now, and expected in so many seconds, are waited for.
@@ -286,7 +285,7 @@ class Pace:
             self._hindsight.pause()
             return
         scale = scale_of(load.running, self._hindsight.scale)
-        self._hindsight.turn_to(scale, now)
+        self._hindsight.turn_to(scale, now, is_alone=load.decoding == 0)
         tokens, shares = self.acceptance.expected_tokens(), self._hindsight.shares
         forecast = partial(Forecast, load, target=target, drafter=self.cost, deadline_s=self._deadline_s, shares=shares)
         likely = forecast(tokens=tokens)
