@@ -275,6 +275,7 @@ class Drafting:
             unbound = sum(one.num_speculative_tokens > 0 and one not in self._bindings for one in decoding)
             own += -(-unbound // len(self._sessions))
         rows = tokens = float(len(decoding) - own)
+        joint_rows = joint_tokens = 0.0
         behind = num_together = 0
         for other in self._sessions.values():
             if other.is_late or other.pace.is_off:
@@ -285,8 +286,11 @@ class Drafting:
                 count = sum(binding.request.is_decoding for binding in other.bindings)
                 other_rows, other_tokens = other.pace.share_of_step(count)
                 rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-        row_bytes, running = session.stream.head.row_bytes, len(requests)
-        return Load(own, row_bytes, rows, tokens, behind, running, session.asks_nothing, num_together)
+                if other.pace.plan.num_groups == 1:
+                    joint_rows, joint_tokens = joint_rows + other_rows, joint_tokens + other_tokens
+        row_bytes, running, asks_nothing = session.stream.head.row_bytes, len(requests), session.asks_nothing
+        beside = rows, tokens, behind, running, asks_nothing, num_together, joint_rows, joint_tokens
+        return Load(own, row_bytes, *beside)
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""

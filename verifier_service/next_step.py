@@ -44,10 +44,11 @@ class NextStep:
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
         flying = [work.request for work in flight.works if work.is_current]
         going = [one for one in others if can_go(one)]
-        if all(one.drafts is not None for one in going) and gate.come_soon(one for one in flying if one.is_decoding):
-            return True
+        come_soon = gate.come_soon(one for one in flying if one.is_decoding)
         if not going:
-            return any(one.drafts is not None for one in others)
+            return come_soon or any(one.drafts is not None for one in others)
+        if come_soon and all(one.drafts is not None for one in going) and not any(map(gate.has_groups, going + flying)):
+            return True  # of two drafters that are near, whose sequences are faster in one step
         return any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying)
 
     def _following(self, flight: Flight) -> dict[Request, int]:

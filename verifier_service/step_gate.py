@@ -190,6 +190,11 @@ class StepGate:
         others = (self._bindings.get(other) for other in drafted)
         return all(other is None or other.session is not binding.session for other in others)
 
+    def has_groups(self, request: Request) -> bool:
+        """Whether the sequences of its drafter take turns."""
+        binding = self._bindings.get(request)
+        return binding is not None and binding.session.pace.plan.num_groups > 1
+
     def come_soon(self, flying: Iterable[Request]) -> bool:
         """Whether some of those in flight should have drafts so soon after they have landed that the next step gains by
         being theirs too: within a step's fixed time, which is what `pacing.grouping` has steps wait."""

@@ -60,6 +60,20 @@ def test_rows_that_are_read_are_those_of_their_blocks(dtype: torch.dtype) -> Non
     assert_rows_of_spans(out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_steps", [True, False], ids=["the steps' stream", "another one"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_rows_that_are_read_from_a_gpu_are_those_of_their_blocks(device: str, is_steps: bool) -> None:
+    store = FeatureStore(make_target(), (1, 2), num_blocks=9)
+    store._rows = numbered_like(store._rows).cuda()
+    shape = len(slots_of(SPANS)), store._rows.shape[1]
+    out = torch.empty(shape, device=device) if device == "cuda" else torch.empty(shape, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.default_stream() if is_steps else torch.cuda.Stream()):
+        store.read(SPANS, out)
+    torch.cuda.synchronize()
+    assert_rows_of_spans(out)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_that_are_copied_are_those_of_their_places_side_by_side_or_not(dtype: torch.dtype) -> None:
     rows = numbered_like(torch.empty(9 * BLOCK_SIZE, 5))

@@ -1131,6 +1131,17 @@ def test_two_groups_hide_the_wait_behind_each_others_steps():
     assert own.rate(Plan(4, 2)) == pytest.approx(32 * 3.05 / (2 * step), rel=0.03)
 
 
+def test_sequences_that_take_turns_have_those_of_another_drafter_in_every_second_step():
+    """If those are one group. Others that draft nothing are in each."""
+    joint = forecast(1e-3, sequences=16, other_rows=80.0, other_tokens=48.0, joint_rows=80.0, joint_tokens=48.0)
+    among = forecast(1e-3, sequences=16, other_rows=80.0, other_tokens=48.0)
+    step_s = {rows: FIXED_S + ROW_S * rows for rows in (80, 120)}
+    assert joint.rate(Plan(4, 2)) == pytest.approx((16 * 3.05 + 48) / (2 * step_s[80]), rel=0.02)
+    assert among.rate(Plan(4, 2)) == pytest.approx((16 * 3.05 + 2 * 48) / (2 * step_s[120]), rel=0.02)
+    assert joint.rate(Plan(4)) == among.rate(Plan(4))
+    assert joint.best(4).num_groups == 1
+
+
 @pytest.mark.parametrize(("trip_s", "groups"), [(0.2e-3, 1), (2e-3, 1), (6e-3, 2), (12e-3, 3)])
 def test_sequences_part_into_groups_where_the_wait_is_longer_than_a_steps_fixed_time(trip_s, groups):
     assert forecast(trip_s, sequences=32).best(4).num_groups == groups

@@ -26,6 +26,9 @@ class Load:
     running: int = 0  # requests in all, those with prompts too, which no plan changes
     asks_nothing: bool = False  # whether the sequences are asked for no drafts yet, whatever the plan
     decoding: int = 0  # sequences in all that decode, where other drafters are asked for drafts too
+    # What of other_rows and other_tokens is of drafters with one group, whose sequences wait for drafts like these.
+    joint_rows: float = 0.0
+    joint_tokens: float = 0.0
 
     @property
     def small_step(self) -> float:
@@ -55,6 +58,9 @@ class Forecast:
     With k drafts and J groups a sequence is in every J-th step. While its drafts are made, the J - 1 steps of the other
     groups run; what they do not hide is waited for, and so is what the host does between. Neither the drafter nor the
     link works on two groups at once, so that a round is never shorter than the time of either for all groups.
+
+    Sequences of other drafters that have one group are in each step where these are one group too, and all wait for
+    their drafts together; where these take turns, steps do not wait, and those are in every second one.
 
     Attributes
     ----------
@@ -102,7 +108,10 @@ class Forecast:
         emitted = count * np.asarray(tokens[1:])  # [k], by all groups
         most = MAX_GROUPS if load.other_rows else min(MAX_GROUPS, count)
         groups = np.arange(1, most + 1)[:, None]  # [J, 1]
-        rows = count * (drafts + 1) / groups + load.other_rows
+        missed = np.where(groups > 1, 0.5, 0.0)  # [J, 1]
+        other_rows = load.other_rows - missed * load.joint_rows
+        other_tokens = load.other_tokens - missed * load.joint_tokens
+        rows = count * (drafts + 1) / groups + other_rows
         step = target.seconds(rows) + target.per_feature_row * emitted / groups
         step += np.where(groups > 1, target.turn_s, 0.0)
         trip, per_byte = drafter.link
@@ -113,7 +122,7 @@ class Forecast:
         latency = trip + wire + compute
         round_s = groups * step + np.maximum(0.0, latency + target.lead_s - (groups - 1) * step)
         round_s = np.maximum(round_s, groups * np.maximum(compute, wire))
-        rates = (emitted + groups * load.other_tokens) / round_s * np.asarray(shares)[groups]
+        rates = (emitted + groups * other_tokens) / round_s * np.asarray(shares)[groups]
         self._rates = np.where(latency <= deadline_s, rates, 0.0)  # [J, k]
         self._trip, self._wire, self._compute = trip, wire, compute  # the latter two [J, k]
 
