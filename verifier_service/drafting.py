@@ -289,8 +289,7 @@ class Drafting:
                 if other.pace.plan.num_groups == 1:
                     joint_rows, joint_tokens = joint_rows + other_rows, joint_tokens + other_tokens
         row_bytes, running, asks_nothing = session.stream.head.row_bytes, len(requests), session.asks_nothing
-        beside = rows, tokens, behind, running, asks_nothing, num_together, joint_rows, joint_tokens
-        return Load(own, row_bytes, *beside)
+        return Load(own, row_bytes, rows, tokens, behind, running, asks_nothing, num_together, joint_rows, joint_tokens)
 
     def settle_costs(self) -> None:
         """Works in what has been learnt of costs, which the next use would wait for."""

@@ -43,13 +43,15 @@ class NextStep:
         gate, is_bound = self._drafting.gate, self._drafting.is_bound
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
         flying = [work.request for work in flight.works if work.is_current]
+        landing = [one for one in flying if one.is_decoding]
         going = [one for one in others if can_go(one)]
-        come_soon = gate.come_soon(one for one in flying if one.is_decoding)
         if not going:
-            return come_soon or any(one.drafts is not None for one in others)
-        if come_soon and all(one.drafts is not None for one in going) and not any(map(gate.has_groups, going + flying)):
-            return True  # of two drafters that are near, whose sequences are faster in one step
-        return any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying)
+            return any(one.drafts is not None for one in others) or gate.come_soon(landing)
+        if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
+            return True
+        # Sequences of two drafters that are near are faster in one step.
+        takes_no_turns = all(one.drafts is not None for one in going) and not any(map(gate.has_groups, going + flying))
+        return takes_no_turns and gate.come_soon(landing)
 
     def _following(self, flight: Flight) -> dict[Request, int]:
         """The requests of a step that can go on before its tokens are known, and the tokens' places in its draw: all

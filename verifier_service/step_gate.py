@@ -361,8 +361,8 @@ class StepGate:
         self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int, lead_s: float
     ) -> float | None:
         cost = self.target_cost
-        latest = (now if self._held_since is None else self._held_since) + cost.fixed
-        if not cost.is_known or (self._held_since is not None and now >= latest):
+        latest = (self._held_since or now) + cost.fixed
+        if not cost.is_known or now >= latest:
             return None
         rows, tokens = num_undrafted, float(num_undrafted)
         for session, bindings in drafted.items():

@@ -38,12 +38,7 @@ class Expected:
 
 
 def hold_until(
-    now: float,
-    ready: Group,
-    undrafted: Group,
-    expected: Iterable[Expected],
-    target: TargetCost,
-    lead_s: float = 0.0,
+    now: float, ready: Group, undrafted: Group, expected: Iterable[Expected], target: TargetCost, lead_s: float = 0.0
 ) -> float | None:
     """Time until which a step of `ready` should wait for drafts, None for not at all.
 
@@ -78,12 +73,11 @@ def hold_until(
         redraft_s = max(redraft_s, one.redraft_s)
         both, joint_s = ready.tokens + tokens, target.seconds(ready.rows + rows)
         apart = (both + undrafted.tokens) / (lead_s + alone_s + target.seconds(rows + undrafted.rows))
-        # The longest waits with which the joint step is no worse: than one for each, and than to join the next one.
-        waits = [both / max(best, apart) - joint_s]
+        # The longest wait with which the joint step is no worse than one for each, and than to join the next one.
+        longest = both / max(best, apart) - joint_s
         if redraft_s < JOIN_WITHIN * fixed:
             late = (both + ready.tokens) / (lead_s + alone_s + redraft_s + joint_s)
-            waits.append(2 * both / late - 2 * joint_s - redraft_s)
-        longest = min(waits)
+            longest = min(longest, 2 * both / late - 2 * joint_s - redraft_s)
         if max(delay, lead_s) < longest:
             best, until = both / (max(delay, lead_s) + joint_s), min(one.latest, one.arrival + longest)
     return until
