@@ -428,7 +428,7 @@ class Drafting:
         has_asked = self._sender.send_scouts(session, store, scouts, num_drafts, now, waits=is_trial)
         if may_ask:
             governor.take_ping(now, is_trial=is_trial and has_asked)
-        session.has_caught_up = not may_ask
+        session.has_caught_up = not may_ask and all(scout.rows_behind == 0 for scout in scouts)
 
     def _may_ask(self, session: DraftSession) -> bool:
         """Whether its scouts lack no more than a step brings, or have just been sent the rest."""

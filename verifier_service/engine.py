@@ -434,7 +434,8 @@ class Engine:
         has_begun = False
         if isinstance(event, Answered):
             self._events.has_come()
-            self.times.count_answer(event.drafts.compute_time_s, is_behind=self._pass_ahead.has_begun)
+            if any(event.drafts.num_drafts):  # no step waits for one that brings none
+                self.times.count_answer(event.drafts.compute_time_s, is_behind=self._pass_ahead.has_begun)
             has_begun = self._has_begun(partial(self._pass_ahead.begin_with, event))
         self.drafting.handle(event)
         if not has_begun:

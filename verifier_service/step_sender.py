@@ -29,7 +29,10 @@ MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # Where the host copies them, which is limited, a message has so many of each sequence at least, on average: steps bring
 # more meanwhile.
-LEAST_ROWS_COPIED = 3
+LEAST_ROWS_COPIED = 6
+# While sequences catch up there is a message no more often than this: one of 32 sequences takes the engine's thread
+# over 2 ms, whatever it has (docs/performance-history.md, "What a message takes"), and nobody waits for it.
+CATCH_UP_EVERY_S = 8e-3
 
 # For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them: by
 # what that is thought to take, and at most.
@@ -68,9 +71,11 @@ class StepSender:
         lack_most = is_adaptive and 2 * len(lacking) > sum(one.request.is_decoding for one in session.bindings)
         session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, lack_most, now)
         if session.catches_up:
-            pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
-            if pieces or session.closed_ids:
-                self._send_step(session, store, pieces, 0, has_histories=True)
+            if now >= session.caught_up_at + CATCH_UP_EVERY_S:
+                pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
+                if pieces or session.closed_ids:
+                    session.caught_up_at = now
+                    self._send_step(session, store, pieces, 0, has_histories=True)
             return
         if lack_most and all(_in_flight(session)):  # they will be asked for with rows that it adds
             return
@@ -98,10 +103,8 @@ class StepSender:
             return False
         if not is_of_few:
             return lack_most
-        most_rows = min(
-            pace.rows_within(LONGEST_CATCH_UP_S, row_bytes),
-            self._most_copied(session) * pace.steps_within(LONGEST_CATCH_UP_S),
-        )
+        num_messages = min(pace.steps_within(LONGEST_CATCH_UP_S), LONGEST_CATCH_UP_S / CATCH_UP_EVERY_S)
+        most_rows = min(pace.rows_within(LONGEST_CATCH_UP_S, row_bytes), self._most_copied(session) * num_messages)
         return rows <= most_rows and now < session.few_since + LATEST_CATCH_UP_S
 
     def _backlog(self, session: DraftSession, now: float, *, is_idle: bool = False) -> int:
@@ -111,13 +114,13 @@ class StepSender:
 
     def _most_copied(self, session: DraftSession, *, is_idle: bool = False) -> int:
         """The most of them that the host may copy into it. Where the session `is_idle` it has the new rows of sequences
-        that are close too, which count; but a few of each other one go at least. Where every step is to have its
+        that are close too, which count; but as many as a few of each one go at least. Where every step is to have its
         drafts, none of them waits."""
         if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
             return MOST_ROWS
         hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes
-        close = [binding.rows_behind for binding in session.bindings if is_idle and self.is_close(binding)]
-        return max(hidden - sum(close), LEAST_ROWS_COPIED * (len(session.bindings) - len(close)))
+        close = sum(binding.rows_behind for binding in session.bindings if is_idle and self.is_close(binding))
+        return max(hidden, LEAST_ROWS_COPIED * len(session.bindings)) - close
 
     def send_scouts(
         self,

@@ -48,7 +48,8 @@ class Costs:
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
     unseen_step_s: float = 0.0  # the same, after any step
     launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
-    send_row_s: float = 0.0  # of the host's, before it launches what comes next
+    send_s: float = 0.0  # of the host's, for a message that asks for nothing, before it launches what comes next
+    send_row_s: float = 0.0  # the same, for each of its rows
     stall_s: float = 0.0  # of the host's, before every third launch or so, for STALLS_FOR_S of each STALLS_EVERY_S
     noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
 
@@ -66,7 +67,7 @@ class Drafter:
 
     def take(self, step: pb.DraftStep) -> None:
         costs, noisy = self.costs, self.world.noisy
-        self.world.clock.now += costs.send_row_s * sum(step.num_rows)
+        self.world.clock.now += costs.send_s * (not any(step.num_drafts)) + costs.send_row_s * sum(step.num_rows)
         self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
         has_histories = max(step.num_rows, default=0) > K + 2

@@ -563,6 +563,18 @@ def test_a_trial_that_could_ask_for_no_drafts_is_not_counted(clock, obstacle, mo
     assert governor.is_trial_due(clock.now + PING_EVERY_S)
 
 
+def test_the_few_are_sent_all_that_they_lack_before_they_are_asked_for(clock, monkeypatch):
+    """However little goes in a message: else a trial keeps them out of a step and asks for nothing."""
+    world = far_world(clock, 32, trip_s=4e-3, acceptance=0.05)
+    monkeypatch.setattr(Pace, "backlog_rows", lambda *_, **__: 16)
+    before = len(world.stream.steps)
+    world.run(3.0)
+    sent = world.stream.steps[before:]
+    asked = [step for step in sent if any(step.num_drafts)]
+    assert sum(max(step.num_rows) > K + 1 for step in sent) > len(asked) > 8
+    assert all(any(step.num_drafts) for step in sent if max(step.num_rows, default=K + 2) <= K + 1)
+
+
 def test_the_few_of_many_that_try_a_drafter_do_not_fall_behind(clock):
     """A trial keeps them out of a step or two, and they wait no larger a share of their time than one alone would."""
     world = far_world(clock, 32, trip_s=4e-3, acceptance=0.05)

@@ -60,6 +60,28 @@ def test_drafts_are_verified_and_change_no_output(served, greedy):
     assert stream.failure is None
 
 
+def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
+    own = Served(target, max_prefill_rows=4)
+    computed_s, counted = [], []
+    monkeypatch.setattr(own.engine.times, "count_answer", lambda seconds, *, is_behind: counted.append(seconds))
+
+    def on_send(step: pb.DraftStep) -> None:
+        answer = answer_to(step)
+        answer.compute_time_s = 1e-6 * (1 + len(computed_s))
+        computed_s.append((any(step.num_drafts), answer.compute_time_s))
+        own.engine.post(Answered(stream, answer))
+
+    stream = own.connect()
+    stream.on_send = on_send
+    one = own.submit([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+    own.engine.start()
+    own.tokens(one)
+    own.engine.stop()
+    with_drafts = [seconds for has_drafts, seconds in computed_s if has_drafts]
+    assert counted == with_drafts[: len(counted)]  # the last answer may come when the request has ended
+    assert len(with_drafts) - 1 <= len(counted) < len(computed_s) - 1
+
+
 def test_the_drafter_is_told_of_a_step_before_its_output_is_queued(target):
     own = Served(target)
     order: list[str] = []

@@ -54,7 +54,7 @@ def use_rows_of_8b(monkeypatch) -> None:
     row_bytes = make_head().row_bytes
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
-    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
+    for name, rows in (("LEAST_BYTES", 128), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
         monkeypatch.setattr(copying, name, rows * row_bytes)
 
 
@@ -114,7 +114,7 @@ def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_lin
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("trip_s", "feature_row_s", "gain"), [(13e-3, 10e-6, 0.97), (4.8e-3, 10e-6, 1.41), (2.4e-3, 65e-6, 1.2)]
+    ("trip_s", "feature_row_s", "gain"), [(13e-3, 10e-6, 0.97), (4.8e-3, 10e-6, 1.41), (2.4e-3, 65e-6, 1.18)]
 )
 def test_a_host_that_stalls_for_a_moment_makes_drafts_look_neither_better_nor_worse(
     clock, monkeypatch, trip_s, feature_row_s, gain, seed
@@ -183,7 +183,7 @@ def test_a_drafter_that_was_given_up_before_it_ever_drafted_is_tried_again(clock
 
 def test_nobody_waits_for_long_until_the_few_have_caught_up(clock, monkeypatch):
     """The host can send hardly more than steps bring, so that it would take much longer than is thought."""
-    ways = {"trip_s": 0.2e-3, "feature_row_s": 8e-6, "send_row_s": 20e-6, "launch_s": 4.5e-3}
+    ways = {"trip_s": 0.2e-3, "feature_row_s": 8e-6, "send_s": 2.2e-3, "send_row_s": 6e-6, "launch_s": 4e-3}
     costs = Costs(**SLOW_HOST, **ways, noise=0.06, acceptance=0.9)
     world = world_of_all_lengths(clock, monkeypatch, 32, costs)
     world.run(2.0)
@@ -241,13 +241,46 @@ def test_half_of_the_sequences_say_nothing_of_the_host_before_a_step_of_all(cloc
     assert gate.target_cost.lead_s == (pytest.approx(3e-3) if says else 0.0)
 
 
+AN_H200 = {"step_s": 4.72e-3, "row_s": 9.5e-6, "draft_s": 0.3e-3, "history_s": 1.5e-3, "accepted": 2, "noise": 0.02}
+"""Two H200s: the host's part of a step is 2.7 ms, and 2.2 more where it sends a message that asks for nothing, about
+the same for 16 rows and for 200."""
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("trip_s", "feature_row_s", "gain"), [(2.2e-3, 12e-6, 1.38), (3.8e-3, 12e-6, 1.23), (12e-3, 12e-6, 0.98)]
+)
+def test_what_a_message_takes_of_the_host_hardly_counts_while_sequences_catch_up(
+    clock, monkeypatch, trip_s, feature_row_s, gain, seed
+):
+    """A message beside each step would make all steps wait for the host until no sequence lacks rows, and drafts be
+    given up for what that loses."""
+    use_rows_of_8b(monkeypatch)
+    host = {"launch_s": 2.7e-3, "send_s": 2.2e-3, "send_row_s": 1e-6}
+    costs = Costs(**AN_H200, **host, trip_s=trip_s, feature_row_s=feature_row_s)
+    world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
+    world.draw.seed(seed)
+
+    def run_bursts(count: int) -> float:
+        began, before = clock.now, world.tokens
+        for _ in range(count):
+            for _ in range(32):
+                world.arrive()
+            without = world.rate_without()
+            world.run(100.0)
+        return (world.tokens - before) / (clock.now - began) / without
+
+    run_bursts(2)
+    assert run_bursts(4) > gain
+
+
 @pytest.mark.parametrize("carrier", [pb.CARRIER_BYTES, pb.CARRIER_SHM])
 def test_rows_that_the_host_copies_are_sent_a_little_at_a_time(clock, monkeypatch, carrier):
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 6000)
-    monkeypatch.setattr(copying, "FIRST_BYTES", 500 * make_head().row_bytes)
+    monkeypatch.setattr(copying, "FIRST_BYTES", 1000 * make_head().row_bytes)
     world = World(clock, 32, Costs(trip_s=2e-3, feature_row_s=5e-6), config=CONFIG, k=4, prompt_length=2000)
     monkeypatch.setattr(type(world.stream.sender), "carrier", carrier)
     world.run(1.0)
     rows = [count for step in world.stream.steps for count in step.num_rows]
-    assert (max(rows) <= 500) == (carrier == pb.CARRIER_BYTES)
+    assert (max(rows) <= 1000) == (carrier == pb.CARRIER_BYTES)
     assert world.run(3.0) > 1.1 * world.rate_without()

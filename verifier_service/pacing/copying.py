@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 # Bytes at least, at first and at most.
-LEAST_BYTES, FIRST_BYTES, MOST_BYTES = 128 * 1024, 3 * 512 * 1024, 16 * 1024 * 1024
+LEAST_BYTES, FIRST_BYTES, MOST_BYTES = 1024 * 1024, 3 * 512 * 1024, 16 * 1024 * 1024
 # More of them are tried after each step that was in time, and fewer after one for which the device waited for such a
 # share of what it took, behind a message of at least half as many.
 MORE, FEWER = 1.05, 0.75

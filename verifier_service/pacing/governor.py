@@ -36,7 +36,7 @@ NUM_SCOUTS = 2
 # waited for.
 PING_EVERY_S = 0.2
 # The share of its time that a sequence may spend on waiting for a drafter that is otherwise asked for nothing.
-TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.005
 # A drafter that was given up rests so long; each time that it is given up again soon, twice as long; and until what was
 # lost is this share of the time. While sequences catch up half as much is borne.
 REST_S = (1.0, 30.0)
