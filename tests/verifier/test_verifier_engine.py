@@ -63,7 +63,7 @@ def test_drafts_are_verified_and_change_no_output(served, greedy):
 def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
     own = Served(target, max_prefill_rows=4)
     computed_s, counted = [], []
-    monkeypatch.setattr(own.engine.times, "count_answer", lambda seconds, *, is_behind: counted.append(seconds))
+    monkeypatch.setattr(own.engine.times, "count_answer", lambda seconds, **_: counted.append(seconds))
 
     def on_send(step: pb.DraftStep) -> None:
         answer = answer_to(step)
