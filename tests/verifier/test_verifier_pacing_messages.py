@@ -1,0 +1,156 @@
+"""What an answer tells of a drafter and of the way to it, and what that lets be sent."""
+
+from __future__ import annotations
+
+import pytest
+from learnt_costs import FIXED_S, ROW_BYTES, learnt_target
+
+from verifier_service.pacing import Load, Output, Pace
+from verifier_service.pacing.pace import FIRST_BACKLOG_BYTES, IDLE_BACKLOG_S, MOST_ROWS
+
+
+class Answers:
+    """Of a drafter that answers messages in order, told to its pace."""
+
+    def __init__(self) -> None:
+        self.pace = Pace(4, None)
+
+    def tell(self, sent: float, received: float, compute_s: float, rows: int = 3) -> None:
+        """A message that wants 4 drafts of a sequence was sent and answered then."""
+        message = self.pace.send(sent, ROW_BYTES, rows, 4, 1)
+        self.pace.take_answer(message, received, compute_s, is_beside=False)
+
+    @property
+    def known(self) -> tuple[float, float]:
+        """What it says of a message's way and of computing for it."""
+        return self.pace.cost.transfer_s(ROW_BYTES), self.pace.cost.compute_s(3, 4, 1, is_beside=False)
+
+
+def test_a_message_that_a_drafter_takes_together_with_a_longer_one_says_nothing_of_computing():
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+        answers.tell(0.1 * i + 50e-3, 0.1 * i + 71e-3, 20e-3, rows=512)
+        answers.tell(0.1 * i + 50.1e-3, 0.1 * i + 71.1e-3, 20e-3)  # the drafter tells the time of both
+    assert answers.known == pytest.approx((1e-3, 2e-3), rel=0.05)
+
+
+def test_a_message_that_waits_for_the_drafter_says_nothing_of_its_way():
+    """Each second one is sent when the drafter has just got another."""
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+        answers.tell(0.1 * i + 0.1e-3, 0.1 * i + 5.2e-3, 2e-3)
+    assert answers.known == pytest.approx((1e-3, 2e-3), rel=0.05)
+    assert answers.pace.cost.jitter < 0.1e-3
+
+
+def test_what_stood_behind_other_bytes_tells_nothing_of_a_link_that_is_not_known():
+    """One of 1 Gbit/s, 4 ms there and back: drafts are asked for behind long prompts."""
+    pace, free, was_free = Pace(4, None), 0.0, 0.0
+    waiting = []
+
+    def send(now: float, rows: int, drafts: int, sequences: int) -> None:
+        nonlocal free, was_free
+        free = max(free, now) + rows * 65.5e-6
+        was_free = max(was_free, free + 2e-3) + 1.5e-3
+        waiting.append((was_free + 2e-3, pace.send(now, rows * ROW_BYTES, rows, drafts, sequences)))
+
+    def take() -> None:
+        for received, message in waiting:
+            pace.take_answer(message, received, 1.5e-3, is_beside=True)
+        waiting.clear()
+
+    for i in range(4):
+        send(0.1 * i, 512, 0, 0)
+        send(0.1 * i + 6e-3, 8, 4, 8)
+        send(0.1 * i + 12e-3, 20, 4, 8)
+        take()
+    assert not pace.cost.is_known
+    for i in range(20):
+        send(1.0 + 0.02 * i, 20 + 3 * (i % 20), 4, 16)
+        take()
+    trip_s, byte_s = pace.cost.link
+    assert trip_s == pytest.approx(4e-3, rel=0.1)
+    assert byte_s * ROW_BYTES == pytest.approx(65.5e-6, rel=0.1)
+
+
+def test_rows_that_were_through_sooner_than_it_was_thought_say_nothing_of_the_way():
+    answers = Answers()
+    for i in range(20):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+    known = answers.known
+    answers.pace._link_free = 2.0 + 1.0  # as if bytes were to keep the link for a second
+    answers.tell(2.0, 2.0 + 3e-3, 2e-3)
+    assert answers.known == pytest.approx(known, rel=0.01)
+
+
+def test_a_drafter_is_busy_while_histories_take_longer_than_a_step():
+    pace, target = Pace(4, None, is_adaptive=True), learnt_target()
+    for i in range(20):
+        rows = (8, 24, 40)[i % 3]
+        message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 4, 8)
+        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+    pace.cost.observe_histories(3e-3, 100, 2.0)
+    pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), target, Output(), {})
+    pace.send(2.0, 600 * ROW_BYTES, 600, 4, 8)  # 39 ms, of drafts
+    assert not pace.is_busy(2.0)
+    history = pace.send(3.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    through = 39e-3 + pace.cost.histories_s(600)
+    assert pace.is_busy(3.0 + through - 1.2 * FIXED_S)
+    assert not pace.is_busy(3.0 + through - 0.8 * FIXED_S)
+    pace.note_answer(history, 3.0 + 20e-3)  # sooner than it was thought
+    assert not pace.is_busy(3.0 + 20e-3)
+    pace.send(4.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    pace.note_answer(history, 4.0)  # of another message
+    assert pace.is_busy(4.0)
+
+
+def test_a_drafter_of_which_nothing_is_known_is_busy_until_it_answers_histories():
+    pace = Pace(4, None, is_adaptive=True)
+    message = pace.send(0.0, 600 * ROW_BYTES, 600, 0, 0, has_histories=True)
+    assert pace.is_busy(100.0)
+    pace.note_answer(message, 100.0)
+    assert not pace.is_busy(100.0)
+    pace.send(200.0, FIRST_BACKLOG_BYTES // 4, 32, 0, 0, has_histories=True)  # few that hardly delay anything
+    assert not pace.is_busy(200.0)
+
+
+def test_few_rows_of_histories_are_sent_at_once_until_the_link_is_known():
+    pace = Pace(4, None, is_adaptive=True)
+    assert pace.backlog_rows(0.0, ROW_BYTES) * ROW_BYTES == pytest.approx(FIRST_BACKLOG_BYTES, abs=ROW_BYTES)
+    for i in range(20):
+        rows = (8, 24, 40)[i % 3]
+        message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 0, 0)
+        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+    per_row = 65e-6 + pace.cost.per_history_row
+    assert pace.backlog_rows(2.0, ROW_BYTES) * per_row == pytest.approx(IDLE_BACKLOG_S, rel=0.05)  # no step is known
+    pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), learnt_target(), Output(), {})
+    assert pace.backlog_rows(2.0, ROW_BYTES) * per_row == pytest.approx(FIXED_S, rel=0.1)
+    assert pace.backlog_rows(2.0, ROW_BYTES, is_idle=True) * per_row == pytest.approx(4 * FIXED_S, rel=0.1)
+    assert Pace(4, None).backlog_rows(0.0, ROW_BYTES) == MOST_ROWS
+
+
+def test_a_way_that_grows_longer_than_the_time_between_messages_is_learnt():
+    answers = Answers()
+    for i in range(100):
+        way_s = 1e-3 if i < 20 else 20e-3
+        answers.tell(6e-3 * i, 6e-3 * i + 2e-3 + way_s, 2e-3)
+    assert answers.known == pytest.approx((20e-3, 2e-3), rel=0.05)
+
+
+def test_a_drafter_computes_for_no_longer_than_its_answer_took_whatever_it_says():
+    answers = Answers()
+    for i in range(50):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2.0)
+    assert answers.known == pytest.approx((0.0, 3e-3), abs=0.1e-3)
+
+
+def test_a_message_without_rows_says_nothing_of_computing():
+    answers, others = Answers(), Answers()
+    for i in range(50):
+        message = answers.pace.send(0.1 * i, 0, 0, 0, 0)
+        answers.pace.take_answer(message, 0.1 * i + 1e-3, 0.0, is_beside=False)
+        for one in (answers, others):
+            one.tell(0.1 * i + 50e-3, 0.1 * i + 53e-3, 2e-3)
+    assert answers.pace.cost.compute == others.pace.cost.compute
