@@ -30,8 +30,8 @@ MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # Where the host copies them, which is limited, a message has so many of each sequence at least, on average: steps bring
 # more meanwhile.
 LEAST_ROWS_COPIED = 6
-# While sequences catch up there is a message no more often than this: one of 32 sequences takes the engine's thread
-# over 2 ms, whatever it has (docs/performance-history.md, "What a message takes"), and nobody waits for it.
+# While sequences catch up there is a message no more often than this: on a GPU's host one takes the engine's thread
+# some 2 ms, whatever it has (docs/performance-history.md, "What a message takes"), and nobody waits for it.
 CATCH_UP_EVERY_S = 8e-3
 
 # For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them: by
