@@ -41,7 +41,6 @@ class DraftSession:
     is_late: bool = False
     is_draining: bool = False
     catches_up: bool = False  # whether its sequences lack so many rows that those are sent before
-    caught_up_at: float = -math.inf  # monotonic time of the last message with such rows
     few_since: float = math.inf  # monotonic time since which no more than a few do, of those that catch up
     asks_nothing: bool = False  # for that, or because rows of prompts and histories keep it for longer than a step
     has_caught_up: bool = False  # whether the scouts were sent what they lacked, and are asked for drafts next

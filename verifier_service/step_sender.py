@@ -71,10 +71,9 @@ class StepSender:
         lack_most = is_adaptive and 2 * len(lacking) > sum(one.request.is_decoding for one in session.bindings)
         session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, lack_most, now)
         if session.catches_up:
-            if now >= session.caught_up_at + CATCH_UP_EVERY_S:
+            if now >= session.pace.histories_sent + CATCH_UP_EVERY_S:
                 pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
                 if pieces or session.closed_ids:
-                    session.caught_up_at = now
                     self._send_step(session, store, pieces, 0, has_histories=True)
             return
         if lack_most and all(_in_flight(session)):  # they will be asked for with rows that it adds

@@ -59,6 +59,8 @@ class Pace:
     ----------
     outlook
         What is asked for, and what is expected of it, as of the last plan; None while too little is known for one.
+    histories_sent
+        Monotonic time at which rows of prompts and histories were sent last; minus infinity before.
     """
 
     def __init__(self, max_drafts: int, deadline_s: float | None, *, is_adaptive: bool = False) -> None:
@@ -83,7 +85,7 @@ class Pace:
         self._step_s = math.inf  # of a step without drafts
         self._skips = False
         self._link_free = 0.0  # when the bytes sent so far are through
-        self._histories_sent = 0.0  # when rows of prompts and histories were sent last
+        self.histories_sent = -math.inf
         self._histories_through = 0.0  # when the drafter is done with them
         self._last_expected = 0.0
         self._last_answer = 0.0  # of which something is learnt
@@ -131,7 +133,7 @@ class Pace:
             through = max(self._link_free, expected - self.cost.link[0])
             if not self.cost.is_link_known:
                 through = math.inf if 2 * num_bytes >= FIRST_BACKLOG_BYTES else 0.0
-            self._histories_sent, self._histories_through = now, through
+            self.histories_sent, self._histories_through = now, through
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
         return Message(
             now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until, has_histories
@@ -149,7 +151,7 @@ class Pace:
     def note_answer(self, message: Message, received: float) -> None:
         """Notes that an answer has come, of which something is learnt later: those behind it come after it."""
         self._heard = max(self._heard, received)
-        if message.has_histories and message.sent >= self._histories_sent:
+        if message.has_histories and message.sent >= self.histories_sent:
             self._histories_through = 0.0
 
     def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool) -> None:
