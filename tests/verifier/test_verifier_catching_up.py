@@ -140,8 +140,9 @@ def narrow_world(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[World, 
     world.scene.flush()
     session = world.drafting._sessions[world.stream]
     assert num_drafts(world) == 4
+    for message in session.unanswered.values():
+        session.pace.note_answer(message, clock.now)
     session.unanswered.clear()
-    session.pace._link_free = session.pace._histories_through = 0.0
     return world, session
 
 
@@ -149,8 +150,8 @@ def test_nothing_is_sent_behind_histories_that_take_longer_than_a_step(clock, mo
     """Drafts that are asked for after another step come as soon."""
     world, session = narrow_world(clock, monkeypatch)
     works = [SimpleNamespace(request=one, num_drafts=0) for one in world.scene.requests]
-    message = session.pace.send(clock.now, 0, 200, 0, 0, has_histories=True)
-    session.pace._histories_through = clock.now + 2 * world.costs.step_s
+    num_bytes = round(2 * world.costs.step_s / session.pace.cost.link[1])
+    message = session.pace.send(clock.now, num_bytes, 200, 0, 0, has_histories=True)
     for binding in session.bindings:
         binding.next_row = binding.request.num_feature_rows
         world.scene.verify(binding.request, 9)

@@ -185,7 +185,7 @@ def test_a_drafter_that_is_slow_beside_steps_is_not_left_to_turns():
     answers(slow, 5e-3, 0.0, 100, is_beside=False, sequences=16)
     assert Forecast(Load(32, 1), tokens, target, slow).best(4).num_groups > 1
     among_others = Forecast(Load(32, 1, other_rows=32.0, other_tokens=32.0), tokens, target, drafter)
-    round_s = FIXED_S + ROW_S * (32 * 5 + 32) + 1e-3 + drafter.compute_s(96, 4, 32, is_beside=True)
+    round_s = FIXED_S + ROW_S * (32 * 5 + 32) + drafter.link[0] + drafter.compute_s(96, 4, 32, is_beside=True)
     assert among_others.rate(Plan(4, 1)) == pytest.approx((32 * tokens[4] + 32) / round_s, rel=0.01)
 
 

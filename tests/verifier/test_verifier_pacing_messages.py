@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from learnt_costs import FIXED_S, ROW_BYTES, learnt_target
 
-from verifier_service.pacing import Load, Output, Pace
+from verifier_service.pacing import Load, Message, Output, Pace
 from verifier_service.pacing.pace import FIRST_BACKLOG_BYTES, IDLE_BACKLOG_S, MOST_ROWS
+
+
+def answer(pace: Pace, message: Message, received: float, compute_s: float, *, is_beside: bool = False) -> None:
+    """Tells of one."""
+    pace.note_answer(message, received)
+    pace.take_answer(message, received, compute_s, is_beside=is_beside)
 
 
 class Answers:
@@ -17,8 +25,7 @@ class Answers:
 
     def tell(self, sent: float, received: float, compute_s: float, rows: int = 3) -> None:
         """A message that wants 4 drafts of a sequence was sent and answered then."""
-        message = self.pace.send(sent, ROW_BYTES, rows, 4, 1)
-        self.pace.take_answer(message, received, compute_s, is_beside=False)
+        answer(self.pace, self.pace.send(sent, ROW_BYTES, rows, 4, 1), received, compute_s)
 
     @property
     def known(self) -> tuple[float, float]:
@@ -58,7 +65,7 @@ def test_what_stood_behind_other_bytes_tells_nothing_of_a_link_that_is_not_known
 
     def take() -> None:
         for received, message in waiting:
-            pace.take_answer(message, received, 1.5e-3, is_beside=True)
+            answer(pace, message, received, 1.5e-3, is_beside=True)
         waiting.clear()
 
     for i in range(4):
@@ -75,22 +82,12 @@ def test_what_stood_behind_other_bytes_tells_nothing_of_a_link_that_is_not_known
     assert byte_s * ROW_BYTES == pytest.approx(65.5e-6, rel=0.1)
 
 
-def test_rows_that_were_through_sooner_than_it_was_thought_say_nothing_of_the_way():
-    answers = Answers()
-    for i in range(20):
-        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
-    known = answers.known
-    answers.pace._link_free = 2.0 + 1.0  # as if bytes were to keep the link for a second
-    answers.tell(2.0, 2.0 + 3e-3, 2e-3)
-    assert answers.known == pytest.approx(known, rel=0.01)
-
-
 def test_a_drafter_is_busy_while_histories_take_longer_than_a_step():
     pace, target = Pace(4, None, is_adaptive=True), learnt_target()
     for i in range(20):
         rows = (8, 24, 40)[i % 3]
         message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 4, 8)
-        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+        answer(pace, message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3)
     pace.cost.observe_histories(3e-3, 100, 2.0)
     pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), target, Output(), {})
     pace.send(2.0, 600 * ROW_BYTES, 600, 4, 8)  # 39 ms, of drafts
@@ -122,7 +119,7 @@ def test_few_rows_of_histories_are_sent_at_once_until_the_link_is_known():
     for i in range(20):
         rows = (8, 24, 40)[i % 3]
         message = pace.send(0.1 * i, rows * ROW_BYTES, rows, 0, 0)
-        pace.take_answer(message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3, is_beside=False)
+        answer(pace, message, 0.1 * i + 5e-3 + rows * 65e-6, 1e-3)
     per_row = 65e-6 + pace.cost.per_history_row
     assert pace.backlog_rows(2.0, ROW_BYTES) * per_row == pytest.approx(IDLE_BACKLOG_S, rel=0.05)  # no step is known
     pace.make_plan(2.0, Load(8, ROW_BYTES, running=8), learnt_target(), Output(), {})
@@ -154,3 +151,88 @@ def test_a_message_without_rows_says_nothing_of_computing():
         for one in (answers, others):
             one.tell(0.1 * i + 50e-3, 0.1 * i + 53e-3, 2e-3)
     assert answers.pace.cost.compute == others.pace.cost.compute
+
+
+class NarrowLink:
+    """Takes one message after another to a drafter that takes one after another, and says when each is answered."""
+
+    def __init__(self, trip_s: float, row_s: float, compute_s: float) -> None:
+        self.trip_s, self.row_s, self.compute_s = trip_s, row_s, compute_s
+        self.free = 0.0
+        self._done = 0.0
+
+    def take(self, now: float, rows: int) -> float:
+        """A message of so many rows is sent."""
+        self.free = max(self.free, now) + rows * self.row_s
+        self._done = max(self._done, self.free + self.trip_s / 2) + self.compute_s
+        return self._done + self.trip_s / 2
+
+
+class BulkAnswers:
+    """Messages of histories over such a link, told to a pace as they are answered."""
+
+    def __init__(self, link: NarrowLink) -> None:
+        self.pace, self.link = Pace(4, None, is_adaptive=True), link
+        self._waiting: deque[tuple[float, Message]] = deque()
+
+    def send(self, now: float, rows: int) -> None:
+        """Those that are answered by then are told before."""
+        while self._waiting and self._waiting[0][0] <= now:
+            received, message = self._waiting.popleft()
+            answer(self.pace, message, received, self.link.compute_s, is_beside=True)
+        message = self.pace.send(now, rows * ROW_BYTES, rows, 0, 0, has_histories=True)
+        self._waiting.append((self.link.take(now, rows), message))
+
+    @property
+    def known(self) -> tuple[float, float]:
+        """Seconds of the way and of each row."""
+        trip_s, byte_s = self.pace.cost.link
+        return trip_s, byte_s * ROW_BYTES
+
+
+def known_wide_link() -> BulkAnswers:
+    """One of 25 Gbit/s, 3 ms there and back, as it is known after 2 s."""
+    answers = BulkAnswers(NarrowLink(3e-3, 3e-6, 3.5e-3))
+    for i in range(20):
+        answers.send(0.1 * i, (1, 60, 200)[i % 3])
+    assert answers.known == pytest.approx((3e-3, 3e-6), rel=0.1)
+    return answers
+
+
+def test_a_link_that_has_become_narrow_is_known_by_messages_that_keep_each_other():
+    """Of as many bytes each, of which one alone would not say whether it is the way or the bytes that take longer."""
+    answers = known_wide_link()
+    answers.link.row_s = 65.5e-6
+    for i in range(8):
+        answers.send(2.0 + 13e-3 * i, 218)
+    answers.send(2.5, 0)
+    assert answers.known == pytest.approx((3e-3, 65.5e-6), rel=0.15)
+
+
+def test_what_keeps_a_link_is_worked_out_from_what_is_known_by_now():
+    """As long as it was thought to be wide, much more was sent than goes through."""
+    answers = known_wide_link()
+    answers.link.row_s = 65.5e-6
+    for i in range(12):
+        answers.send(2.0 + 6e-3 * i, 218)
+    now = 2.0 + 6e-3 * 12
+    answers.send(now, 218)
+    kept_s = answers.link.free - now
+    assert kept_s > 0.1
+    answers.pace.make_plan(now, Load(8, ROW_BYTES, running=8), learnt_target(), Output(), {})
+    assert answers.pace.backlog_rows(now, ROW_BYTES) == 0
+    assert answers.pace.backlog_rows(now, ROW_BYTES, is_idle=True) == 0
+    message = answers.pace.send(now, 3 * ROW_BYTES, 3, 0, 0)
+    assert message.expected - now == pytest.approx(kept_s + answers.link.trip_s, rel=0.15)
+    assert answers.pace.is_busy(now + 0.8 * kept_s)
+    assert not answers.pace.is_busy(now + kept_s)
+
+
+def test_an_answer_that_comes_sooner_than_it_was_thought_lets_the_next_one_come_as_soon():
+    answers = Answers()
+    for i in range(20):
+        answers.tell(0.1 * i, 0.1 * i + 3e-3, 2e-3)
+    late = answers.pace.send(2.0, 50_000 * ROW_BYTES, 3, 4, 1)
+    assert late.expected > 2.0 + 20e-3
+    answer(answers.pace, late, 2.0 + 3e-3, 2e-3)
+    assert answers.pace.send(2.01, ROW_BYTES, 3, 4, 1).expected == pytest.approx(2.01 + 3e-3, abs=0.5e-3)

@@ -5,7 +5,8 @@ from verifier_service.pacing.costs import Acceptance, DrafterCost, Profile, Targ
 from verifier_service.pacing.governor import NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group, hold_until
 from verifier_service.pacing.hindsight import Hindsight, Made, Output
-from verifier_service.pacing.pace import MOST_ROWS, Message, Pace
+from verifier_service.pacing.link import Message
+from verifier_service.pacing.pace import MOST_ROWS, Pace
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
 __all__ = [

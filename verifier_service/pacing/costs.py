@@ -219,7 +219,8 @@ class DrafterCost:
     """
 
     def __init__(self) -> None:
-        self._link = _LazyEstimate((1.0, 0.0), LINK_DRIFT)
+        # The first messages are often of as many bytes each: thought free, these would fill a narrow link.
+        self._link = _LazyEstimate((0.5, 0.5), LINK_DRIFT)
         self._compute = LinearEstimate((0.2, 0.8, 0.0, 0.0), LINK_DRIFT)
         self._histories = _LazyEstimate((0.5, 0.5), LINK_DRIFT)
         self._beside = LinearEstimate((1.0,), HOST_DRIFT)
@@ -227,9 +228,11 @@ class DrafterCost:
         self._num_sooner = 0  # others, the last ones, that came sooner nevertheless
         self._news: list[tuple[tuple[float, ...], float, float, bool]] = []
 
-    def observe_link(self, seconds: float, num_bytes: int, now: float) -> None:
-        """Takes the time from a message of so many bytes until its answer, computing and time in queues taken off."""
-        self._link.observe((1.0, num_bytes), seconds, now)
+    def observe_link(self, seconds: float, num_bytes: int, now: float, *, is_queued: bool = False) -> None:
+        """Takes the time from a message of so many bytes until its answer, computing taken off; where it `is_queued`
+        behind another one on the link, from when the bytes of that were through."""
+        if num_bytes or not is_queued:
+            self._link.observe((float(not is_queued), num_bytes), seconds, now)
 
     def observe_compute(
         self, seconds: float, rows: int, drafts: int, sequences: int, now: float, *, is_beside: bool

@@ -83,7 +83,7 @@ class LinearEstimate:
         Parameters
         ----------
         causes
-            [d], none negative, the first above 0.
+            [d], none negative, not all 0.
         """
         seconds = max(seconds, CLOCK_S)
         if self.count < FIRST_FEW and seconds < COLD_SHARE * self.predict(causes):
@@ -139,15 +139,15 @@ class LinearEstimate:
         self._variance = max(self._variance, (LEAST_NOISE * self._size) ** 2)
 
     def _loosen(self, causes: Sequence[float], residual: float) -> None:
-        """Makes room for a change. What is always there has changed; whether it was another cause shows when the load
-        does. Where it would have to cost less than nothing, all causes that are there may have.
+        """Makes room for a change. What is nearly always there has changed; whether it was another cause shows when the
+        load does. Where it is not there, or would have to cost less than nothing, all causes that are there may have.
         """
-        if residual >= -self.weights[0] * causes[0]:
+        if causes[0] > 0 and residual >= -self.weights[0] * causes[0]:
             self._covariance[0][0] += residual**2
             return
         for i, (weight, cause) in enumerate(zip(self.weights, causes, strict=True)):
             if cause > 0:
-                self._covariance[i][i] += weight**2
+                self._covariance[i][i] += max(weight, residual / cause) ** 2
 
     def _project(self) -> None:
         """Sets negative coefficients to 0 and moves those that they trade off with to match."""

@@ -26,7 +26,7 @@ KEEP_ABOVE = 1.01
 GIVE_UP_AFTER_STEPS = 6.0
 # While sequences catch up, which is made up for later, they are given up when all that was lost and not made up for yet
 # adds up to so many; more is not remembered.
-OWE_STEPS = 12.0
+OWE_STEPS = 10.0
 # They must gain for so many plans in a row, at one scale of the load: where requests end together drafts are faster for
 # the few that are left, until the next ones come a moment later.
 RESUME_AFTER = 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from draftwire.v1.generate_pb2 import DraftPlan
@@ -12,17 +11,13 @@ from verifier_service.pacing.costs import Acceptance, DrafterCost, TargetCost
 from verifier_service.pacing.governor import KEEP_ABOVE, NUM_SCOUTS, Governor
 from verifier_service.pacing.grouping import Expected, Group
 from verifier_service.pacing.hindsight import Hindsight, Output, scale_of
+from verifier_service.pacing.link import Link, Message
 from verifier_service.pacing.plan import Forecast, Load, Plan
 
 # How often the plan is made anew.
 PLAN_EVERY_S = 0.05
 # Drafts are waited for until so many standard deviations after their expected time.
 PATIENCE_DEVIATIONS = 4.0
-# A drafter that answers so soon after the answer before, by its computing time or beyond it, was busy in between.
-BUSY_FOR = 1.5
-LEAST_PAUSE_S = 0.5e-3
-# So many in a row that never had a pause are believed nevertheless.
-MOST_BEHIND = 8
 # Fewer rows of prompts and histories than this are not worth a message while others are on their way.
 LEAST_BACKLOG_ROWS = 16
 MOST_ROWS = 1 << 30
@@ -33,23 +28,6 @@ FIRST_BACKLOG_BYTES = 1 << 20
 TRIAL_STEPS = 2
 # Where the drafter is asked for none, or no step is known, they may keep the link busy for so long.
 IDLE_BACKLOG_S = 0.05
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message to a drafter that is not answered yet."""
-
-    sent: float  # monotonic time
-    queued_s: float  # expected, behind the bytes of earlier messages
-    num_bytes: int
-    rows: int
-    drafts: int  # wanted of each sequence that wants any
-    sequences: int  # that want drafts
-    compute_s: float  # expected of the drafter
-    expected: float  # monotonic time of the answer, as it was when the message was sent; 0 when nothing is known
-    wait_until: float  # monotonic time until which its drafts are waited for
-    has_histories: bool = False  # whether it has more rows of a sequence than a verify step brings
-    is_behind: bool = False  # whether it may wait for drafts that were begun for another one, in vain
 
 
 class Pace:
@@ -84,12 +62,12 @@ class Pace:
         self._planned = 0.0
         self._step_s = math.inf  # of a step without drafts
         self._skips = False
-        self._link_free = 0.0  # when the bytes sent so far are through
+        self._link = Link(self.cost)
+        self._num_sent = 0
         self.histories_sent = -math.inf
-        self._histories_through = 0.0  # when the drafter is done with them
+        self._histories: Message | None = None  # the last one with any, as long as it is not answered
         self._last_expected = 0.0
         self._last_answer = 0.0  # of which something is learnt
-        self._num_behind = 0  # answers, the last ones, that told nothing of the link
         self._heard = 0.0  # when the last answer came
         self._has_others = False  # whether there are rows of others in each step
 
@@ -118,26 +96,23 @@ class Pace:
 
         It `has_histories` where a sequence's rows are more than those of a verify step.
         """
-        queued_s = max(0.0, self._link_free - now)
-        self._link_free = now + queued_s + self.cost.link[1] * num_bytes
         compute_s = expected = 0.0
         is_of_drafts = not has_histories and self._is_of_drafts(rows, sequences)
         if self.cost.is_known if is_of_drafts else self.cost.is_link_known:
-            begins = max(now + queued_s + self.cost.transfer_s(num_bytes), self._last_expected)
+            begins = max(now, self._link.free()) + self.cost.transfer_s(num_bytes)
             if is_of_drafts:
                 compute_s = self.cost.compute_s(rows, drafts, sequences, is_beside=self._is_beside)
             else:
                 compute_s = self.cost.histories_s(rows)
-            expected = self._last_expected = begins + compute_s
-        if has_histories:
-            through = max(self._link_free, expected - self.cost.link[0])
-            if not self.cost.is_link_known:
-                through = math.inf if 2 * num_bytes >= FIRST_BACKLOG_BYTES else 0.0
-            self.histories_sent, self._histories_through = now, through
+            expected = self._last_expected = max(begins, self._last_expected) + compute_s
         wait_until = now + (self.patience_s(drafts, max(0.0, expected - now)) if waits else 0.0)
-        return Message(
-            now, queued_s, num_bytes, rows, drafts, sequences, compute_s, expected, wait_until, has_histories
-        )
+        self._num_sent += 1
+        what = (num_bytes, rows, drafts, sequences)
+        message = Message(self._num_sent, now, *what, compute_s, expected, wait_until, has_histories)
+        self._link.send(message)
+        if has_histories:
+            self.histories_sent, self._histories = now, message
+        return message
 
     def _is_of_drafts(self, rows: int, sequences: int) -> bool:
         """Whether a message asks for drafts of so many sequences behind rows of a verify step, and has no others."""
@@ -151,8 +126,10 @@ class Pace:
     def note_answer(self, message: Message, received: float) -> None:
         """Notes that an answer has come, of which something is learnt later: those behind it come after it."""
         self._heard = max(self._heard, received)
-        if message.has_histories and message.sent >= self.histories_sent:
-            self._histories_through = 0.0
+        if self._link.note_answer(message, received):
+            self._last_expected = min(self._last_expected, received)
+        if self._histories is not None and message.number >= self._histories.number:
+            self._histories = None
 
     def take_answer(self, message: Message, received: float, compute_s: float, *, is_beside: bool) -> None:
         """Learns from an answer.
@@ -167,24 +144,10 @@ class Pace:
             Whether a step ran between the two.
         """
         compute_s = min(compute_s, received - message.sent)
-        begun, since_last_s = message.sent + message.queued_s, received - self._last_answer
-        # The drafter had no pause since the answer before, so that it may have had this message for long; and as long
-        # as nothing is known of the link, bytes that were sent before it may have kept it.
-        has_pause = self.cost.is_known and since_last_s >= max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)
-        is_behind = begun < self._last_answer and not has_pause
+        since_last_s = received - self._last_answer
         # Messages that it takes together have one computing time.
         is_single = compute_s <= since_last_s
-        way_s = received - begun - compute_s
-        if message.is_behind or way_s < 0.0:
-            pass  # the way has nothing to do with it, or the bytes before it were through sooner than it was thought
-        elif not is_behind:
-            self._num_behind = 0
-            self.cost.observe_link(way_s, message.num_bytes, received)
-        elif not self.cost.is_known and self._num_behind < MOST_BEHIND:
-            self._num_behind += 1
-        elif not self.cost.is_known:  # one that never has a pause must become known too
-            behind_s = max(0.0, self._last_answer - begun - self.cost.transfer_s(message.num_bytes))
-            self.cost.observe_link(way_s - behind_s, message.num_bytes, received)
+        self._link.learn(message, received, compute_s)
         self._last_answer = received
         if not is_single or message.rows == 0:
             return
@@ -240,9 +203,10 @@ class Pace:
         horizon = 0.0 if math.isinf(self._step_s) else self._step_s * (self._max_drafts if is_idle else 1)
         if self.is_off or horizon == 0.0:
             horizon = max(horizon, IDLE_BACKLOG_S)
-        rows = self.rows_within(now + horizon - max(now, self._link_free), row_bytes)
+        free = self._link.free()
+        rows = self.rows_within(now + horizon - max(now, free), row_bytes)
         if rows < LEAST_BACKLOG_ROWS:
-            return 0 if self._link_free > now else LEAST_BACKLOG_ROWS
+            return 0 if free > now else LEAST_BACKLOG_ROWS
         return rows
 
     def rows_within(self, seconds: float, row_bytes: int) -> int:
@@ -258,7 +222,12 @@ class Pace:
         """Whether rows of prompts and histories keep the link or the drafter for longer than a step without drafts
         takes: drafts that are asked for after that step come as soon as those behind them. As long as too little is
         known of the link, whether any that are about as many as are sent then are not answered yet."""
-        return math.isinf(self._histories_through) or self._histories_through - now > self._step_s
+        message = self._histories
+        if message is None:
+            return False
+        if not self.cost.is_link_known:
+            return 2 * message.num_bytes >= FIRST_BACKLOG_BYTES
+        return max(self._link.free(message), message.expected - self.cost.link[0]) - now > self._step_s
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a new plan."""
