@@ -228,6 +228,24 @@ def test_what_keeps_a_link_is_worked_out_from_what_is_known_by_now():
     assert not answers.pace.is_busy(now + kept_s)
 
 
+def test_drafts_that_a_stall_has_held_up_say_nothing_of_what_bytes_take():
+    """Three groups over 1 Gbit/s, as they were measured when something stood still for 10 ms: those that were sent
+    meanwhile came one soon after another, but not as soon as their bytes alone would have."""
+    pace = Pace(4, None)
+    for i in range(60):
+        rows = (33, 96, 30)[i % 3]
+        way_s = 4.7e-3 + rows * 71e-6 + 0.4e-3 * (i % 2)
+        answer(pace, pace.send(0.02 * i, rows * ROW_BYTES, rows, 3, 11), 0.02 * i + way_s + 1.3e-3, 1.3e-3)
+    known = pace.cost.transfer_s(33 * ROW_BYTES)
+    stalled = [(0.0, 18.72, 33), (8.6, 24.2, 33), (11.9, 29.2, 30), (27.9, 38.3, 33), (34.2, 44.0, 33)]
+    messages = [pace.send(2.0 + sent * 1e-3, rows * ROW_BYTES, rows, 3, 11) for sent, _, rows in stalled]
+    said = []
+    for message, (_, received, _) in zip(messages, stalled, strict=True):
+        answer(pace, message, 2.0 + received * 1e-3, 1.33e-3, is_beside=True)
+        said.append(pace.cost.transfer_s(33 * ROW_BYTES))
+    assert max(said) < 1.3 * known
+
+
 def test_an_answer_that_comes_sooner_than_it_was_thought_lets_the_next_one_come_as_soon():
     answers = Answers()
     for i in range(20):
