@@ -17,6 +17,21 @@ def answer(pace: Pace, message: Message, received: float, compute_s: float, *, i
     pace.take_answer(message, received, compute_s, is_beside=is_beside)
 
 
+class NarrowLink:
+    """Takes one message after another to a drafter that takes one after another, and says when each is answered."""
+
+    def __init__(self, trip_s: float, row_s: float, compute_s: float) -> None:
+        self.trip_s, self.row_s, self.compute_s = trip_s, row_s, compute_s
+        self.free = 0.0
+        self._done = 0.0
+
+    def take(self, now: float, rows: int) -> float:
+        """A message of so many rows is sent."""
+        self.free = max(self.free, now) + rows * self.row_s
+        self._done = max(self._done, self.free + self.trip_s / 2) + self.compute_s
+        return self._done + self.trip_s / 2
+
+
 class Answers:
     """Of a drafter that answers messages in order, told to its pace."""
 
@@ -54,14 +69,11 @@ def test_a_message_that_waits_for_the_drafter_says_nothing_of_its_way():
 
 def test_what_stood_behind_other_bytes_tells_nothing_of_a_link_that_is_not_known():
     """One of 1 Gbit/s, 4 ms there and back: drafts are asked for behind long prompts."""
-    pace, free, was_free = Pace(4, None), 0.0, 0.0
+    pace, link = Pace(4, None), NarrowLink(4e-3, 65.5e-6, 1.5e-3)
     waiting = []
 
     def send(now: float, rows: int, drafts: int, sequences: int) -> None:
-        nonlocal free, was_free
-        free = max(free, now) + rows * 65.5e-6
-        was_free = max(was_free, free + 2e-3) + 1.5e-3
-        waiting.append((was_free + 2e-3, pace.send(now, rows * ROW_BYTES, rows, drafts, sequences)))
+        waiting.append((link.take(now, rows), pace.send(now, rows * ROW_BYTES, rows, drafts, sequences)))
 
     def take() -> None:
         for received, message in waiting:
@@ -151,21 +163,6 @@ def test_a_message_without_rows_says_nothing_of_computing():
         for one in (answers, others):
             one.tell(0.1 * i + 50e-3, 0.1 * i + 53e-3, 2e-3)
     assert answers.pace.cost.compute == others.pace.cost.compute
-
-
-class NarrowLink:
-    """Takes one message after another to a drafter that takes one after another, and says when each is answered."""
-
-    def __init__(self, trip_s: float, row_s: float, compute_s: float) -> None:
-        self.trip_s, self.row_s, self.compute_s = trip_s, row_s, compute_s
-        self.free = 0.0
-        self._done = 0.0
-
-    def take(self, now: float, rows: int) -> float:
-        """A message of so many rows is sent."""
-        self.free = max(self.free, now) + rows * self.row_s
-        self._done = max(self._done, self.free + self.trip_s / 2) + self.compute_s
-        return self._done + self.trip_s / 2
 
 
 class BulkAnswers:

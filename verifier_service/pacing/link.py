@@ -40,14 +40,20 @@ class Link:
     With a way of t seconds, there and back, and b seconds for each byte, the bytes of message i are through, as seen
     from here, at max(sent[i] + t, through[i - 1]) + b * bytes[i]. A drafter that has a pause then takes the message at
     once and tells, with its answer, how long it computed. So an answer shows either t and b, or b alone.
+
+    Attributes
+    ----------
+    last_answer
+        Monotonic time of the last one of which something was learnt; 0 before.
     """
 
     def __init__(self, cost: DrafterCost) -> None:
         """`cost` is what is learnt of it."""
         self._cost = cost
         self._under_way: deque[Message] = deque()
-        self._free = -math.inf  # when the bytes of the message that was answered last were through
-        self._last_answer = 0.0  # of which something is learnt
+        # When the bytes of the message that was answered last were through, as seen from here.
+        self._answered = -math.inf
+        self.last_answer = 0.0
         # When the bytes of its message were through, as seen from here, at the latest; and whether just then.
         self._through = -math.inf
         self._is_through_known = False
@@ -60,7 +66,8 @@ class Link:
     def free(self, message: Message | None = None) -> float:
         """Expected monotonic time at which the bytes up to those of a message that is under way are through, or those
         of all; in the past where there are none."""
-        free, per_byte = self._free, self._cost.link[1]
+        trip_s, per_byte = self._cost.link
+        free = self._answered - trip_s
         for one in self._under_way:
             free = max(free, one.sent) + per_byte * one.num_bytes
             if message is not None and one.number >= message.number:
@@ -71,12 +78,12 @@ class Link:
         """Notes that one has come, of which something is learnt later; whether none is due."""
         while self._under_way and self._under_way[0].number <= message.number:
             self._under_way.popleft()
-        self._free = received - message.compute_s - self._cost.link[0]
+        self._answered = received - message.compute_s
         return not self._under_way
 
     def learn(self, message: Message, received: float, compute_s: float) -> None:
         """Learns from an answer, for which the drafter computed so long."""
-        last, self._last_answer = self._last_answer, received
+        last, self.last_answer = self.last_answer, received
         through = received - compute_s  # if the drafter had a pause before; else sooner
         is_alone, is_known, trip_s = message.sent >= last, self._cost.is_link_known, self._cost.link[0]
         has_pause = received - last >= max(BUSY_FOR * compute_s, compute_s + LEAST_PAUSE_S)

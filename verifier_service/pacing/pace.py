@@ -67,7 +67,6 @@ class Pace:
         self.histories_sent = -math.inf
         self._histories: Message | None = None  # the last one with any, as long as it is not answered
         self._last_expected = 0.0
-        self._last_answer = 0.0  # of which something is learnt
         self._heard = 0.0  # when the last answer came
         self._has_others = False  # whether there are rows of others in each step
 
@@ -144,11 +143,9 @@ class Pace:
             Whether a step ran between the two.
         """
         compute_s = min(compute_s, received - message.sent)
-        since_last_s = received - self._last_answer
         # Messages that it takes together have one computing time.
-        is_single = compute_s <= since_last_s
+        is_single = compute_s <= received - self._link.last_answer
         self._link.learn(message, received, compute_s)
-        self._last_answer = received
         if not is_single or message.rows == 0:
             return
         if not message.has_histories and self._is_of_drafts(message.rows, message.sequences):
