@@ -23,7 +23,7 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-compose lint protos clean
+.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos clean
 
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
@@ -32,12 +32,13 @@ help:
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
+	@echo 'make test-pacing   drafts over links of every kind in simulated time, none of which may cost throughput; minutes'
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make protos        generate the stubs from proto/'
 	@echo 'make clean         remove the virtual environment and all caches'
 	@echo
-	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, MINUTES, SEED, BUILD_ARGS. The tests and the'
+	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS. The tests and the'
 	@echo 'demo run on the CPU; where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
 	@echo '  make test PIP_ARGS="--extra-index-url URL"'
 
@@ -69,6 +70,9 @@ test-faults: $(STAMP)
 
 test-soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+test-pacing: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/verifier/far_places.py $(PACING_ARGS)
 
 test-compose: $(STAMP)
 	$(BIN)/python deploy/check.py --build-args '$(BUILD_ARGS)'

@@ -10,8 +10,8 @@ from pathlib import Path
 HOOK = Path(__file__).resolve().parent / "hook"
 
 
-def run_watched(command: Sequence[str], variable: str, directory: Path) -> int:
+def run_watched(command: Sequence[str], variable: str, output: Path) -> int:
     """The command's exit status. Its Python processes import benchmarks/hook/sitecustomize.py, which knows by the
-    environment variable what to watch, and write to `directory`."""
+    environment variable what to watch, and write to `output`."""
     path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, variable: str(directory)}).returncode
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, variable: str(output)}).returncode

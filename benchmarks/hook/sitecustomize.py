@@ -1,4 +1,4 @@
-"""Python imports this module when it starts: it watches the process, for `benchmarks.timeline` or `.kernel_gaps`."""
+"""Python imports this module when it starts: it watches the process, for `benchmarks.timeline` and its like."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 # By the environment variable that says where to write: what watches. The modules are beside this one, on the path.
-WATCHERS = {"DRAFTWIRE_TIMELINE": "recorder", "DRAFTWIRE_KERNEL_GAPS": "passes"}
+WATCHERS = {
+    "DRAFTWIRE_TIMELINE": "recorder",
+    "DRAFTWIRE_KERNEL_GAPS": "passes",
+    "DRAFTWIRE_PACING_RECORD": "pacing",
+}
 
 for variable, name in WATCHERS.items():
     if variable in os.environ:

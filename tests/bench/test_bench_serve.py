@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from draftwire.errors import InvalidArgumentError
 from draftwire.processes import LOG_CHARS, both_ends
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-SMALL = ("--concurrency", "2", "--prompt-tokens", "5", "--output-tokens", "9", "--client-processes", "1")
+SHORT = ("--prompt-tokens", "5", "--output-tokens", "9", "--client-processes", "1")
+SMALL = ("--concurrency", "2", *SHORT)
 
 
 def bench(*arguments: str) -> Result:
@@ -73,6 +75,38 @@ def test_requests_have_the_numbers_of_drafts_given_in_turn(tmp_path):
     assert result.exit_code == 0, result.output
     assert sorted(request.num_speculative_tokens for request in verifier.requests) == [*[0] * 6, 0, 0, 1, 1, 2, 2]
     assert json.loads(path.read_text())["workload"]["num_speculative_tokens"] == [0, 2, 1]
+
+
+def test_requests_have_the_prompts_of_a_file_over_and_over(tmp_path):
+    verifier, path = FakeVerifier(), tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "def f("}\n{"token_ids": [3, 1]}\n')
+    with served(verifier) as address:
+        asked = ("--prompts", str(path), "--warmup-tokens", "0", "--num-requests", "5")
+        result = bench("--server", address, *SMALL, *asked)
+    assert result.exit_code == 0, result.output
+    prompts = Counter(request.text or tuple(request.token_ids.ids) for request in verifier.requests)
+    assert prompts == {"def f(": 5, (3, 1): 5}  # drafting off has the first one more often, on the second
+
+
+def test_requests_at_a_rate_are_all_served_and_have_no_steady_state(tmp_path):
+    verifier, path = FakeVerifier(), tmp_path / "out.json"
+    with served(verifier) as address:
+        asked = ("--request-rate", "200", "--warmup-tokens", "0", "--num-requests", "12")
+        result = bench("--server", address, *SHORT, *asked, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert len(verifier.requests) == 2 * 12
+    document = json.loads(path.read_text())
+    assert [entry["level"] for entry in document["speed_up"]] == ["200/s"]
+    assert [level["drafting"] for level in document["levels"]] == [False, True]
+    for level in document["levels"]:
+        assert (level["concurrency"], level["request_rate"], level["requests"]) == (None, 200, 12)
+        assert level["whole_run"]["prompt_rows"] == 12 * 5
+        assert level["steady"] is None
+        assert level["tokens_per_s"]["steady"] is None
+        assert level["tokens_per_s"]["whole_run"] == pytest.approx(9 * level["requests_per_s"])
+        assert level["latency_s"].keys() == {"first_token", "inter_token", "per_output_token"}
+        for seen in level["latency_s"].values():
+            assert 0 <= seen["p50"] <= seen["p90"] <= seen["p99"]
 
 
 def test_drafting_is_off_and_on_in_one_run(fake_run):

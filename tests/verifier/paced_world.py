@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from drafting_scene import Clock, K, RecordedStream, Scene, answer_to
+import drafting_scene
+import pytest
+from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service import pacing
 from verifier_service.draft_stream import Answered, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.flight import Flight
 from verifier_service.next_step import NextStep
-from verifier_service.pacing import Pace
+from verifier_service.pacing import Pace, copying
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.request import Request
 from verifier_service.sampler import PendingDraw
@@ -173,10 +176,10 @@ class World:
         """That time with some noise on it."""
         return seconds * (1 + self.costs.noise * self.draw.expovariate(1))
 
-    def arrive(self, prompt_length: int | None = None) -> None:
+    def arrive(self, prompt_length: int | None = None, **request: Any) -> None:
         """A request more runs; its prompt is computed at once."""
         prompt_length = prompt_length or self.prompt_length
-        one = self.scene.admit(prompt_length, max_tokens=self.output_length, **{"k": K, **self._request})
+        one = self.scene.admit(prompt_length, max_tokens=self.output_length, **{"k": K, **self._request, **request})
         one.num_computed = prompt_length
         one.tokens.append(9)
 
@@ -348,3 +351,12 @@ def pace_of(own: Drafting) -> Pace:
 def num_drafts(world: World) -> int:
     """How many are asked for of each sequence."""
     return pace_of(world.drafting).plan.num_drafts
+
+
+def use_rows_of_8b(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted in bytes is as many rows as of the 8B shape's features."""
+    row_bytes = make_head().row_bytes
+    monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
+    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
+    for name, rows in (("LEAST_BYTES", 128), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
+        monkeypatch.setattr(copying, name, rows * row_bytes)

@@ -82,7 +82,7 @@ def test_requests_that_all_come_at_once_lose_nothing_by_a_narrow_link(clock, mon
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * world.stream.head.row_bytes)
     first, *rates = rates_of_turns(world, 32)
     assert min(rates) > gain
-    assert first > 0.95
+    assert first > 0.97
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_many_requests_that_come_at_once_lose_next_to_nothing_while_some_lack_ro
     costs = Costs(**LOADED, trip_s=trip_s, feature_row_s=86e-6, history_s=3.5e-3, acceptance=0.8)
     world = LaunchingWorld(clock, 0, costs, config=CONFIG, k=4, prompt_length=256, output_length=400, replaces=False)
     monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * world.stream.head.row_bytes)
-    assert min(rates_of_turns(world, 64)) > 0.96
+    first, *rates = rates_of_turns(world, 64)
+    assert min(rates) > 0.97
+    assert first > 0.95  # in which the link comes to be known
 
 
 def rates_of_turns(world: World, sequences: int) -> list[float]:

@@ -1,0 +1,135 @@
+"""Records what a verifier's pacing did and what it went by, for `benchmarks.pacing_record`."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WRITE_EVERY_S = 0.5
+# The address of the stand-in for a drafter that engines practise with.
+REHEARSAL = "rehearsal"
+
+
+class PacingRecord:
+    """Keeps what the engine's thread adds; another thread appends it to the file, compressed if that ends in .gz.
+
+    The methods that add take the object and the result of the call that they follow, then its arguments.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._events: deque[dict[str, Any]] = deque()
+        self._writing = threading.Lock()
+        self._drafters: dict[Any, str] = {}  # addresses by `Pace`
+
+    def start(self, *_: Any) -> None:
+        """Begins to write now and then."""
+        threading.Thread(target=self._go_on_writing, name="pacing-record", daemon=True).start()
+
+    def _go_on_writing(self) -> None:
+        while True:
+            time.sleep(WRITE_EVERY_S)
+            self.write()
+
+    def write(self, *_: Any) -> None:
+        """Appends what has been added since the last time."""
+        with self._writing:
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            lines = "".join(json.dumps(event, default=float) + "\n" for event in events).encode()  # float: of NumPy's
+            if lines:
+                with self._path.open("ab") as file:
+                    file.write(gzip.compress(lines) if self._path.suffix == ".gz" else lines)
+
+    def add_session(self, session: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Notes whose pace it is."""
+        if session.stream.address != REHEARSAL:
+            self._drafters[session.pace] = session.stream.address
+
+    def add_step(self, _gate: Any, _: None, rows: int, *, verified: Mapping[Any, int], **about: Any) -> None:
+        """Adds a step that was counted."""
+        about |= {"rows": rows, "verified": _as_list(verified)}
+        self._events.append({"event": "step", "at": time.monotonic(), **about})
+
+    def add_plan(self, pace: Any, _: None, _now: float, load: Any, target: Any, output: Any, _expected: Any) -> None:
+        """Adds a plan, with the costs and results that it was made from."""
+        governor, outlook = pace.governor, pace.outlook
+        about = {
+            **_fields(pace.plan, "num_drafts", "num_groups"),
+            "load": vars(load),
+            "step_s": target.seconds(load.small_step),
+            "target": _fields(target, "is_known", "fixed", "per_feature_row", "lead_s", "beside_s", "turn_s"),
+            "drafter_cost": _fields(pace.cost, "is_known", "link", "jitter", "compute", "beside_s"),
+            "expected_tokens": pace.acceptance.expected_tokens(),
+            "shares": list(pace._hindsight.shares),
+            "lost_s": governor._lost_s,
+            "owed_s": governor._owed_s,
+            "output": {**_fields(output, "steps", "seconds"), "verified": _as_list(output.verified)},
+            "outlook": outlook and _fields(outlook, *outlook.DESCRIPTOR.fields_by_name),
+        }
+        self._add(pace, "plan", about)
+
+    def add_message(self, pace: Any, message: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Adds a message that was sent."""
+        self._add(pace, "message", vars(message))
+
+    def add_answer(
+        self, pace: Any, _: None, message: Any, received: float, compute_s: float, *, is_beside: bool
+    ) -> None:
+        """Adds an answer, as it is learnt from."""
+        asked = _fields(message, "number", "sent", "rows", "drafts", "sequences", "is_behind")
+        self._add(pace, "answer", asked | {"received": received, "compute_s": compute_s, "is_beside": is_beside})
+
+    def _add(self, pace: Any, event: str, about: dict[str, Any]) -> None:
+        if pace in self._drafters:
+            self._events.append({"event": event, "at": time.monotonic(), "drafter": self._drafters[pace], **about})
+
+
+def _fields(of: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
+
+
+def _as_list(verified: Mapping[Any, int]) -> list[tuple[str, int, int]]:
+    """(drafter, drafts, requests) of each."""
+    return [(drafter, drafts, count) for (drafter, drafts), count in verified.items()]
+
+
+def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
+    """By module, what has its part recorded at `path`."""
+    record = PacingRecord(path)
+    followed: dict[str, dict[str, Callable[..., None]]] = {
+        "verifier_service.engine": {"Engine.start": record.start, "Engine.stop": record.write},
+        "verifier_service.draft_session": {"DraftSession.__init__": record.add_session},
+        "verifier_service.step_gate": {"StepGate.count_step": record.add_step},
+        "verifier_service.pacing.pace": {
+            "Pace.make_plan": record.add_plan,
+            "Pace.send": record.add_message,
+            "Pace.take_answer": record.add_answer,
+        },
+    }
+    return {module: functools.partial(_follow, calls) for module, calls in followed.items()}
+
+
+def _follow(calls: Mapping[str, Callable[..., None]], module: ModuleType) -> None:
+    """Has each method of the module followed by a call."""
+    for name, then in calls.items():
+        owner, method = name.split(".")
+        kind = getattr(module, owner)
+        setattr(kind, method, _followed(getattr(kind, method), then))
+
+
+def _followed(call: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(self, *args, **kwargs)
+        then(self, result, *args, **kwargs)
+        return result
+
+    return followed
