@@ -1,6 +1,6 @@
 """The time between the kernels of a verifier's passes, while a command runs its services.
 
-    python -m benchmarks.kernel_gaps -- draftwire bench serve --concurrency 1,8 ...
+    python -m benchmarks.kernel_gaps [--json FILE] -- draftwire bench serve --concurrency 1,8 ...
 
 Has torch's profiler record 30 steps of each level of load in the verifier's engine process
 (benchmarks/hook/passes.py). Prints, for each record, of the passes that are the same CUDA graph: microseconds of the
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.watched import run_watched
+from draftwire.bench.environment import describe
 
 # Fewer kernels of one launch are no pass.
 LEAST_KERNELS = 20
@@ -40,18 +41,18 @@ class Passes(NamedTuple):
     gaps_us: float
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def main(command: tuple[str, ...]) -> None:
+def main(json_path: Path | None, command: tuple[str, ...]) -> None:
     """Runs COMMAND and prints what was recorded; exits with its status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_KERNEL_GAPS", Path(directory))
-        records = read(Path(directory))
+        found = [(about, passes_of(events)) for about, events in read(Path(directory))]
     table = Table(title="microseconds of a pass", box=SIMPLE)
     for column in ("s", "requests", "drafts", "passes", "kernels", "in kernels", "between them"):
         table.add_column(column, justify="right")
-    for about, events in records:
-        passes = passes_of(events)
+    for about, passes in found:
         cells = ["0", "no CUDA graphs", "", ""]
         if passes is not None:
             cells = [
@@ -60,9 +61,12 @@ def main(command: tuple[str, ...]) -> None:
                 f"{passes.kernels_us:.1f}",
                 f"{passes.gaps_us:.1f}",
             ]
-        seconds = about["at"] - records[0][0]["at"]
+        seconds = about["at"] - found[0][0]["at"]
         table.add_row(f"{seconds:.1f}", str(about["requests"]), "yes" if about["has_drafts"] else "no", *cells)
     Console(width=max(Console().width, 100)).print(table)
+    if json_path is not None:
+        records = [about | ({} if passes is None else passes._asdict()) for about, passes in found]
+        json_path.write_text(json.dumps(describe() | {"records": records}, indent=1) + "\n", encoding="utf-8")
     sys.exit(status)
 
 

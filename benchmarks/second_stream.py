@@ -1,6 +1,6 @@
 """What a graph of kernels takes once a second stream of the process has been used.
 
-    python -m benchmarks.second_stream [--kernels 320] [--times 60]
+    python -m benchmarks.second_stream [--kernels 320] [--times 60] [--json FILE]
 
 A graph of small products and sums is replayed and timed; then again, after something was launched on a second stream
 before each of `--times` replays. Each row is a process of its own, for what changes stays as long as the process.
@@ -9,10 +9,12 @@ Microseconds a kernel.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -20,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftwire.bench.environment import describe
 from draftwire.bench.gpu_time import DEVICE, capture, graph_time
 
 NUM_VALUES, WIDTH = 2**16, 2048
@@ -68,16 +71,21 @@ CASES = {
 @click.command()
 @click.option("--kernels", default=320, show_default=True, type=click.IntRange(2), help="In the graph, an even number.")
 @click.option("--times", default=60, show_default=True, type=click.IntRange(1), help="That the stream is used.")
-def main(kernels: int, times: int) -> None:
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
+def main(kernels: int, times: int, json_path: Path | None) -> None:
     """Measures and prints."""
     if not torch.cuda.is_available():
         raise click.ClickException("this measures a GPU")
     table = Table("on the second stream", "before", "after", "more", title="microseconds a kernel")
+    found = {}
     for name in CASES:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             before, after = process.submit(measure, name, kernels // 2, times).result()
+        found[name] = {"before_us": before, "after_us": after}
         table.add_row(name, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
     Console().print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(describe() | {"cases": found}, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(name: str, pairs: int, times: int) -> tuple[float, float]:

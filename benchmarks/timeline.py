@@ -1,6 +1,6 @@
 """Where the time between two passes goes: what both engines' threads do from a step's tokens to the next step.
 
-    python -m benchmarks.timeline -- draftwire bench serve --drafting on --concurrency 1,32 ...
+    python -m benchmarks.timeline [--json FILE] -- draftwire bench serve --drafting on --concurrency 1,32 ...
 
 Runs a command and records when chosen methods of its services began and ended (benchmarks/hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
@@ -11,10 +11,12 @@ begin a little before that, and that of the message. A record takes a microsecon
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -24,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
 from benchmarks.watched import run_watched
+from draftwire.bench.environment import describe
 
 NAMES = [name for names in CALLS.values() for name in names]
 # Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
@@ -33,20 +36,20 @@ LEAST_STEPS = 50
 LEAD_S = 0.3e-3
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def main(command: tuple[str, ...]) -> None:
+def main(json_path: Path | None, command: tuple[str, ...]) -> None:
     """Runs COMMAND and prints where its steps' time went; exits with its status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
         records = read(Path(directory))
     console = Console(width=max(Console().width, 100))
-    begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
-    for stretch in stretches(begun):
-        console.print(_table(records, begun, stretch, ways(records)))
-    for stretch in stretches(undrafted):
-        marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
-        console.print(_table(records, undrafted, stretch, [marks], ", no drafts"))
+    found = summaries(records)
+    for summary in found:
+        console.print(_table(summary))
+    if json_path is not None:
+        json_path.write_text(json.dumps(describe() | {"stretches": found}, indent=1) + "\n", encoding="utf-8")
     sys.exit(status)
 
 
@@ -100,30 +103,58 @@ def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
     return records[mark.call][:, int(mark.end == "end")]
 
 
-def _table(
+def summaries(records: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Of each stretch: number of steps, milliseconds each, their ways (microseconds from the tokens to each mark) and
+    of each method the calls a step and the median microseconds."""
+    begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
+    marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
+    kinds = ((True, begun, ways(records)), (False, undrafted, [marks]))
+    return [
+        {"drafts": drafts, **_summary(records, steps, stretch, taken)}
+        for drafts, steps, taken in kinds
+        for stretch in stretches(steps)
+    ]
+
+
+def _summary(
     records: dict[str, np.ndarray],
     steps: np.ndarray,
     stretch: tuple[float, float],
     taken: Sequence[Sequence[Mark]],
-    kind: str = "",
-) -> Table:
-    count = int(((steps >= stretch[0]) & (steps < stretch[1])).sum())
-    title = f"{count} steps{kind}, {1e3 * (stretch[1] - stretch[0]) / count:.2f} ms each; microseconds"
+) -> dict[str, Any]:
+    begin, end = stretch
+    count = int(((steps >= begin) & (steps < end)).sum())
+    calls = {}
+    for name, of_method in records.items():
+        inside = of_method[(of_method[:, 0] >= begin) & (of_method[:, 0] < end)]
+        if len(inside):
+            median_us = 1e6 * float(np.median(inside[:, 1] - inside[:, 0]))
+            calls[name] = {"a_step": len(inside) / count, "median_us": median_us}
+    found = [
+        [
+            {"mark": f"{mark.call} {mark.end}", "us": 1e6 * median}
+            for mark, median in zip(marks, way(records, marks, begin, end), strict=True)
+        ]
+        for marks in taken
+    ]
+    return {"steps": count, "ms_each": 1e3 * (end - begin) / count, "ways": found, "calls": calls}
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    kind = "" if summary["drafts"] else ", no drafts"
+    title = f"{summary['steps']} steps{kind}, {summary['ms_each']:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
     table.add_column("mark or method", no_wrap=True)
     for column in ("from the tokens", "from the mark before", "calls a step", "median"):
         table.add_column(column, justify="right", no_wrap=True)
-    for marks in taken:
+    for marks in summary["ways"]:
         before = 0.0
-        for mark, median in zip(marks, way(records, marks, *stretch), strict=True):
-            table.add_row(f"{mark.call} {mark.end}", f"{1e6 * median:.0f}", f"{1e6 * (median - before):.0f}")
-            before = median
+        for one in marks:
+            table.add_row(one["mark"], f"{one['us']:.0f}", f"{one['us'] - before:.0f}")
+            before = one["us"]
         table.add_section()
-    for name, calls in records.items():
-        inside = calls[(calls[:, 0] >= stretch[0]) & (calls[:, 0] < stretch[1])]
-        if len(inside):
-            median = 1e6 * float(np.median(inside[:, 1] - inside[:, 0]))
-            table.add_row(name, "", "", f"{len(inside) / count:.2f}", f"{median:.0f}")
+    for name, calls in summary["calls"].items():
+        table.add_row(name, "", "", f"{calls['a_step']:.2f}", f"{calls['median_us']:.0f}")
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from itertools import pairwise
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
-from benchmarks.timeline import NAMES, read, stretches, way, ways, without_drafts
+from benchmarks.timeline import NAMES, main, read, stretches, summaries, way, ways, without_drafts
 from benchmarks.watched import run_watched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,3 +120,31 @@ def test_steps_without_drafts_are_those_far_from_any_that_has_some():
 def test_levels_of_load_are_stretches_of_their_own_and_a_few_steps_are_none():
     begun = np.concatenate([np.arange(100) * 0.01, 5 + np.arange(80) * 0.01, 9 + np.arange(10) * 0.01])
     assert stretches(begun) == pytest.approx([(0.25, 0.75), (5.2, 5.6)])
+
+
+def test_a_summary_has_the_way_and_the_calls_of_each_stretch():
+    """A thousand steps without drafts, 10 ms apart; in each a launch of 0.7 ms, twice."""
+    tokens = 0.01 * np.arange(1000)
+    records = {name: np.empty((0, 2)) for name in NAMES}
+    records["TokenSampler.finish"] = np.stack([tokens - 1e-3, tokens], 1)
+    launches = np.concatenate([tokens + 0.2e-3, tokens + 5e-3])
+    records["StepLauncher.launch"] = np.stack([launches, launches + 0.7e-3], 1)
+    (summary,) = summaries(records)
+    assert (summary["drafts"], summary["steps"]) == (False, 500)
+    assert summary["ms_each"] == pytest.approx(10)
+    assert summary["calls"]["StepLauncher.launch"] == pytest.approx({"a_step": 2, "median_us": 700})
+    ((first, *_, last),) = summary["ways"]
+    assert (first["mark"], first["us"]) == ("TokenSampler.finish end", pytest.approx(0, abs=1))
+    assert (last["mark"], last["us"]) == ("TokenSampler.finish end", pytest.approx(10_000, abs=1))
+
+
+def test_the_command_keeps_its_options_and_its_status(tmp_path):
+    own, other = tmp_path / "own.json", tmp_path / "other.json"
+    program = "import sys; open(sys.argv[2], 'w').write(sys.argv[1]); sys.exit(3)"
+    command = [sys.executable, "-c", program, "--json", str(other)]
+    result = CliRunner().invoke(main, ["--json", str(own), *command])
+    assert result.exit_code == 3, result.output
+    assert other.read_text() == "--json"
+    document = json.loads(own.read_text())
+    assert document["stretches"] == []
+    assert document["machine"]["cores"] > 0
