@@ -32,14 +32,14 @@ help:
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
-	@echo 'make test-pacing   drafts over links of every kind in simulated time, none of which may cost throughput; minutes'
+	@echo 'make test-pacing   what drafts gain over links of every kind, in simulated time; fails where they cost throughput'
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make protos        generate the stubs from proto/'
 	@echo 'make clean         remove the virtual environment and all caches'
 	@echo
-	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS. The tests and the'
-	@echo 'demo run on the CPU; where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
+	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS.'
+	@echo 'The tests and the demo run on the CPU; where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
 	@echo '  make test PIP_ARGS="--extra-index-url URL"'
 
 $(STAMP): pyproject.toml

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from methods import wrapping  # type: ignore[import-not-found]  # beside this file, which is on the path
+
 WRITE_EVERY_S = 0.5
 # The address of the stand-in for a drafter that engines practise with.
 REHEARSAL = "rehearsal"
@@ -114,18 +116,13 @@ def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
             "Pace.take_answer": record.add_answer,
         },
     }
-    return {module: functools.partial(_follow, calls) for module, calls in followed.items()}
+    return {
+        module: wrapping({name: functools.partial(_followed, then) for name, then in calls.items()})
+        for module, calls in followed.items()
+    }
 
 
-def _follow(calls: Mapping[str, Callable[..., None]], module: ModuleType) -> None:
-    """Has each method of the module followed by a call."""
-    for name, then in calls.items():
-        owner, method = name.split(".")
-        kind = getattr(module, owner)
-        setattr(kind, method, _followed(getattr(kind, method), then))
-
-
-def _followed(call: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:
+def _followed(then: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(self, *args, **kwargs)

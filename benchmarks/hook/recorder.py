@@ -8,12 +8,13 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from calls import CALLS  # type: ignore[import-not-found]  # beside this file, which is on the path
+from methods import wrapping  # type: ignore[import-not-found]
 
 RECORD = struct.Struct("<qqq")  # number of the call, monotonic time of its begin and its end in ns
 MOST_RECORDS = 1 << 20
@@ -72,21 +73,14 @@ def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
         module.Practice.go_on = recorder.leave_out(module.Practice.go_on)
         module.rehearse_with = recorder.leave_out(module.rehearse_with)
 
-    by_module = {module: _recording(recorder, names) for module, names in CALLS.items()}
+    by_module = {
+        module: wrapping({name: functools.partial(_recorded, recorder, NAMES.index(name)) for name in names})
+        for module, names in CALLS.items()
+    }
     return by_module | {PRACTICE: leave_out_practice}
 
 
-def _recording(recorder: Recorder, names: Sequence[str]) -> Callable[[ModuleType], None]:
-    def wrap(module: ModuleType) -> None:
-        for name in names:
-            owner, method = name.split(".")
-            kind = getattr(module, owner)
-            setattr(kind, method, _recorded(recorder, getattr(kind, method), NAMES.index(name)))
-
-    return wrap
-
-
-def _recorded(recorder: Recorder, call: Callable[..., Any], number: int) -> Callable[..., Any]:
+def _recorded(recorder: Recorder, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
     add, now = recorder.add, time.monotonic_ns
 
     @functools.wraps(call)

@@ -90,13 +90,13 @@ class Link:
         is_told = (is_alone or has_pause) and not message.is_behind
         if is_told and (is_alone or (is_known and message.sent + trip_s >= self._through)):
             self._cost.observe_link(through - message.sent, message.num_bytes, received)
-        elif not (is_told and is_known and self._is_through_known):
-            pass
-        elif message.has_histories:
-            self._cost.observe_link(through - self._through, message.num_bytes, received, is_queued=True)
-        elif message.rows < LEAST_BULK_ROWS:  # which do not keep each other: the way is longer than it was thought
-            self._cost.observe_link(trip_s + through - self._through, message.num_bytes, received)
-        # Else both may have been held up by what has nothing to do with bytes.
+        elif is_told and is_known and self._is_through_known:
+            behind_s = through - self._through
+            if message.has_histories:
+                self._cost.observe_link(behind_s, message.num_bytes, received, is_queued=True)
+            elif message.rows < LEAST_BULK_ROWS:  # which do not keep each other: the way is longer than it was thought
+                self._cost.observe_link(trip_s + behind_s, message.num_bytes, received)
+            # Else both may have been held up by what has nothing to do with bytes.
         if is_known or is_alone or message.is_behind:
             self._num_behind = 0
         elif self._num_behind < MOST_BEHIND:

@@ -1,0 +1,21 @@
+"""Replaces methods of a module as it is imported, for whatever watches a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+Call = Callable[..., Any]
+
+
+def wrapping(wrappers: Mapping[str, Callable[[Call], Call]]) -> Callable[[ModuleType], None]:
+    """What puts in place of each `Class.method` of a module what its wrapper makes of it."""
+
+    def wrap(module: ModuleType) -> None:
+        for name, wrapper in wrappers.items():
+            owner, method = name.split(".")
+            kind = getattr(module, owner)
+            setattr(kind, method, wrapper(getattr(kind, method)))
+
+    return wrap
