@@ -7,20 +7,14 @@ from torch.profiler import profile
 
 
 def copies_to_host(run: profile) -> int:
-    """How many copies from the device to the host were made while `run` recorded the device."""
-    return sum(_copies_to_host(run).values())
+    """How many copies from the device to the host were made while `run` recorded the device.
 
-
-def pinned_copies_to_host(run: profile) -> int:
-    """The same, where none may be to pageable memory: the host would wait for it, and for all that goes before it."""
-    counts = _copies_to_host(run)
+    None may be to pageable memory: the host would wait for it, and for all that goes before it.
+    """
+    counts = {event.key: event.count for event in run.key_averages() if event.key.startswith("Memcpy DtoH")}
     others = {name: count for name, count in counts.items() if not name.endswith("-> Pinned)")}
     assert not others, f"copies to memory that is not pinned: {others}"
     return sum(counts.values())
-
-
-def _copies_to_host(run: profile) -> dict[str, int]:
-    return {event.key: event.count for event in run.key_averages() if event.key.startswith("Memcpy DtoH")}
 
 
 def streams_of_kernels(run: profile, trace: Path) -> dict[int, set[str]]:

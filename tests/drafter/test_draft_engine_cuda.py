@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from device_record import pinned_copies_to_host
+from device_record import copies_to_host
 from harness import Reply, Rows, Text, connect, make_engine, opened, replies, run
 from tiny_head import TinyHead
 from torch.profiler import ProfilerActivity, profile
@@ -101,4 +101,4 @@ def test_a_step_brings_its_drafts_to_the_host_in_one_copy(mode: SamplingMode) ->
             run(stream.engine)
         torch.cuda.synchronize()
     assert len(stream.answers) == 6
-    assert pinned_copies_to_host(record) == 5
+    assert copies_to_host(record) == 5

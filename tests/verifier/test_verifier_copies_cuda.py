@@ -13,6 +13,7 @@ from device_record import copies_to_host, streams_of_kernels
 from engine_scene import K, Served
 from torch.profiler import ProfilerActivity, profile
 
+from draftwire.carriers import TensorSender
 from verifier_service.target import Target, load_target
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +46,8 @@ def served(target: Target) -> Iterator[Served]:
 @pytest.mark.parametrize("is_drafted", [False, True], ids=["off", "on"])
 def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, Any]) -> None:
     stream = served.connect(row_bytes=2 * 4 * HIDDEN) if is_drafted else None
+    if stream is not None:
+        stream.sender = TensorSender(torch.device("cuda"))  # as a real stream's is: it sends from pinned memory
     k = K if is_drafted else 0
     with profile(activities=[ProfilerActivity.CUDA]) as run:
         requests = [served.submit(prompt, max_tokens=MAX_TOKENS, k=k, **options) for prompt in ([7, 8, 9], [11, 12])]
