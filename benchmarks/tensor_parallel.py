@@ -84,7 +84,7 @@ def main(
     """Checks, measures and prints."""
     if measure is not None:
         print(MEASURED + json.dumps(_measure(target, device, measure, batches, context)), flush=True)
-        return
+        os._exit(0)  # as `Followers.close` says
     console = Console(width=120)
     result: dict[str, Any] = {**describe(), "target": target.name, "context": context, "sizes": {}}
     failures: list[str] = []

@@ -8,6 +8,7 @@ process can be started before anything else.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import select
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -29,6 +31,8 @@ from verifier_service.options import VerifierOptions
 
 if TYPE_CHECKING:
     from verifier_service.engine_access import EngineFacts
+
+logger = logging.getLogger(__name__)
 
 # How long it may take to end once it was told to, or its socket is closed. Freeing a GPU takes seconds.
 EXIT_LIMIT_S = 30.0
@@ -104,12 +108,31 @@ class EngineProcess:
         self.connection.close()
         self._process.join(EXIT_LIMIT_S)
         if self._process.exitcode is None:
+            logger.warning("the engine's process has not ended in %g s and is killed", EXIT_LIMIT_S)
             self._process.kill()
             self._process.join()
 
 
 def _run(options: VerifierOptions, connection: socket.socket) -> None:
-    """The engine's process."""
+    """The engine's process.
+
+    It ends without the interpreter's own end: there NCCL waits until every CUDA graph with a collective in it is gone,
+    and those stay for as long as the process (PyTorch issue 115388).
+    """
+    status = 1
+    try:
+        if _serve(options, connection):
+            status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
+    """False when the engine cannot be loaded."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -121,9 +144,7 @@ def _run(options: VerifierOptions, connection: socket.socket) -> None:
         from verifier_service.engine_server import serve_engine
 
     with exporting_traces("draftwire-verifier", options.otlp_endpoint, insecure=options.insecure):
-        has_served = serve_engine(options, connection)
-    if not has_served:
-        sys.exit(1)
+        return serve_engine(options, connection)
 
 
 def _end_with(connection: socket.socket) -> None:

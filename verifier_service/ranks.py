@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # How long rank 0 may take to end in good order when a follower has ended; a GPU that waits for it never comes back.
 LOSS_GRACE_S = 5.0
-# How long this process may take to end when its followers have: NCCL, which cannot be told of that, may wait for them.
-EXIT_LIMIT_S = 30
 # Followers wait for the next step as long as there is none; that one of them has ended is seen by its process.
 _NO_TIMEOUT = timedelta(days=3650)
 _LOOPBACK = "127.0.0.1"
@@ -134,15 +132,13 @@ class Followers:
         return run_on_all
 
     def close(self) -> None:
-        """Ends the followers; on GPUs this process has to end soon after."""
+        """Ends the followers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
         self._is_closing = True
         self._kill()
         self._watcher.join()
         for process in self._processes:
             process.join()
-        if self._has_nccl:
-            signal.alarm(EXIT_LIMIT_S)
-        else:
+        if not self._has_nccl:
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:

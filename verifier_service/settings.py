@@ -53,6 +53,8 @@ def check_options(options: VerifierOptions) -> Settings:
     carriers = parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
     device = choose_device(options.device)
+    if options.engine_process is False and options.tensor_parallel_size > 1 and device.type == "cuda":
+        raise InvalidArgumentError("engine_process", False, "allowed: with tensor_parallel_size = 1, or on a CPU")
     return Settings(
         config=config,
         device=device,

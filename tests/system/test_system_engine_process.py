@@ -141,6 +141,17 @@ def test_asked_to_end_both_finish_what_runs(ending):
     assert "Traceback" not in process.log_text()
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(300)
+def test_asked_to_end_a_split_target_with_cuda_graphs_does_so_by_itself(shelf):
+    options = ("--device", "cuda:0", "--kv-cache-tokens", "1024", "--max-num-seqs", "2", "--tensor-parallel-size", "2")
+    process = start_verifier(shelf.target("random_llama"), [], *options, timeout_s=START_TIMEOUT_S)
+    with all_ending(process), Client(process.address) as client:
+        assert len(client.complete(PROMPT, **LONG).token_ids) == LONG["max_tokens"]
+        assert process.stop() == 0
+    assert "is killed" not in process.log_text()
+
+
 def test_a_killed_engine_ends_its_requests_and_the_verifier(ending):
     process = ending["engine killed"]
     with all_ending(process) as engine, Client(process.address) as client:

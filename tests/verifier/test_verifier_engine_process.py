@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import pickle
 import socket
 import threading
@@ -21,11 +22,11 @@ from draftwire.retry import retry_after_s
 from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service import engine_process
 from verifier_service.engine import EngineLimits
 from verifier_service.engine_access import EngineAccess, InProcessEngine, Submission
 from verifier_service.engine_channel import Outbox, pack, receive
 from verifier_service.engine_host import EngineHost
-from verifier_service.engine_process import has_engine_process
 from verifier_service.engine_proxy import EngineProxy
 from verifier_service.engine_server import run_engine
 from verifier_service.options import VerifierOptions
@@ -333,4 +334,16 @@ def test_errors_arrive_as_they_were(error: DraftwireError):
     [("cuda:1", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
 )
 def test_a_gpu_has_the_engine_in_a_process_of_its_own_unless_told_otherwise(device, given, has):
-    assert has_engine_process(VerifierOptions("t", device=device, engine_process=given)) is has
+    assert engine_process.has_engine_process(VerifierOptions("t", device=device, engine_process=given)) is has
+
+
+def test_an_error_in_the_process_is_on_its_standard_error_and_in_its_status(capfd):
+    ours, theirs = socket.socketpair()
+    options = VerifierOptions("t", log_level="loud")
+    process = multiprocessing.get_context("spawn").Process(target=engine_process._run, args=(options, theirs))
+    process.start()
+    process.join()
+    ours.close()
+    theirs.close()
+    assert process.exitcode == 1
+    assert "Traceback" in capfd.readouterr().err

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from draftwire.errors import CheckpointError, InvalidArgumentError
 from draftwire.kv_cache import SequenceRows
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import main, tensor_parallel
+from verifier_service import main, settings, tensor_parallel
 from verifier_service.options import VerifierOptions
 from verifier_service.ranks import Followers, rank_device
 from verifier_service.target import Target
@@ -277,13 +278,26 @@ def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
         return expected, outputs(start_target(options, config, device, followers.rank)[0], followers)
 
 
+def send_outputs_of_both(options: VerifierOptions, connection: Connection) -> None:
+    """Ends the process as `Followers.close` says."""
+    try:
+        connection.send(outputs_of_both(options))
+    finally:
+        os._exit(0)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(600)
 def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
-    """In a process of its own: a process joins one group of ranks, and has to end soon after one that has GPUs."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        on_gpus = replace(options, device="cuda:0", dtype="float32")
-        check_outputs(*pool.submit(outputs_of_both, on_gpus).result())
+    """In a process of its own: a process joins one group of ranks, and has to end after one that has GPUs."""
+    context = multiprocessing.get_context("spawn")
+    received, sent = context.Pipe(duplex=False)
+    on_gpus = replace(options, device="cuda:0", dtype="float32")
+    process = context.Process(target=send_outputs_of_both, args=(on_gpus, sent))
+    process.start()
+    sent.close()
+    check_outputs(*received.recv())
+    process.join()
 
 
 def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, followers):
@@ -344,6 +358,16 @@ def test_a_model_that_cannot_be_split_is_refused(config, message):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(CheckpointError, match=message):
         split_target(model, "target", Rank(0, SIZE), torch.device("meta"))
+
+
+@pytest.mark.parametrize("option", ["async_scheduling", "engine_process"])
+def test_options_that_a_target_split_over_gpus_cannot_have_are_refused(option, monkeypatch):
+    monkeypatch.setattr(settings, "choose_device", torch.device)
+    given = {option: option == "async_scheduling"}
+    whole = VerifierOptions("t", device="cuda:0", **given)
+    settings.check_options(whole)
+    with pytest.raises(InvalidArgumentError, match=f"{option} = .*: allowed: with tensor_parallel_size = 1"):
+        settings.check_options(replace(whole, tensor_parallel_size=2))
 
 
 def test_every_rank_needs_a_gpu_of_its_own(monkeypatch):
