@@ -10,6 +10,7 @@ from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
 from draftwire.cli.lazy import importing
 from draftwire.cli.options import server_security_options, service_options
 from draftwire.logs import start_logging
+from draftwire.stop_signals import end_at_signals, is_first_process
 from draftwire.tracing import exporting_traces
 
 
@@ -50,6 +51,8 @@ from draftwire.tracing import exporting_traces
 @server_security_options
 def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
     """Serve drafts from an EAGLE head to verifiers."""
+    if is_first_process():
+        end_at_signals()  # while it starts
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     with importing():

@@ -21,7 +21,7 @@ from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.rehearsal import AnswerRehearsal, Rehearsal
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step, UpcomingStep
-from draftwire.devices import awake_s, make_current
+from draftwire.devices import awake_s, check_context, make_current
 from draftwire.mailbox import Mailbox
 from draftwire.practice import Practice, rehearse_with
 
@@ -138,6 +138,7 @@ class EngineThread:
             opened.set_result(self.engine.open_session(terms, partial(self._deliver, deliver)))
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
             opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
+            check_context(self.engine.device)
 
     def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
         self._practice.end(time.monotonic())
@@ -206,6 +207,7 @@ class EngineThread:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
                 raise
+            check_context(self.engine.device)  # "illegal memory access" is none of that
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()

@@ -46,6 +46,13 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def check_context(device: torch.device) -> None:
+    """Raises RuntimeError when a GPU does nothing any more in this process, as after an illegal access; waits for
+    nothing. A CPU has no such state."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).query()
+
+
 def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dtype:
     """The compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
 

@@ -15,11 +15,14 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process so far.
+    """Largest resident set of this process so far; 0 where that cannot be read, as when it has no descriptor left.
 
     Not getrusage's ru_maxrss: a process that was started by a large one begins with that one's.
     """
-    found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
+    try:
+        found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
+    except OSError:
+        return 0
     return int(found[1]) * 1024 if found else 0
 
 

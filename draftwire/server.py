@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -17,13 +16,13 @@ from draftwire.decoding import DecodingInterceptor
 from draftwire.errors import ServerError
 from draftwire.grpc_guard import GuardedServer
 from draftwire.security import ServerSecurity, TokenInterceptor
+from draftwire.stop_signals import STOP_SIGNALS, end_at_signals
 from draftwire.wire import MAX_MESSAGE_BYTES, parse_address, receiving_at_most
 
 logger = logging.getLogger(__name__)
 
 # What is left to a call that has its end or its error to be sent.
 STOP_GRACE_S = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Connections that never become HTTP/2 are closed after so long; gRPC's own default is two minutes.
 CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
 # An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
@@ -103,7 +102,7 @@ async def serve(
     await stop.wait()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)  # whatever hangs, the second one ends the process
+    end_at_signals()  # whatever hangs, the second one ends the process
     logger.info("draining")
     await health_servicer.enter_graceful_shutdown()
     await drain()

@@ -7,8 +7,10 @@ call, from verifier to drafter with the opened sequence.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,11 @@ else:
     HAS_API = True
     _propagator = TraceContextTextMapPropagator()
 
+logger = logging.getLogger(__name__)
+
 TRACEPARENT = "traceparent"
+# How long the last spans may take, with a collector that does not answer.
+LAST_SPANS_S = 3.0
 
 _FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # With one of them set, traces are exported as OpenTelemetry's own variables say.
@@ -44,7 +50,7 @@ def is_exporting() -> bool:
 
 @contextmanager
 def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = False) -> Iterator[None]:
-    """Within it this process exports its traces over OTLP/gRPC; what is left is sent at the end.
+    """Within it this process exports its traces over OTLP/gRPC; what is left is sent at the end, in LAST_SPANS_S.
 
     Parameters
     ----------
@@ -79,7 +85,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
     except ImportError as error:
         raise ServerError(f"traces need the extra `tracing`: pip install 'draftwire[tracing]' ({error})") from error
     name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
-    provider = TracerProvider(resource=Resource.create(name))
+    provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     trace.set_tracer_provider(provider)
     _is_exporting = True
@@ -87,7 +93,12 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         yield
     finally:
         _is_exporting = False
-        provider.shutdown()
+        # Its own limit is 30 s, more than services are given to end.
+        ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        ending.start()
+        ending.join(LAST_SPANS_S)
+        if ending.is_alive():
+            logger.warning("traces: the last spans are given up: not taken in %g s", LAST_SPANS_S)
 
 
 def _check_endpoint(endpoint: str | None, insecure: bool) -> None:

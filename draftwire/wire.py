@@ -36,4 +36,8 @@ def parse_address(address: str, field: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise InvalidArgumentError(field, address, "must be HOST:PORT with a port in [0, 65535]")
+    try:
+        host.encode("idna")  # as look-ups do
+    except UnicodeError as error:
+        raise InvalidArgumentError(field, address, f"must be HOST:PORT with a name or an address ({error})") from error
     return host, int(port)

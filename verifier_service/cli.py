@@ -9,6 +9,7 @@ import click
 from draftwire.cli.lazy import importing
 from draftwire.cli.options import FILE, server_security_options, service_options
 from draftwire.logs import start_logging
+from draftwire.stop_signals import end_at_signals, is_first_process
 from draftwire.tracing import exporting_traces
 from verifier_service.engine_process import starting_engine
 from verifier_service.options import VerifierOptions
@@ -103,6 +104,8 @@ from verifier_service.options import VerifierOptions
 @server_security_options
 def verifier(**given: Any) -> None:
     """Serve generation from a target model, with drafts verified exactly."""
+    if is_first_process():
+        end_at_signals()  # while it starts
     options = VerifierOptions(**given)
     start_logging(options.log_level, options.log_format)
     with starting_engine(options) as engine_process:

@@ -234,9 +234,14 @@ class DrafterLink:
         sharing: asyncio.Future[SharedSegments] | None = None
         with contextlib.ExitStack() as stack:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
-                rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
-                hello.rendezvous.CopyFrom(rendezvous.encode())
-                sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
+                try:
+                    rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
+                except OSError as error:  # as of a directory that has gone
+                    told = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
+                    logger.warning(told, self._address, error)
+                else:
+                    hello.rendezvous.CopyFrom(rendezvous.encode())
+                    sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
             await call.write(draft_pb2.DraftRequest(hello=hello))
             answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
         if answer is None:

@@ -7,6 +7,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from draftwire.v1 import generate_pb2
 from draftwire.wire import parse_address
@@ -28,8 +30,9 @@ class DrafterPool:
 
     def __init__(self, names: Sequence[str], make_link: Callable[[str, str], DrafterLink]) -> None:
         """`names` are HOST:PORT; `make_link` gives the link to an address of a host."""
-        self._names = names
-        self._unresolved: Sequence[str] = names
+        # Of each name its addresses, and with each the host as it was named; none until it was looked up, and if it
+        # cannot be.
+        self._found: dict[str, dict[str, str]] = {name: {} for name in names}
         self._make_link = make_link
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, DrafterLink] = {}
@@ -55,7 +58,9 @@ class DrafterPool:
         """State of each link, and of each name that has no address, or was not looked up yet; from any thread."""
         state, detail = generate_pb2.DRAFTER_STATE_CONNECTING, "its name has no address"
         unresolved = [
-            generate_pb2.DrafterStatus(address=name, state=state, detail=detail) for name in self._unresolved
+            generate_pb2.DrafterStatus(address=name, state=state, detail=detail)
+            for name, hosts in self._found.items()
+            if not hosts
         ]
         return [*(link.status for link in list(self._links.values())), *unresolved]
 
@@ -63,42 +68,55 @@ class DrafterPool:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._started.set()
-        while not self._stopping.is_set():
-            self._update({name: await _resolve(name) for name in self._names})
-            try:
-                await asyncio.wait_for(self._stopping.wait(), RESOLVE_INTERVAL_S)
-            except TimeoutError:
-                continue
-        for task in self._tasks.values():
+        look_ups = [asyncio.create_task(self._follow(name)) for name in self._found]
+        await self._stopping.wait()
+        tasks = [*look_ups, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _update(self, found: dict[str, dict[str, str]]) -> None:
-        """Opens links to new addresses and drops those that are neither named nor needed.
+    async def _follow(self, name: str) -> None:
+        """Looks a name up again and again; no other waits for it."""
+        while True:
+            try:
+                self._found[name] = await _resolve(name)
+                self._update()
+            except Exception:
+                logger.exception("drafters %s: not looked up", name)
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
 
-        `found` has for each name its addresses, and with each the host as it was named.
-        """
-        addresses = {address: host for hosts in found.values() for address, host in hosts.items()}
-        self._name_of.update({address: name for name, hosts in found.items() for address in hosts})
+    def _update(self) -> None:
+        """Opens links to new addresses and drops those that are neither named nor needed."""
+        addresses = {address: host for hosts in self._found.values() for address, host in hosts.items()}
+        self._name_of.update({address: name for name, hosts in self._found.items() for address in hosts})
         for address, host in addresses.items():
             if address not in self._links:
                 link = self._make_link(address, host)
                 self._links[address] = link
                 self._tasks[address] = asyncio.create_task(link.run())
         for address, link in list(self._links.items()):
-            if address not in addresses and found[self._name_of[address]] and not link.is_needed:
+            if address not in addresses and self._found[self._name_of[address]] and not link.is_needed:
                 logger.info("drafter %s: no longer named, dropped", address)
                 del self._links[address], self._name_of[address]
                 self._tasks.pop(address).cancel()
-        self._unresolved = [name for name, hosts in found.items() if not hosts]
 
 
 async def _resolve(name: str) -> dict[str, str]:
     """HOST:PORT of every address of a name, with the host as it was named; none while it cannot be resolved."""
     host, port = parse_address(name, "drafters")
-    loop = asyncio.get_running_loop()
+    answer: Future[list[Any]] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            answer.set_result(socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            answer.set_exception(error)
+
+    # Not in the event loop's executor, whose threads are waited for at its end: a name server may take long.
+    threading.Thread(target=look_up, name="look-up", daemon=True).start()
     try:
-        entries = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        entries = await asyncio.wrap_future(answer)
     except OSError:
         return {}
     # A drafter that listens on both families is one drafter.

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from draftwire.devices import awake_s
+from draftwire.devices import awake_s, check_context
 from draftwire.errors import DraftwireError, QueueFullError, ServerError, UnavailableError
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
@@ -234,7 +234,10 @@ class Engine:
             logger.exception("the engine failed")
             self._ended = ServerError(f"the engine failed: {error}")
             self._on_failure()
-        self._pass_ahead.drop()
+        try:
+            self._pass_ahead.drop()
+        except RuntimeError:
+            logger.exception("the pass that was launched ahead is not dropped")
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._outputs.refuse(request, self._ended)
         self._outputs.hand_out()
@@ -359,6 +362,7 @@ class Engine:
     def _end_failed(self, requests: Sequence[Request], error: Exception) -> None:
         told = fields(request_ids=[request.request_id for request in requests])
         logger.exception("the step failed; its requests are ended", extra=told)
+        check_context(self._target.device)  # or each step from now on would fail
         for request in requests:
             if request.blocks:
                 self._has_ended_some = True
@@ -465,6 +469,7 @@ class Engine:
             with self._launcher.on_steps():  # which write it
                 self._stores.need(stream.head.kind, stream.head.fusion)
         except (RuntimeError, MemoryError) as error:
+            check_context(self._target.device)
             layers = list(stream.head.layers)
             stream.fail(f"there is no memory for the features of its layers {layers}: {error}")
             return False

@@ -18,13 +18,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 from draftwire.cli.lazy import importing
 from draftwire.errors import ServerError
 from draftwire.logs import start_logging
+from draftwire.stop_signals import STOP_SIGNALS
 from draftwire.tracing import exporting_traces
 from verifier_service.engine_channel import receive
 from verifier_service.options import VerifierOptions
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 # How long it may take to end once it was told to, or its socket is closed. Freeing a GPU takes seconds.
 EXIT_LIMIT_S = 30.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How long the engine may take to end its requests and then itself, that is for its last step.
+STOP_LIMIT_S = 10.0
 
 
 def has_engine_process(options: VerifierOptions) -> bool:
@@ -73,7 +75,7 @@ class EngineProcess:
         self._process = context.Process(target=_run, args=(options, engine_end), name="engine")
         resource_tracker.ensure_running()  # its start would let the signals through again
         # A signal to a whole group of processes is for this one alone to answer, from the very beginning.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process.start()
         finally:
@@ -103,6 +105,10 @@ class EngineProcess:
         self._process.join(EXIT_LIMIT_S)
         return self._process.exitcode
 
+    def kill(self) -> None:
+        """Ends it at once, whatever it does."""
+        self._process.kill()
+
     def close(self) -> None:
         """Waits until it has ended, which the end of its socket makes it do."""
         self.connection.close()
@@ -126,16 +132,17 @@ def _run(options: VerifierOptions, connection: socket.socket) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # of streams that are closed
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 
 def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
     """False when the engine cannot be loaded."""
-    for number in _SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.enable()
     start_logging(options.log_level, options.log_format)
     threading.Thread(target=_end_with, args=(connection,), name="parent-watch", daemon=True).start()

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from draftwire.errors import DraftwireError, ServerError, UnavailableError
 from draftwire.memory import peak_host_bytes
 from draftwire.v1 import generate_pb2
 from verifier_service.engine_access import Deliver, EngineFacts, Output, Submission, is_end
 from verifier_service.engine_channel import Message, pack, read
-from verifier_service.engine_process import EngineProcess
+from verifier_service.engine_process import STOP_LIMIT_S, EngineProcess
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class EngineProxy:
         self._infos: deque[asyncio.Future[generate_pb2.GetVerifierInfoResponse]] = deque()
         self._requests_ended = asyncio.Event()
         self._is_stopping = False
+        self._stop_by: float | None = None  # by the event loop's clock
         self._loss: DraftwireError | None = None  # why there is no engine any more
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
@@ -64,14 +66,29 @@ class EngineProxy:
         """See EngineAccess."""
         self._send(("end_requests", reason))
         if self._loss is None:
-            await self._requests_ended.wait()
+            with suppress(TimeoutError):
+                async with self._stop_limit():
+                    await self._requests_ended.wait()
 
     async def stop(self) -> None:
-        """See EngineAccess; returns when the process has closed its socket."""
+        """See EngineAccess; returns when the process has closed its socket. One that hangs is killed."""
         self._is_stopping = True
         self._send(("stop",))
-        await self._reading
+        try:
+            async with self._stop_limit():
+                await asyncio.shield(self._reading)
+        except TimeoutError:
+            logger.critical("the engine has not ended in %g s; its process is killed", STOP_LIMIT_S)
+            self._process.kill()
+            self._on_failure()
+            await self._reading
         self._writer.close()
+
+    def _stop_limit(self) -> asyncio.Timeout:
+        """Until STOP_LIMIT_S after the first call."""
+        if self._stop_by is None:
+            self._stop_by = asyncio.get_running_loop().time() + STOP_LIMIT_S
+        return asyncio.timeout_at(self._stop_by)
 
     def _send(self, message: Message) -> None:
         if self._loss is None:
@@ -86,6 +103,7 @@ class EngineProxy:
             pass
         except Exception:
             logger.exception("what the engine's process has sent cannot be taken")
+            self._writer.close()  # which ends it
         if self._is_stopping:
             self._loss = UnavailableError("the server is shutting down")
         else:
@@ -106,10 +124,14 @@ class EngineProxy:
                 self._give_out([(number, _decode(output)) for number, output in encoded])
             case ("info", data):
                 answer = self._infos.popleft()
-                if not answer.done():  # as when its client has gone
-                    info = generate_pb2.GetVerifierInfoResponse.FromString(data)
-                    info.server_memory.peak_host_bytes = peak_host_bytes()
-                    answer.set_result(info)
+                if answer.done():  # as when its client has gone
+                    return
+                if isinstance(data, DraftwireError):
+                    answer.set_exception(data)
+                    return
+                info = generate_pb2.GetVerifierInfoResponse.FromString(data)
+                info.server_memory.peak_host_bytes = peak_host_bytes()
+                answer.set_result(info)
             case ("requests_ended",):
                 self._requests_ended.set()
             case ("failed",):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections.abc import Sequence
 
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, ServerError
 from draftwire.server import SWITCH_INTERVAL_S
 from verifier_service.engine_access import Output
 from verifier_service.engine_channel import Outbox, receive
@@ -14,6 +15,8 @@ from verifier_service.engine_host import EngineHost
 from verifier_service.engine_start import hosting_engine
 from verifier_service.options import VerifierOptions
 from verifier_service.settings import check_options
+
+logger = logging.getLogger(__name__)
 
 
 def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
@@ -42,19 +45,31 @@ def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> N
     while True:
         match receive(connection):
             case ("submit", submission):
-                host.submit(submission)
+                try:
+                    host.submit(submission)
+                except Exception as error:
+                    logger.exception("a request cannot be taken")
+                    deliver([(submission.number, ServerError(f"the request cannot be taken: {error}"))])
             case ("cancel", number):
                 host.cancel(number)
             case ("count_refused",):
                 host.count_refused()
             case ("info",):
-                outbox.send(("info", host.info().SerializeToString()))
+                outbox.send(("info", _info(host)))
             case ("end_requests", reason):
                 host.end_requests(reason)
                 outbox.send(("requests_ended",))
             case ("stop",):
                 host.stop()
                 return
+
+
+def _info(host: EngineHost) -> bytes | DraftwireError:
+    try:
+        return host.info().SerializeToString()
+    except Exception as error:
+        logger.exception("what the engine is and does cannot be told")
+        return ServerError(f"what the engine is and does cannot be told: {error}")
 
 
 def _encode(output: Output) -> bytes | DraftwireError:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from draftwire.config import parse_speculative_config
 from draftwire.errors import DraftwireError, InvalidArgumentError
 from draftwire.kv_cache import SequenceRows
+from draftwire.stop_signals import STOP_SIGNALS
 from verifier_service.options import VerifierOptions
 from verifier_service.target_runner import StepOutput, StepRows, start_runner
 from verifier_service.target_start import start_target
@@ -183,7 +184,7 @@ def _join(store: dist.Store, rank: Rank, device: torch.device) -> None:
 def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int, failures: Connection) -> None:
     """The process of a follower."""
     # Signals to a whole group of processes are rank 0's to answer: its requests may still have some time.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     # Rank 0 shows and logs for all.

@@ -355,13 +355,13 @@ class TokenSampler:
         """The logits of all drafts, draft after draft."""
         pieces: list[tuple[AnswerLogits, list[int]]] = []
         for work in works:
-            drafts = work.drafts
-            if drafts is not None and drafts.logits is not None:
+            drafts, logits = work.drafts, _logits(work)
+            if drafts is not None and logits is not None:
                 rows = range(drafts.first_row, drafts.first_row + len(drafts.tokens))
-                if pieces and pieces[-1][0] is drafts.logits:
+                if pieces and pieces[-1][0] is logits:
                     pieces[-1][1].extend(rows)
                 else:
-                    pieces.append((drafts.logits, list(rows)))
+                    pieces.append((logits, list(rows)))
         if not pieces:
             return None
         values = self._gathered([(answer.values, rows) for answer, rows in pieces])
@@ -408,11 +408,15 @@ def _by_columns(works: Sequence[Work]) -> list[list[int]]:
     """Works that one rejection test can take together: their draft logits, if any, have the same columns."""
     members: dict[int | None, list[int]] = {}
     for index, work in enumerate(works):
-        columns = None
-        if work.drafts is not None and work.drafts.logits is not None:
-            columns = id(work.drafts.logits.draft_token_ids)
+        logits = _logits(work)
+        columns = None if logits is None else id(logits.draft_token_ids)
         members.setdefault(columns, []).append(index)
     return list(members.values())
+
+
+def _logits(work: Work) -> AnswerLogits | None:
+    """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
+    return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
 
 
 def _column(values: Sequence[float], off: float, dtype: torch.dtype) -> torch.Tensor | None:

@@ -254,5 +254,5 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         """See proto/draftwire/v1/generate.proto."""
         try:
             return await self._engine.info()
-        except UnavailableError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except DraftwireError as error:
+            await context.abort(_STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL), str(error))

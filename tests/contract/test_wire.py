@@ -1,4 +1,4 @@
-"""Options of the connections."""
+"""Addresses, and options of the connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from grpc._cython import cygrpc
 
-from draftwire.wire import CHANNEL_OPTIONS
+from draftwire.errors import InvalidArgumentError
+from draftwire.wire import CHANNEL_OPTIONS, parse_address
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CHANNEL_OPTIONS])
@@ -19,3 +20,14 @@ def test_grpc_knows_the_option(name: str) -> None:
 def test_pings_are_no_more_frequent_than_the_other_side_allows() -> None:
     options = dict(CHANNEL_OPTIONS)
     assert options["grpc.keepalive_time_ms"] >= options["grpc.http2.min_ping_interval_without_data_ms"]
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "a..b:1", f"{'a' * 64}:1"])
+def test_an_address_that_nothing_can_be_dialled_by_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"drafters = .*must be HOST:PORT"):
+        parse_address(address, "drafters")
+
+
+@pytest.mark.parametrize("host", ["a.b", "a.b.", "bücher.example", "10.0.0.1", "[fd00::1]"])
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    assert parse_address(f"{host}:50052", "drafters") == (host, 50052)

@@ -225,3 +225,33 @@ def test_the_thread_computes_without_autograd(head: TinyHead) -> None:
     assert answered.wait(TIMEOUT_S)
     thread.stop()
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["no memory", "device lost"])
+def test_a_device_that_is_lost_ends_the_engine_and_a_lack_of_memory_its_sessions(
+    is_lost: bool, head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(head)
+    stream = connect(engine)
+    has_failed = threading.Event()
+    thread = EngineThread(engine, has_failed.set)
+
+    def iterate(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access" if is_lost else "not enough memory")
+
+    def check(_: torch.device) -> None:
+        if is_lost:
+            raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(engine, "iterate", iterate)
+    monkeypatch.setattr(engine_thread, "check_context", check)
+    stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
+    thread.start()
+    end = time.monotonic() + TIMEOUT_S
+    while not stream.answers:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    thread.stop()
+    assert has_failed.is_set() == is_lost
+    expected = "the draft engine failed" if is_lost else "the drafter is out of memory"
+    assert str(stream.answers[0]).startswith(expected)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import TracerProvider
 from services import DEMO, wait_for, wait_for_drafter
 
-from draftwire import Client
+from draftwire import Client, tracing
 from draftwire.errors import InvalidArgumentError
 from draftwire.processes import start_drafter, start_verifier
 from draftwire.security import is_plain_url_outside
@@ -215,3 +217,14 @@ def test_what_is_secret_in_an_endpoint_that_is_none_is_not_shown(url):
 )
 def test_which_endpoints_are_plain_text_outside_of_loopback(url, is_plain):
     assert is_plain_url_outside(url) == is_plain
+
+
+def test_the_end_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch, caplog):
+    taken = threading.Event()
+    monkeypatch.setattr(tracing, "LAST_SPANS_S", 0.05)
+    monkeypatch.setattr(TracerProvider, "shutdown", lambda _: taken.wait())
+    with exporting_traces("draftwire-verifier", "http://127.0.0.1:1"):
+        pass
+    assert not taken.is_set()
+    assert "traces: the last spans are given up" in caplog.text
+    taken.set()

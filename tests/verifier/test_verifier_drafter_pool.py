@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import threading
 import time
 
 import pytest
@@ -153,3 +154,38 @@ def test_stopping_ends_all_links(names, start):  # noqa: ARG001
     wait_for(pool, "10.0.0.2:2", "10.0.0.3:2")
     pool.stop()
     assert all(link.ended.get(timeout=30) for link in links.values())
+
+
+def test_nobody_waits_for_a_name_that_takes_long(names, start, monkeypatch):
+    """Neither the other names nor the end."""
+    answered, asked = threading.Event(), threading.Event()
+
+    def getaddrinfo(host, *args, **kwargs):
+        if host == "slow":
+            asked.set()
+            answered.wait()
+        return names.getaddrinfo(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    pool, _ = start("slow:1", "one:1")
+    assert asked.wait(30)
+    wait_for(pool, "slow:1", "10.0.0.1:1")
+    names.hosts["one"] = ["10.0.0.9"]
+    wait_for(pool, "slow:1", "10.0.0.9:1")
+    pool.stop()
+    assert not answered.is_set()
+    answered.set()
+
+
+def test_a_look_up_that_fails_in_an_unknown_way_is_tried_again(names, start, monkeypatch):
+    failures = [RuntimeError("out of order"), RuntimeError("again")]
+
+    def getaddrinfo(host, *args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return names.getaddrinfo(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    pool, _ = start("one:1")
+    wait_for(pool, "10.0.0.1:1")
+    assert not failures

@@ -15,7 +15,7 @@ from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting, features, redraws
+from verifier_service import drafting, engine, features, redraws
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.output import Piece
 from verifier_service.pacing import Pace, Plan, governor
@@ -266,6 +266,24 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(served, greedy, ta
     assert served.error(served.submit()) == "the step failed: out of memory"
     assert served.tokens(served.submit()) == greedy
     assert not served.has_failed.is_set()
+
+
+@pytest.mark.parametrize("failing", ["step", "features"])
+def test_a_device_that_is_lost_ends_the_engine(failing, served, target, monkeypatch):
+    """Not a request, or a stream, after the other."""
+
+    def fail(*_: Any) -> Any:
+        monkeypatch.setattr(engine, "check_context", fail)
+        raise RuntimeError("an illegal memory access")
+
+    if failing == "step":
+        monkeypatch.setattr(target, "forward", fail)
+    else:
+        monkeypatch.setattr(features, "FeatureStore", fail)
+        served.connect(layers=(1, 2))
+    assert served.error(served.submit()) == "the engine failed: an illegal memory access"
+    assert served.has_failed.is_set()
+    assert served.error(served.submit()) == "the engine failed: an illegal memory access"
 
 
 def test_features_that_there_is_no_memory_for_fail_their_stream_alone(served, greedy, monkeypatch):

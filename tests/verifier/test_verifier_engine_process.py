@@ -22,7 +22,7 @@ from draftwire.retry import retry_after_s
 from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
-from verifier_service import engine_process
+from verifier_service import engine_process, engine_proxy
 from verifier_service.engine import EngineLimits
 from verifier_service.engine_access import EngineAccess, InProcessEngine, Submission
 from verifier_service.engine_channel import Outbox, pack, receive
@@ -252,6 +252,59 @@ def test_an_engine_that_fails_tells_its_requests_and_the_process_in_front():
             assert ended.value.code() == grpc.StatusCode.INTERNAL
             assert ended.value.details() == "the engine failed: out of order"
             assert await asyncio.to_thread(one.has_failed.wait, WAIT_S)
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_what_one_call_cannot_be_told_or_taken_ends_that_call_alone():
+    async def run() -> None:
+        one = served()
+        host = one.host
+        info, submit = host.info, host.submit
+        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
+            stub = GenerationStub(channel)
+
+            def fail(*_: Any) -> None:
+                host.info, host.submit = info, submit
+                raise OSError("too many open files")
+
+            host.info = fail
+            with pytest.raises(grpc.RpcError) as unanswered:
+                await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
+            assert unanswered.value.code() == grpc.StatusCode.INTERNAL
+            assert (await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())).max_num_seqs == 2
+            host.submit = fail
+            with pytest.raises(grpc.RpcError) as refused:
+                await outputs_of(stub.Generate(request()))
+            assert refused.value.code() == grpc.StatusCode.INTERNAL
+            assert refused.value.details() == "the request cannot be taken: too many open files"
+            assert is_whole(await outputs_of(stub.Generate(request())))
+        assert not one.has_failed.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_an_engine_that_hangs_is_killed_when_it_is_to_end(monkeypatch):
+    monkeypatch.setattr(engine_proxy, "STOP_LIMIT_S", 0.2)
+
+    async def run() -> None:
+        one = served()
+        stop, kill, ended = one.host.stop, one.process.kill, threading.Event()
+
+        def hang() -> None:
+            ended.wait(WAIT_S)
+            stop()
+
+        def end() -> None:
+            kill()
+            ended.set()
+
+        one.host.stop, one.process.kill = hang, end
+        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
+            assert is_whole(await outputs_of(GenerationStub(channel).Generate(request())))
+            assert not one.has_failed.is_set()
+        assert ended.is_set()
+        assert one.has_failed.is_set()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 

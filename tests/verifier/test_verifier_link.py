@@ -210,6 +210,15 @@ async def test_a_drafter_that_fits_is_connected():
 
 
 @on_loop
+async def test_without_a_place_for_a_rendezvous_tensors_go_in_messages(tmp_path):
+    drafter = Drafter()
+    async with linked(drafter, rendezvous_dir=tmp_path / "gone") as own:
+        stream = await own.connected()
+        assert stream.sender.carrier == pb.CARRIER_BYTES
+    assert not drafter.hellos[0].HasField("rendezvous")
+
+
+@on_loop
 async def test_a_drafter_is_shown_as_ready_when_the_engine_has_been_told_of_it():
     async with linked(Drafter()) as own:
         shown: list[int] = []

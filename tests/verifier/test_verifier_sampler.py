@@ -118,3 +118,28 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
     for drawn in (sick, well):
         assert drawn.logprobs is not None
         assert len(drawn.logprobs.told(len(drawn.tokens))) == len(drawn.tokens)
+
+
+@pytest.mark.parametrize("top_n", [None, 3])
+def test_a_request_that_an_answer_with_logits_has_no_drafts_for_draws_as_without_any(top_n):
+    """One beside drafts of another drafter's answer, and one whose neighbours in the answer have gone."""
+    settings = speculative_config_from_mapping(
+        {**GUMBEL, "num_speculative_tokens": 2, "draft_logits": {"top_n": top_n} if top_n else "dense"}
+    )
+    made = TokenSampler(settings, FEW, frozenset(), 5, torch.device("cpu"))
+    torch.manual_seed(3)
+    ids = torch.arange(2 * (top_n or 0), dtype=torch.int32).reshape(2, -1) if top_n else None
+    answers = [AnswerLogits(torch.randn(2, top_n or FEW), ids, None) for _ in range(2)]
+    logits = torch.randn(5, FEW)
+
+    def drawn(*drafts: ReadyDrafts | None) -> list[list[int]]:
+        works = [
+            Work(make_request([5], keys=10 * i), 0, [5] + ([] if one is None else one.tokens), one, samples=True)
+            for i, one in enumerate(drafts)
+        ]
+        num_rows = sum(work.num_logit_rows for work in works)
+        return [one.tokens for one in made.finish(made.launch(works, logits[:num_rows].clone()))]
+
+    some, none = ReadyDrafts(1, 0, [1, 4], answers[1], 0), ReadyDrafts(1, 0, [], answers[0], 0)
+    assert drawn(none, some, none) == drawn(None, some, None)
+    assert drawn(none) == drawn(None)
