@@ -26,7 +26,7 @@ PROMPT = [5, 6, 7]
 # Long enough to run when a process is ended, on any machine.
 LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
 OPTIONS = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0", "--draft-deadline-ms", "off", "--no-adaptive-k")
-ENDED = ("asked to end", "engine killed", "front killed")
+ENDED = ("asked to end", "engine killed", "engine hangs", "front killed")
 # More processes start at once than a small machine has cores.
 START_TIMEOUT_S = 240.0
 
@@ -163,6 +163,16 @@ def test_a_killed_engine_ends_its_requests_and_the_verifier(ending):
         assert ended.value.status == "INTERNAL"
     assert process.wait(30) == 1
     assert "the engine's process ended with status -9, and the verifier with it" in process.log_text()
+    assert "Error: the engine or a rank of the target failed; the log says why" in process.log_text()
+
+
+def test_an_engine_that_hangs_is_killed_when_it_is_to_end(ending):
+    process = ending["engine hangs"]
+    with all_ending(process) as engine:
+        os.kill(engine, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+    assert "its process is killed" in process.log_text()
     assert "Error: the engine or a rank of the target failed; the log says why" in process.log_text()
 
 

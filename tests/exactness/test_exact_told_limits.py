@@ -1,0 +1,53 @@
+"""What SECURITY.md says that a hostile drafter can do, done: these are limits of the promise, which it must tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwire_kernels import DraftLogits, StreamKeys, gumbel_sample, rejection_sample
+from draftwire_kernels.reference.noise import gumbel_noise, row_state
+
+VOCAB, REQUESTS = 8, 4000
+WISHED = 3
+TARGET = torch.linspace(1.0, -1.0, VOCAB)
+P_WISHED = float(TARGET.softmax(-1)[WISHED])
+TEMPERATURE = torch.ones(REQUESTS)
+POSITION = torch.full((REQUESTS,), 5)
+
+
+@pytest.fixture
+def keys() -> StreamKeys:
+    draw = torch.Generator().manual_seed(1)
+    return StreamKeys(*(torch.randint(-(2**62), 2**62, (REQUESTS,), generator=draw) for _ in range(3)))
+
+
+def first_tokens(drafted: torch.Tensor, keys: StreamKeys, draft_logits: DraftLogits | None = None) -> torch.Tensor:
+    """[B] int64, of requests that draft the wished token, or nothing."""
+    num_rows = 1 + drafted.int()
+    cu_rows = torch.cat([torch.zeros(1, dtype=torch.int32), num_rows.cumsum(0).int()])
+    drafts = torch.full((int(drafted.sum()),), WISHED)
+    logits = TARGET.expand(int(cu_rows[-1]), VOCAB).contiguous()
+    found = rejection_sample(logits, drafts, cu_rows, TEMPERATURE, keys, POSITION, draft_logits=draft_logits)
+    return found.tokens[:, 0]
+
+
+def share(tokens: torch.Tensor) -> float:
+    return float((tokens == WISHED).float().mean())
+
+
+def test_draft_logits_chosen_by_the_noise_sample_the_draft_and_bias_the_output(keys: StreamKeys) -> None:
+    noise = gumbel_noise(row_state(keys.proposal, POSITION, 0), torch.arange(VOCAB, dtype=torch.int32), torch.float32)
+    honest, chosen = torch.zeros(REQUESTS, VOCAB), -noise
+    chosen[:, WISHED] += 0.1
+    assert bool((gumbel_sample(chosen, TEMPERATURE, keys.proposal, POSITION) == WISHED).all())  # so says any re-draw
+    assert 0.05 < share(gumbel_sample(honest, TEMPERATURE, keys.proposal, POSITION)) < 0.2
+    everyone = torch.ones(REQUESTS, dtype=torch.bool)
+    assert share(first_tokens(everyone, keys, DraftLogits(chosen, None))) > 3 * P_WISHED
+
+
+def test_a_seed_used_twice_tells_which_drafts_will_be_accepted(keys: StreamKeys) -> None:
+    first = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys)
+    assert share(first) == pytest.approx(P_WISHED, abs=0.03)
+    second = first_tokens(first == WISHED, keys)
+    assert share(second) > 1.5 * P_WISHED
