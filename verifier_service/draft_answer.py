@@ -60,9 +60,6 @@ def decode_answer(
     count, most = len(sequence_ids), config.num_speculative_tokens
     if count and max(num_drafts, default=0) > most:
         raise InvalidArgumentError("drafts.num_drafts", max(num_drafts), f"allowed range [0, {most}]")
-    if len(set(sequence_ids)) != count:
-        twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
-        raise InvalidArgumentError("drafts.sequence_ids", twice, "each sequence once at most")
     statuses, lengths, last_tokens = answer.statuses[:], answer.committed_lengths[:], answer.last_tokens[:]
     if not len(statuses) == len(lengths) == len(last_tokens) == len(num_drafts) == count:
         for name in ("statuses", "committed_lengths", "last_tokens", "num_drafts"):

@@ -544,13 +544,6 @@ def tokens(*values: int) -> Change:
     return change
 
 
-def name_twice(answer: pb.Drafts) -> None:
-    """First with its drafts, then without any."""
-    for field in ("sequence_ids", "statuses", "committed_lengths", "last_tokens"):
-        getattr(answer, field).append(getattr(answer, field)[0])
-    answer.num_drafts.append(0)
-
-
 WRONG: dict[str, tuple[Change, str]] = {
     "more than asked": (tokens(1, 2, 3, 4), "drafts.num_drafts = 4: allowed range [0, 3]"),
     "above the vocabulary": (tokens(1, VOCAB), f"drafts.tokens = {VOCAB}: token ids must be in [0, {VOCAB})"),
@@ -564,7 +557,6 @@ WRONG: dict[str, tuple[Change, str]] = {
     "num_drafts": (lambda a: a.num_drafts.append(0), "drafts.num_drafts = '2 entries': must be 1"),
     "a step to come": (lambda a: setattr(a, "step_id", 2), "answered step 2, which had no answer due"),
     "more sequences than were sent": (lambda a: a.sequence_ids.extend([7] * 99), "more sequences than step 1 had rows"),
-    "a sequence twice": (name_twice, "drafts.sequence_ids = 1: each sequence once at most"),
     "no time": (lambda a: setattr(a, "compute_time_s", float("nan")), "computed for nan s"),
     "endless time": (lambda a: setattr(a, "compute_time_s", float("inf")), "computed for inf s"),
     "negative time": (lambda a: setattr(a, "compute_time_s", -1.0), "computed for -1.0 s"),
