@@ -51,6 +51,9 @@ REFUSED_RETRY_S = 5.0
 # After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
 EXPELLED_RETRY_S = (60.0, 600.0)
 FUSION_TIMEOUT_S = 60.0
+# For the drafter's hello, before which it captures what this session's drafts need: its graphs go with its sessions, so
+# that one that is given up too early would begin anew each time.
+HELLO_TIMEOUT_S = 60.0
 CONNECTED_STATES = {
     generate_pb2.DRAFTER_STATE_READY,
     generate_pb2.DRAFTER_STATE_DRAINING,
@@ -243,7 +246,7 @@ class DrafterLink:
                     hello.rendezvous.CopyFrom(rendezvous.encode())
                     sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
             await call.write(draft_pb2.DraftRequest(hello=hello))
-            answer = await asyncio.wait_for(_read(call), CONNECT_TIMEOUT_S)
+            answer = await asyncio.wait_for(_read(call), HELLO_TIMEOUT_S)
         if answer is None:
             raise await _ending(call)
         head = self._handshake.accept(answer, info, fusion)

@@ -67,7 +67,9 @@ WORDS = {
     "steps of a stream that are unanswered": [
         f"{stream.MAX_UNANSWERED_STEPS}, and {mib(stream.MAX_UNANSWERED_BYTES)}"
     ],
-    "a stream without a hello": [f"{drafter.HELLO_TIMEOUT_S:g} s"],
+    "a stream without a hello": [
+        f"{drafter.HELLO_TIMEOUT_S:g} s from a verifier", f"{drafter_link.HELLO_TIMEOUT_S:g} s from a drafter"
+    ],
     "a shared segment": [f"{segment.MAX_SEGMENT_BYTES >> 30} GiB", mib(segment.segment_bytes(1 << 40))],
     "layers whose states a head takes": [str(handshake.MAX_FEATURE_LAYERS)],
 }

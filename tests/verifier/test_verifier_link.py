@@ -618,7 +618,7 @@ async def test_a_draining_drafter_is_told_by_an_event_and_left_when_the_stream_i
 
 @on_loop
 async def test_a_drafter_that_says_no_hello_is_tried_again(monkeypatch):
-    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(drafter_link, "HELLO_TIMEOUT_S", 0.2)
     drafter = Drafter()
 
     class Silent(Drafter):
@@ -632,6 +632,23 @@ async def test_a_drafter_that_says_no_hello_is_tried_again(monkeypatch):
     async with linked(Silent()) as own:
         await own.connected()
         assert len(drafter.hellos) == 2
+
+
+@on_loop
+async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
+    """Longer than a connection may take; whoever gave it up would have it begin anew."""
+    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", 1.0)
+
+    class Capturing(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            async for response in super().Draft(request_iterator, context):
+                await asyncio.sleep(2.0 if response.HasField("hello") else 0.0)
+                yield response
+
+    drafter = Capturing()
+    async with linked(drafter) as own:
+        await own.connected()
+        assert len(drafter.hellos) == 1
 
 
 # Steps that go straight to the drafter's engine.
