@@ -94,6 +94,8 @@ class LoopGraphs:
         return graph
 
     def _drop(self, mode: SamplingMode) -> None:
-        self._most_drafts.pop(mode, None)
+        if self._most_drafts.pop(mode, None) is None:
+            return
         self._written.pop(mode, None)
         self._graphs = {shape: graph for shape, graph in self._graphs.items() if shape.mode != mode}
+        torch.cuda.empty_cache()  # no other graph can have the memory of these

@@ -130,6 +130,17 @@ def test_graphs_of_logits_go_with_their_buffers() -> None:
         assert not [shape for shape in engine._graphs._graphs if shape.mode == DENSE]
 
 
+def test_sessions_with_logits_leave_no_memory_taken() -> None:
+    """Neither their buffers nor their graphs, however often they come and go."""
+    engine = make_engine(CountedHead(device="cuda"), max_num_seqs=64)
+    taken = []
+    for _ in range(4):
+        stream = connect(engine, DENSE, k=8)
+        engine.close_session(stream.session)
+        taken.append(torch.cuda.memory_reserved())
+    assert taken[1:] == [taken[0]] * 3
+
+
 def test_warming_up_captures_greedy_steps_and_tells_how_far_it_is() -> None:
     engine = make_engine(CountedHead(device="cuda"), max_num_seqs=4)
     told = []
