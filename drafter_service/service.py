@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Drafting"].full_name
 HELLO_TIMEOUT_S = 10.0
+# Shared memory has room for steps of so many rows of features at least: what a step with prompts brings by default.
+PROMPT_ROWS = 512
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -82,6 +84,12 @@ def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -
         noise_version=NOISE_VERSION,
         fusion=None if head.fusion is None else head.fusion.describe(),
     )
+
+
+def feature_segment_bytes(features: pb.FeatureSpec, terms: SessionTerms) -> int:
+    """Size of the shared memory for a session's features."""
+    num_rows = max(terms.max_sequences * (terms.num_speculative_tokens + 1), PROMPT_ROWS)
+    return segment_bytes(num_rows * features.width * DTYPES[features.dtype].itemsize)
 
 
 class DraftingService(draft_pb2_grpc.DraftingServicer):
@@ -207,9 +215,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         carriers = [carrier for carrier in hello.carriers if carrier in self._carriers]
         if carriers == [pb.CARRIER_BYTES] or not hello.HasField("rendezvous"):
             return SharedSegments()
-        row_bytes = hello.features.width * DTYPES[hello.features.dtype].itemsize
-        num_rows = terms.max_sequences * (terms.num_speculative_tokens + 1)
-        size = segment_bytes(num_rows * row_bytes)
+        size = feature_segment_bytes(hello.features, terms)
         board = board_bytes(terms.max_sequences, terms.num_speculative_tokens)
         return await asyncio.to_thread(
             meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, board

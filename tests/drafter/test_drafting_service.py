@@ -18,6 +18,9 @@ from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 
 from drafter_service import stream as stream_module
+from drafter_service.sampling_mode import SamplingMode
+from drafter_service.service import feature_segment_bytes
+from drafter_service.session import SessionTerms
 from draftwire.config import COUPLED, DENSE, GUMBEL, TOP_N
 from draftwire.fusion import load_fusion
 from draftwire.tensors import decode_tensor, encode_tensor
@@ -75,6 +78,14 @@ def test_info_tells_memory_and_draft_logits_have_some_while_a_verifier_asks_for_
         stream = drafter.connect(config)
         assert memory().draft_logits_bytes == num_bytes
         stream.end()
+
+
+@pytest.mark.parametrize(("max_sequences", "k", "largest_step"), [(1, 1, 512), (64, 4, 512), (256, 4, 256 * 5)])
+def test_features_of_the_largest_step_have_room_in_shared_memory(max_sequences: int, k: int, largest_step: int) -> None:
+    """That of a few sequences is one with prompts."""
+    features = pb.FeatureSpec(width=4096, dtype=pb.DTYPE_BFLOAT16)
+    size = feature_segment_bytes(features, SessionTerms("verifier", SamplingMode(), k, max_sequences))
+    assert size >= 3 * largest_step * 4096 * 2
 
 
 def test_a_message_is_encoded_once(head: TinyHead, encodings: Counter[str]) -> None:
