@@ -28,6 +28,7 @@ from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.version import PROTOCOL_VERSION
 from draftwire_kernels import NOISE_VERSION
+from verifier_service.options import VerifierOptions
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -80,9 +81,10 @@ def test_info_tells_memory_and_draft_logits_have_some_while_a_verifier_asks_for_
         stream.end()
 
 
-@pytest.mark.parametrize(("max_sequences", "k", "largest_step"), [(1, 1, 512), (64, 4, 512), (256, 4, 256 * 5)])
-def test_features_of_the_largest_step_have_room_in_shared_memory(max_sequences: int, k: int, largest_step: int) -> None:
+@pytest.mark.parametrize(("max_sequences", "k"), [(1, 1), (64, 4), (256, 4)])
+def test_features_of_the_largest_step_have_room_in_shared_memory(max_sequences: int, k: int) -> None:
     """That of a few sequences is one with prompts."""
+    largest_step = max(VerifierOptions(target="").max_prefill_rows, max_sequences * (k + 1))
     features = pb.FeatureSpec(width=4096, dtype=pb.DTYPE_BFLOAT16)
     size = feature_segment_bytes(features, SessionTerms("verifier", SamplingMode(), k, max_sequences))
     assert size >= 3 * largest_step * 4096 * 2

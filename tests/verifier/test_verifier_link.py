@@ -642,7 +642,7 @@ async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
     class Capturing(Drafter):
         async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
             async for response in super().Draft(request_iterator, context):
-                await asyncio.sleep(2.0 if response.HasField("hello") else 0.0)
+                await asyncio.sleep(2.0)
                 yield response
 
     drafter = Capturing()
