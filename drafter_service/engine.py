@@ -36,9 +36,6 @@ from draftwire.v1 import draft_pb2 as pb
 _WORKS = attrgetter("works")
 
 
-AwaitDrafts = Callable[[Callable[[], bool]], None]
-
-
 def _nothing(*_: object) -> None: ...
 
 
@@ -197,12 +194,11 @@ class DraftEngine:
         self.iterate()
         self.close_session(session)
 
-    def iterate(self, meanwhile: Callable[[], None] = _nothing, await_drafts: AwaitDrafts = _nothing) -> None:
+    def iterate(self, meanwhile: Callable[[], None] = _nothing) -> None:
         """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
 
         Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
-        is called while the device computes, and then, before drafts are waited for, `await_drafts` with what tells
-        whether they are there.
+        is called while the device computes.
 
         To be called in torch's inference mode, which costs too much to enter for each batch.
         """
@@ -211,7 +207,7 @@ class DraftEngine:
         needed, drafting, later = _plan(batch)
         self._feed(needed)
         for mode, parts in drafting.items():
-            self._draft(mode, parts, began, meanwhile, await_drafts)
+            self._draft(mode, parts, began, meanwhile)
         if not drafting:
             meanwhile()
         _add_time({rows.work for _, rows in batch.rows}, began)
@@ -269,7 +265,6 @@ class DraftEngine:
         parts: list[StepRows],
         began: float,
         meanwhile: Callable[[], None],
-        await_drafts: AwaitDrafts,
     ) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
         found = self.ahead.find(parts)
@@ -279,7 +274,6 @@ class DraftEngine:
             part.work.answer.compute_time_s += batch.seconds_before(began)
             num_drafts = self._table.reserve_drafts(part.slots, part.num_drafts)
             self._prepare_answers([part], part.slots, num_drafts, meanwhile)
-            await_drafts(lambda: self.ahead.is_done(batch))
             add_drafts(part, chosen(self.ahead.proposal(batch), places, num_drafts))
             parts = [other for other in parts if other is not part]
         if not parts:
@@ -290,7 +284,6 @@ class DraftEngine:
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
         launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
         self._prepare_answers(parts, slots, num_drafts, meanwhile)
-        await_drafts(lambda: self._proposer.is_done)
         proposal = self._proposer.take(launched)
         begin = 0
         for part in parts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,12 +17,10 @@ from drafter_service.answer import Answer, Load
 from drafter_service.engine import DraftEngine
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
-from drafter_service.rehearsal import AnswerRehearsal, Rehearsal
 from drafter_service.session import Session, SessionTerms
 from drafter_service.step import Step, UpcomingStep
 from draftwire.devices import awake_s, check_context, make_current
 from draftwire.mailbox import Mailbox
-from draftwire.practice import Practice, rehearse_with
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +40,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        awake = awake_s(engine.device)
-        rehearsal = rehearse_with(Rehearsal) if awake else None
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake, rehearsal, self._look_ahead)
-        self._practice = Practice(rehearse_with(AnswerRehearsal) if awake else None, awake)  # before drafts
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._look_ahead)
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -110,7 +104,6 @@ class EngineThread:
 
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step; on the engine's thread."""
-        self._commands.has_come()
         self.engine.submit(session, step)
 
     def foresee(self, session: Session, step: UpcomingStep) -> None:
@@ -124,7 +117,6 @@ class EngineThread:
     def _begin_ahead(self) -> None:
         self.times.enter(Phase.COMPUTE)
         self._guard(self.engine.ahead.begin)
-        self._commands.has_come()  # afterwards: the device waits for the begin
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
@@ -141,11 +133,9 @@ class EngineThread:
             check_context(self.engine.device)
 
     def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
-        self._practice.end(time.monotonic())
         phase = self.times.phase
         self.times.enter(Phase.ANSWER)
         deliver(answer)
-        self._commands.expect()
         self.times.enter(phase)
 
     def _run(self) -> None:
@@ -197,7 +187,7 @@ class EngineThread:
 
     def _iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
-        self._guard(lambda: self.engine.iterate(self._catch_up, self._practise))
+        self._guard(lambda: self.engine.iterate(self._catch_up))
 
     def _guard(self, compute: Callable[[], T]) -> T | None:
         """Computes; where there is no memory for it all sessions end, and it gives None."""
@@ -212,11 +202,6 @@ class EngineThread:
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()
             return None
-
-    def _practise(self, are_there: Callable[[], bool]) -> None:
-        """While the device drafts: goes through what follows, until shortly before the drafts are due."""
-        self._practice.begin(time.monotonic())
-        self._practice.wait(are_there)
 
     def _catch_up(self) -> None:
         """Makes the calls that could wait."""

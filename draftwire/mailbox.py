@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from draftwire.practice import QUIET_S, Practice, Rehearsal
-
 T = TypeVar("T")
 
 
@@ -23,19 +21,11 @@ class Mailbox(Generic[T]):
     put comes before that item. All methods but `put` and `leftovers` are called by the owner.
     """
 
-    def __init__(
-        self,
-        awake_s: float = 0.0,
-        rehearsal: Rehearsal | None = None,
-        look: Callable[[], T | None] = lambda: None,
-    ) -> None:
+    def __init__(self, awake_s: float = 0.0, look: Callable[[], T | None] = lambda: None) -> None:
         """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it; it goes through `rehearsal` before what it can `expect`. What it sees by `look`
-        counts as a message: nothing wakes it for that."""
+        nobody has to wake it. What it sees by `look` counts as a message: nothing wakes it for that."""
         self._awake_s = awake_s
         self._look = look
-        self._practice = Practice(rehearsal, awake_s)
-        self._found_at = 0.0  # monotonic time of the last look that found something
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
@@ -61,14 +51,6 @@ class Mailbox(Generic[T]):
         if self._readers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    def expect(self) -> None:
-        """Something is to come, for which `has_come` will be called, so long from now as it took the last times."""
-        self._practice.begin(time.monotonic())
-
-    def has_come(self) -> None:
-        """What was expected is what the owner has got last. Without effect where nothing was."""
-        self._practice.end(self._found_at)
-
     def get(self, timeout: float | None = None) -> T:
         """The next item or message, within so many seconds; None waits for as long as it takes.
 
@@ -87,9 +69,6 @@ class Mailbox(Generic[T]):
             left = None if deadline is None else deadline - now
             if left is not None and left <= 0:
                 raise queue.Empty
-            if self._practice.is_due(now) and (left is None or left > QUIET_S):
-                self._practice.go_on()
-                continue
             if now >= self._awake_until:
                 self._note_bell(self._poll.poll(left))
 
@@ -125,7 +104,6 @@ class Mailbox(Generic[T]):
         if self._is_rung:
             os.eventfd_read(self._bell)
             self._is_rung = False
-        num_found = len(self._items) + len(self._messages)
         while not self._put.empty():
             self._items.append(self._put.get())
         ready = self._poll.poll(0)
@@ -139,8 +117,6 @@ class Mailbox(Generic[T]):
                     self._messages.extend(messages)
         if not self._messages and (seen := self._look()) is not None:
             self._messages.append(seen)
-        if len(self._items) + len(self._messages) > num_found:
-            self._found_at = time.monotonic()
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:
         self._is_rung = self._is_rung or any(fd == self._bell for fd, _ in ready)

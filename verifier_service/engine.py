@@ -16,7 +16,6 @@ from draftwire.errors import DraftwireError, QueueFullError, ServerError, Unavai
 from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
-from draftwire.practice import Practice, rehearse_with
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
@@ -29,7 +28,6 @@ from verifier_service.pacing import Profile
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.ranks import Followers
-from verifier_service.rehearsal import AnswerRehearsal, Rehearsal
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.request_outputs import RequestOutputs
@@ -163,16 +161,8 @@ class Engine:
         self._landed_at = 0.0  # monotonic time
         self._was_delayed = False  # whether a step with prompts was launched before it landed
         self._has_ended_some = False  # a failure has made room for others since the last look
-        awake = awake_s(target.device)
-        practises = awake > 0 and config.num_speculative_tokens > 0
-        self._events: Mailbox[_Event | None] = Mailbox(
-            awake, rehearse_with(AnswerRehearsal) if practises else None, self._look
-        )
-        # Before the tokens of steps that drafters wait for.
-        self._practice = Practice(rehearse_with(Rehearsal) if practises else None, awake)
-        self._pass_ahead = PassAhead(
-            *(runner.hold, runner.reserve, self.drafting.gate, target.vocab_size, self.times, self._practice)
-        )
+        self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device), self._look)
+        self._pass_ahead = PassAhead(runner.hold, runner.reserve, self.drafting.gate, target.vocab_size, self.times)
         self._next_step = NextStep(self.scheduler, self.drafting, self._pass_ahead)
         self._launcher = StepLauncher(
             target.device,
@@ -181,7 +171,6 @@ class Engine:
             self._stores,
             self.drafting,
             self._pass_ahead,
-            self._practice,
             self.times,
         )
         self._has_told = False  # the drafters of all that has happened
@@ -424,7 +413,6 @@ class Engine:
         elif isinstance(event, _Refused):
             self.metrics.count_refused()
         elif isinstance(event, _Seen):
-            self._events.has_come()
             self._has_begun(self._pass_ahead.begin_with_board)
         else:
             self._take_of_link(event)
@@ -437,7 +425,6 @@ class Engine:
             self._use_lane(event)
         has_begun = False
         if isinstance(event, Answered):
-            self._events.has_come()
             if any(event.drafts.num_drafts):  # no step waits for one that brings none
                 self.times.count_answer(event.drafts.compute_time_s, is_behind=self._pass_ahead.has_begun)
             has_begun = self._has_begun(partial(self._pass_ahead.begin_with, event))
@@ -484,7 +471,6 @@ class Engine:
             drawn: list[Drawn] = []
             if flight.pending is not None:
                 self._reserve(flight)
-                self._practise(flight)
                 drawn = self._sampler.finish(flight.pending)
             elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
@@ -492,13 +478,11 @@ class Engine:
             self.times.land()
             self._landed_at = now = time.monotonic()
             self._was_delayed = self._flight is not None and self._flight.has_prompts
-            self._practice.end(now)
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             self._outputs.commit(flight.works, drawn, now)
             has_filled = self._fill_reserved()
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
-            self._events.expect()
             self._has_told = True
             if has_filled:
                 self._await_drafts()
@@ -511,7 +495,7 @@ class Engine:
         others = self._flight is not None or self._pass_ahead.is_pending or bool(self.scheduler.waiting)
         if others or not self._limits.async_scheduling or not flight.has_drafts or flight.has_prompts:
             return
-        left_s = self._practice.time_left(time.monotonic())
+        left_s = self.times.pass_time_left()
         if flight.marks is not None and not self._pass_ahead.reserve_s <= left_s < PATIENCE_S:
             return
         num_drafts = self.drafting.gate.drafts_to_come(running)
@@ -530,11 +514,6 @@ class Engine:
         if num_drafts is not None:
             self._launch_pass(self.scheduler.running, num_drafts)
         return not self._pass_ahead.is_reserved
-
-    def _practise(self, flight: Flight) -> None:
-        """Where a drafter waits for a step's tokens: goes through what follows them shortly before they are due."""
-        if flight.has_drafts:
-            self._practice.wait(lambda: flight.is_done)
 
     def _end_step(self) -> None:
         """Counts the last step."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from draftwire.practice import Practice
 from verifier_service.draft_answer import read_ahead, read_board
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered
@@ -40,9 +39,8 @@ class PassAhead:
         gate: StepGate,
         vocab_size: int,
         times: StepTimes,
-        practice: Practice,
     ) -> None:
-        """`hold` launches a step, `reserve` one that is still to come; `practice` is told when it begins."""
+        """`hold` launches a step, `reserve` one that is still to come."""
         self.reserve_s = 0.0
         self._hold = hold
         self._reserve = reserve
@@ -51,7 +49,6 @@ class PassAhead:
         self._gate = gate
         self._vocab_size = vocab_size
         self._times = times
-        self._practice = practice
         self._step: ExpectedStep | None = None
         self._awaited: AwaitedAnswer | None = None  # by the step, if that is one answer
 
@@ -143,7 +140,7 @@ class PassAhead:
             return False
         step.begin_with(tokens)
         self._times.see_drafts()
-        self._practice.begin(time.monotonic())
+        self._times.begin_pass()
         return True
 
     def begin(self) -> bool:
@@ -157,7 +154,7 @@ class PassAhead:
         self._times.enter(Phase.VERIFY)
         try:
             begin()
-            self._practice.begin(time.monotonic())
+            self._times.begin_pass()
         finally:
             self._times.enter(Phase.HOST)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +10,6 @@ import torch
 
 from draftwire.devices import make_current, record_event
 from draftwire.kv_cache import SequenceRows
-from draftwire.practice import Practice
 from verifier_service.draft_session import DraftSession
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureStores
@@ -42,17 +40,15 @@ class StepLauncher:
         stores: FeatureStores,
         drafting: Drafting,
         pass_ahead: PassAhead,
-        practice: Practice,
         times: StepTimes,
     ) -> None:
-        """`run_rows` runs the target; `practice` is told when a pass begins."""
+        """`run_rows` runs the target."""
         self._device = device
         self._run_rows = run_rows
         self._sampler = sampler
         self._stores = stores
         self._drafting = drafting
         self._pass_ahead = pass_ahead
-        self._practice = practice
         self._times = times
         # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
         self._steps = torch.cuda.default_stream(device) if device.type == "cuda" else None
@@ -104,7 +100,7 @@ class StepLauncher:
         if output is None:
             output, has_begun = self._run_rows(_rows_of(works, running)), False
         if not has_begun:
-            self._practice.begin(time.monotonic())
+            self._times.begin_pass()
         self._stores.capture(output, (work.request for work in works))
         return output
 

@@ -16,8 +16,6 @@ from typing import Any
 from methods import wrapping  # type: ignore[import-not-found]  # beside this file, which is on the path
 
 WRITE_EVERY_S = 0.5
-# The address of the stand-in for a drafter that engines practise with.
-REHEARSAL = "rehearsal"
 
 
 class PacingRecord:
@@ -52,8 +50,7 @@ class PacingRecord:
 
     def add_session(self, session: Any, *_args: Any, **_kwargs: Any) -> None:
         """Notes whose pace it is."""
-        if session.stream.address != REHEARSAL:
-            self._drafters[session.pace] = session.stream.address
+        self._drafters[session.pace] = session.stream.address
 
     def add_step(self, _gate: Any, _: None, rows: int, *, verified: Mapping[Any, int], **about: Any) -> None:
         """Adds a step that was counted."""

@@ -6,7 +6,6 @@ import functools
 import mmap
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ from methods import wrapping  # type: ignore[import-not-found]
 RECORD = struct.Struct("<qqq")  # number of the call, monotonic time of its begin and its end in ns
 MOST_RECORDS = 1 << 20
 NAMES = [name for names in CALLS.values() for name in names]
-# What calls the same methods without being on any step's way.
-PRACTICE = "draftwire.practice"
 
 
 class Recorder:
@@ -31,25 +28,9 @@ class Recorder:
         self._file: mmap.mmap | None = None
         self._pid = 0
         self._count = 0
-        self._thread = threading.local()
-
-    def leave_out(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, during which its thread records nothing."""
-
-        @functools.wraps(call)
-        def left_out(*args: Any, **kwargs: Any) -> Any:
-            self._thread.is_left_out = True
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._thread.is_left_out = False
-
-        return left_out
 
     def add(self, number: int, begin: int, end: int) -> None:
         """Adds a record; those past the last place are lost."""
-        if getattr(self._thread, "is_left_out", False):
-            return
         if self._file is None or self._pid != os.getpid():
             self._open()
         assert self._file is not None
@@ -68,16 +49,10 @@ class Recorder:
 def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
     """By module, what has the methods of `CALLS` recorded in `directory`."""
     recorder = Recorder(directory)
-
-    def leave_out_practice(module: Any) -> None:
-        module.Practice.go_on = recorder.leave_out(module.Practice.go_on)
-        module.rehearse_with = recorder.leave_out(module.rehearse_with)
-
-    by_module = {
+    return {
         module: wrapping({name: functools.partial(_recorded, recorder, NAMES.index(name)) for name in names})
         for module, names in CALLS.items()
     }
-    return by_module | {PRACTICE: leave_out_practice}
 
 
 def _recorded(recorder: Recorder, number: int, call: Callable[..., Any]) -> Callable[..., Any]:

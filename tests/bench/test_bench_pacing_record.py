@@ -1,4 +1,4 @@
-"""The record of pacing: every step, plan, message and answer of a verifier is in it, and none that is practice."""
+"""The record of pacing: every step, plan, message and answer of a verifier is in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.pacing_record import main, read, stretches
-from benchmarks.watched import run_watched
 
 ROOT = Path(__file__).resolve().parents[2]
 K = 3
@@ -128,22 +127,6 @@ def test_it_prints_how_much_there_was(recorded):
     printed = [[float(cell) for cell in line.split()] for line in output.splitlines() if line.strip()[:1].isdigit()]
     assert sum(row[2] for row in printed) == len(events["step"])
     assert sum(row[-1] for row in printed) == len(events["answer"])
-
-
-def test_what_is_gone_through_for_practice_is_not_recorded(tmp_path, monkeypatch):
-    program = """if True:
-        from unittest.mock import MagicMock
-        from draftwire.practice import rehearse_with
-        from verifier_service.engine import Engine
-        from verifier_service.rehearsal import Rehearsal
-        assert rehearse_with(Rehearsal) is not None
-        Engine.stop(MagicMock())
-        """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
-    output = tmp_path / "record.jsonl"
-    output.touch()
-    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_PACING_RECORD", output) == 0
-    assert list(read(output)) == []
 
 
 def test_events_part_at_pauses_into_stretches():

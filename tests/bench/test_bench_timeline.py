@@ -49,23 +49,6 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
     assert sum(map(len, records.values())) == 3
 
 
-def test_what_is_gone_through_for_practice_is_on_no_steps_way(tmp_path, monkeypatch):
-    program = """if True:
-        from draftwire.practice import Practice, rehearse_with
-        from drafter_service.rehearsal import Rehearsal
-        rehearsal = rehearse_with(Rehearsal)
-        practice = Practice(rehearsal, 1.0)
-        for _ in range(30):
-            practice.go_on()
-        other = Rehearsal()
-        other.prepare()
-        list(other.run())
-        """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
-    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_TIMELINE", tmp_path) == 0
-    assert len(read(tmp_path)["StepDecoder.decode"]) == 1  # the one that was called directly
-
-
 @pytest.mark.parametrize("lead", [0.0, 0.2e-3])
 @pytest.mark.parametrize("marks", [WAY, *WAYS_AHEAD, *WAYS_BY_BOARD])
 def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):

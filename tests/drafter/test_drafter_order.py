@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from drafter_service.limits import EngineLimits
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import SessionTerms
-from draftwire import practice
 from draftwire.block_pool import BlockPool
 from draftwire.kv_cache import BLOCK_SIZE
 
@@ -53,67 +50,6 @@ def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done
     thread._iterate()
     assert order == ["launched", "counted", ("taken", [1], [6], [])]
     assert list(stream.answers[0].drafts.num_drafts) == [4]
-
-
-def test_the_thread_practises_until_shortly_before_drafts_and_never_before_other_answers(
-    head: TinyHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 0.5)
-    monkeypatch.setattr(practice, "BEFORE_S", 0.15)  # long enough for a busy machine
-    engine = make_engine(head)
-    stream = connect(engine)
-    thread = EngineThread(engine, lambda: None)
-    gone: list[float] = []
-    go_on = thread._practice.go_on
-
-    def noted() -> None:
-        gone.append(time.monotonic())
-        go_on()
-
-    monkeypatch.setattr(thread._practice, "go_on", noted)
-
-    are_there = False
-    monkeypatch.setattr(type(engine._proposer), "is_done", property(lambda _: are_there))
-
-    def iterate(rows: Rows, *new: Any) -> float:
-        stream.send([rows], *new)
-        began = time.monotonic()
-        for _ in range(2):  # as if it were a device that takes so long
-            thread._practice.begin(began)
-            thread._practice.end(began + 0.2)
-        thread._iterate()
-        return began
-
-    iterate(Rows(1, Text(1), 0, 5), [opened(1)])
-    assert gone == []
-    began = iterate(Rows(1, Text(1), 5, 3, drafts=4))
-    assert len(gone) > 10
-    assert gone[0] - began >= 0.2 - 0.15
-    assert list(stream.answers[-1].drafts.num_drafts) == [4]
-    assert thread._practice._rehearsal is not None  # it has not failed
-    are_there, num_gone = True, len(gone)
-    iterate(Rows(1, Text(1), 8, 3, drafts=4))
-    assert len(gone) == num_gone  # they came sooner than expected
-
-
-def test_the_thread_learns_how_long_the_device_drafts(head: TinyHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 0.5)
-    engine = make_engine(head)
-    thread = EngineThread(engine, lambda: None)
-    session = engine.open_session(SessionTerms("test", SamplingMode(), 4, 4), partial(thread._deliver, lambda _: None))
-    take, taken_s = engine._proposer.take, 0.02
-
-    def take_slowly(step: Any) -> Any:
-        time.sleep(taken_s)
-        return take(step)
-
-    monkeypatch.setattr(engine._proposer, "take", take_slowly)
-    for step_id in (1, 2):
-        rows = Rows(1, Text(1), 5 * step_id - 5, 5, drafts=4)
-        engine.submit(session, make_step(step_id, [rows], [opened(1)] if step_id == 1 else []))
-        thread._iterate()
-    assert thread._practice._took >= taken_s
-    assert thread._practice.due == math.inf  # when it has ended
 
 
 def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -14,16 +13,14 @@ import grpc
 import pytest
 import torch
 from harness import Rows, Text
-from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, serve_drafter, step_message
-from tiny_head import DRAFT_VOCAB, TinyHead
+from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, step_message
+from tiny_head import DRAFT_VOCAB
 
-from drafter_service import engine_thread
 from drafter_service import stream as stream_module
 from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, VerifierBoard
 from draftwire.carriers import lane as lane_module
 from draftwire.config import DENSE, GUMBEL
 from draftwire.mailbox import Mailbox
-from draftwire.practice import Practice
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 
@@ -121,42 +118,6 @@ def test_drafts_are_the_same_over_the_lane_and_over_the_stream(drafter: ServedDr
         found = direct.ask(first_step(text))
     assert found.tokens == expected.tokens
     assert list(found.committed_lengths) == list(expected.committed_lengths)
-
-
-def test_drafts_are_the_same_where_the_engine_practises_between_steps(
-    head: TinyHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does so all the time that it waits."""
-    text = Text(5)
-    steps = [first_step(text)]
-    steps += [step_message(number, [Rows(1, text, 3 * number - 1, 3, drafts=3)]) for number in range(2, 22)]
-
-    def answers() -> list[pb.Drafts]:
-        with serve_drafter(head) as drafter, connected(drafter) as direct:
-            found = []
-            for step in steps:
-                found.append(direct.ask(step))
-                time.sleep(0.005)
-            return found
-
-    expected = [answer.tokens for answer in answers()]
-    gone = 0
-    go_on = Practice.go_on
-
-    def noted(self: Practice) -> None:
-        nonlocal gone
-        go_on(self)
-        assert self._rehearsal is not None, "the rehearsal has failed"
-        gone += 1
-
-    monkeypatch.setattr(engine_thread, "awake_s", lambda _device: 30.0)
-    # The verifier's mailbox, here, has no rehearsal.
-    monkeypatch.setattr(Practice, "begin", lambda self, now: setattr(self, "due", now if self._rehearsal else math.inf))
-    monkeypatch.setattr(Practice, "is_due", lambda self, _now: self.due < math.inf)
-    monkeypatch.setattr(Practice, "go_on", noted)
-    monkeypatch.setattr(Practice, "wait", lambda *_: None)  # before drafts
-    assert [answer.tokens for answer in answers()] == expected
-    assert gone >= 2 * len(steps)
 
 
 def test_a_step_that_was_foretold_gets_the_same_drafts_begun_before_it_came(drafter: ServedDrafter) -> None:

@@ -16,9 +16,6 @@ import torch
 from drafting_scene import RecordedStream
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
-from draftwire import practice
-from draftwire.carriers import host_segment
-from draftwire.practice import BEFORE_S, LOOK_EVERY_S, QUIET_S, Practice
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
@@ -462,11 +459,10 @@ class Mark:
         self.query = lambda: is_passed
 
 
-def flight(*, is_done: bool | None, has_drafts: bool = False) -> Any:
+def flight(*, is_done: bool | None) -> Any:
     """One in flight on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    verified = Counter({("drafter", 4 if has_drafts else 0): 1})
-    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), verified=verified)
+    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), verified=Counter())
 
 
 def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
@@ -477,117 +473,6 @@ def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host
     assert not held(None, late)  # nothing comes after it
     assert not held(early, on_cpu)
     assert [held(early, late) for _ in range(4)] == [True, True, True, False]
-
-
-class Clock:
-    """Stands in for `time`; who sleeps has time pass."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.slept = 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept += 1
-
-
-def take_steps_of(one: Practice, seconds: float) -> None:
-    """Two steps that took so long, and another that has begun."""
-    for ago in (10.0, 5.0):
-        one.begin(1000.0 - ago)
-        one.end(1000.0 - ago + seconds)
-    one.begin(1000.0)
-
-
-@pytest.mark.parametrize(
-    ("case", "takes_s", "is_gone_through"),
-    [
-        ({"is_done": False, "has_drafts": True}, 7e-3 - QUIET_S, True),
-        ({"is_done": False, "has_drafts": False}, 0.0, False),  # nobody waits for it
-        ({"is_done": True, "has_drafts": True}, 0.0, False),
-        ({"is_done": None, "has_drafts": True}, 0.0, False),
-    ],
-)
-def test_the_engine_practises_shortly_before_tokens_that_a_drafter_waits_for(
-    target, monkeypatch, case, takes_s, is_gone_through
-):
-    clock = Clock()
-    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
-    own = Served(target).engine
-    monkeypatch.setattr(practice, "time", clock)
-    gone: list[float] = []
-
-    def go_on() -> None:
-        gone.append(clock.now)
-        clock.now += 30e-6
-
-    monkeypatch.setattr(own._practice, "go_on", go_on)
-    own._practise(flight(**case))  # nothing is known of when they are due
-    assert (clock.now, gone) == (1000.0, [])
-    take_steps_of(own._practice, 7e-3)
-    own._practise(flight(**case))
-    assert clock.now - 1000.0 == pytest.approx(takes_s, abs=2 * LOOK_EVERY_S)
-    assert bool(gone) == is_gone_through
-    if gone:
-        assert gone[0] - 1000.0 == pytest.approx(7e-3 - BEFORE_S, abs=2 * LOOK_EVERY_S)
-
-
-def test_the_engine_does_not_practise_when_the_tokens_come_sooner_than_expected(target, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.05)
-    own = Served(target).engine
-    monkeypatch.setattr(practice, "time", clock)
-    monkeypatch.setattr(own._practice, "go_on", lambda: pytest.fail("too late"))
-    take_steps_of(own._practice, 40e-3)  # they had prompts
-    mark: Any = Mark(is_passed=False)
-    mark.query = lambda: clock.now >= 1000.006
-    own._practise(Flight((), (), None, StepMarks(mark, mark, mark), verified=Counter({("drafter", 4): 1})))
-    assert clock.now == pytest.approx(1000.006, abs=2 * LOOK_EVERY_S)
-
-
-def test_an_engine_starts_where_no_rehearsal_can_be_made(target, monkeypatch):
-    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
-
-    def fail(*_: object) -> None:
-        raise OSError("not here")
-
-    monkeypatch.setattr(host_segment.os, "memfd_create", fail)
-    own = Served(target)
-    request = own.submit(k=0)
-    own.engine.start()
-    assert len(own.tokens(request)) == 12
-    own.engine.stop()
-
-
-def test_output_is_the_same_when_an_engine_practises(target, monkeypatch):
-    requests = [{"max_tokens": 40, "k": K}, {"prompt": [2, 7], "max_tokens": 30, "k": K, "temperature": 0.9}]
-    expected, _ = said(target, [{**one, "k": 0} for one in requests[:1]], is_async=False)
-    monkeypatch.setattr(engine, "awake_s", lambda _device: 0.02)
-    own = Watched(target)
-    gone = 0
-    go_on = own.engine._practice.go_on
-
-    def noted() -> None:
-        nonlocal gone
-        for _ in range(gone % 5):  # steps come between any two pieces
-            gone += 1
-            go_on()
-        gone += 1
-
-    # At every landing, whenever it is due.
-    monkeypatch.setattr(own.engine, "_practise", lambda _flight: noted())
-    own.connect()
-    made = [own.submit(**one) for one in requests]
-    own.engine.start()
-    outputs = [own.tokens(one) for one in made]
-    own.engine.stop()
-    assert outputs[0] == expected[0][0]
-    assert len(outputs[1]) == 30
-    assert gone > 10
-    assert own.engine._practice._rehearsal is not None  # none has failed
 
 
 @pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])

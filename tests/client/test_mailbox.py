@@ -1,0 +1,23 @@
+"""What an engine's thread gets out of its mailbox."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from draftwire.mailbox import Mailbox
+
+
+def test_what_is_seen_comes_behind_messages_that_are_there():
+    seen: list[int] = []
+    mailbox: Mailbox[int] = Mailbox(awake_s=30.0, look=lambda: seen.pop() if seen else None)
+    read_end, write_end = os.pipe()
+    mailbox.watch(read_end, lambda: list(os.read(read_end, 1)))
+    seen.append(7)
+    os.write(write_end, bytes([1]))
+    assert mailbox.get(timeout=30.0) == 1
+    assert mailbox.get_nowait() == 7
+    threading.Timer(0.05, lambda: seen.append(8)).start()
+    os.write(write_end, bytes([2]))
+    assert [mailbox.get(timeout=30.0), mailbox.get(timeout=30.0)] == [2, 8]  # nothing wakes it for that: it looks
+    os.close(read_end)
