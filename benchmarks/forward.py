@@ -36,10 +36,11 @@ from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import read_config
 from draftwire.devices import make_current
 from draftwire.kv_cache import KVCache, SequenceRows
+from verifier_service.core.batch import ForwardInput
 from verifier_service.graph_products import LIBRARIES
 from verifier_service.target import load_target
 from verifier_service.target_compile import use_compile_cache
-from verifier_service.target_runner import StepRows, TargetRunner
+from verifier_service.target_runner import TargetRunner
 
 SHAPE = Path(__file__).resolve().parent / "shapes" / "llama-3.1-8b"
 BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
@@ -168,11 +169,11 @@ def _without_json(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def decode_step(count: int, rows: int, context: int) -> StepRows:
+def decode_step(count: int, rows: int, context: int) -> ForwardInput:
     """`count` sequences with `rows` rows each after `context` others: random tokens, all of whose logits are wanted."""
     rng = np.random.default_rng(count * 100 + rows)
     each = blocks_for(context + rows)
-    return StepRows(
+    return ForwardInput(
         rng.integers(0, 1000, count * rows),
         np.tile(np.arange(context, context + rows), count),
         [SequenceRows(range(1 + each * i, 1 + each * (i + 1)), context, rows) for i in range(count)],
@@ -180,12 +181,12 @@ def decode_step(count: int, rows: int, context: int) -> StepRows:
     )
 
 
-def _prompts_step(count: int, rows: int) -> StepRows:
+def _prompts_step(count: int, rows: int) -> ForwardInput:
     """As many whole prompts of so many rows, whose last rows' logits are wanted."""
     return replace(decode_step(count, rows, 0), logit_rows=np.arange(1, count + 1) * rows - 1)
 
 
-def _measure(config: dict[str, Any], runner: TargetRunner, step: StepRows) -> dict[str, Any]:
+def _measure(config: dict[str, Any], runner: TargetRunner, step: ForwardInput) -> dict[str, Any]:
     forward_ms, wall_ms = _time(lambda: runner.run(step))
     host_ms = _host_ms(lambda: runner.run(step))
     num_rows = len(step.positions)
@@ -256,7 +257,7 @@ def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
     return _time(graph.replay)[0]
 
 
-def _kernels(runner: TargetRunner, step: StepRows, most: int = 15) -> list[dict[str, Any]]:
+def _kernels(runner: TargetRunner, step: ForwardInput, most: int = 15) -> list[dict[str, Any]]:
     """Microseconds and launches of one step, by kernel."""
     runner.run(step)
     torch.cuda.synchronize(DEVICE)

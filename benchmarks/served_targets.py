@@ -43,9 +43,10 @@ from draftwire.bench.environment import describe
 from draftwire.devices import choose_device, make_current
 from draftwire.errors import CheckpointError, DraftwireError
 from draftwire.kv_cache import SequenceRows
+from verifier_service.core.batch import ForwardInput
 from verifier_service.ranks import end_with_parent
 from verifier_service.target import Target, has_experts, load_target
-from verifier_service.target_runner import StepRows, start_runner
+from verifier_service.target_runner import start_runner
 
 # Of every type that has such fields, so that its layers are small; a window shorter than the sequences, few experts.
 SIZES: dict[str, Any] = {
@@ -288,7 +289,7 @@ def serve(target: Target) -> list[Rows]:
     for sequences in _rounds():
         tokens = [one.numpy() for one in sequences]
         for step in STEPS:
-            rows = StepRows(
+            rows = ForwardInput(
                 np.concatenate([tokens[i][start : start + count] for i, start, count in step]),
                 np.concatenate([np.arange(start, start + count) for _, start, count in step]),
                 [SequenceRows(BLOCKS[i], start, count) for i, start, count in step],

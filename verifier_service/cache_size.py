@@ -11,13 +11,13 @@ from draftwire.devices import GpuMemory
 from draftwire.errors import InvalidArgumentError
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows, token_bytes
 from draftwire.v1 import config_pb2
+from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.options import VerifierOptions
 from verifier_service.output import OutputBuilder
 from verifier_service.request import AnswerLogits, NoiseKeys, ReadyDrafts, Request
 from verifier_service.sampler import TokenSampler
-from verifier_service.scheduler import Work
 from verifier_service.target import Target
-from verifier_service.target_runner import StepRows, TargetRunner
+from verifier_service.target_runner import TargetRunner
 
 CPU_KV_CACHE_TOKENS = 65536
 # Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
@@ -90,7 +90,7 @@ def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, optio
     counts += [target.max_model_len] * whole + [rest] * (rest > 0)
     # All write to the same block: what the rows hold is of no interest.
     num_logit_rows = (num_drafts + 1) * options.max_num_seqs
-    step = StepRows(
+    step = ForwardInput(
         np.zeros(sum(counts), np.int64),
         np.concatenate([np.arange(count) for count in counts]),
         [SequenceRows([1] * blocks_for(count), 0, count) for count in counts],
@@ -105,7 +105,7 @@ def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, optio
     sampler.finish(sampler.launch(_verify_works(target, config, options.max_num_seqs), output.logits))
 
 
-def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: int) -> list[Work]:
+def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: int) -> list[ScheduledRows]:
     params = cfg.resolve_sampling_params(
         cfg.build_sampling_params(temperature=1.0, top_k=2, top_p=0.5, min_p=0.01, frequency_penalty=0.1, logprobs=1)
     )
@@ -128,5 +128,5 @@ def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: i
             max_length=num_drafts + 2,
         )
         drafts = ReadyDrafts(1, 0, [0] * num_drafts, logits)
-        works.append(Work(request, 0, [0] * (num_drafts + 1), drafts, samples=True))
+        works.append(ScheduledRows(request, 0, [0] * (num_drafts + 1), drafts, samples=True))
     return works

@@ -14,6 +14,7 @@ from draftwire import config as cfg
 from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_answer import decode_answer
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
@@ -23,7 +24,6 @@ from verifier_service.features_ahead import FeaturesAhead, begin_features
 from verifier_service.pacing import NUM_SCOUTS, Load, Message, Pace, Profile
 from verifier_service.redraws import Audit
 from verifier_service.request import ReadyDrafts, Request
-from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.step_sender import StepSender
 from verifier_service.step_times import StepTimes
@@ -200,7 +200,7 @@ class Drafting:
 
     def begin_features(
         self,
-        works: Sequence[Work],
+        works: Sequence[ScheduledRows],
         drawn: torch.Tensor,
         stores: Mapping[FeatureKind, FeatureStore],
     ) -> dict[DraftSession, FeaturesAhead]:
@@ -306,7 +306,7 @@ class Drafting:
             self._drafted[session.stream.address] += num_drafts
             self._accepted[session.stream.address] += num_accepted
 
-    def count_by_drafter(self, works: Sequence[Work]) -> Counter[tuple[str, int]]:
+    def count_by_drafter(self, works: Sequence[ScheduledRows]) -> Counter[tuple[str, int]]:
         """How many decoding requests of a step have so many drafts, by (address of the drafter or "", drafts)."""
         bindings = self._bindings
         return Counter(
@@ -319,7 +319,7 @@ class Drafting:
         """Whether a request has a place at a drafter."""
         return request in self._bindings
 
-    def held_back(self, works: Iterable[Work]) -> set[Request] | None:
+    def held_back(self, works: Iterable[ScheduledRows]) -> set[Request] | None:
         """The requests of a step in flight that do not go on before it has landed, because they are to be sent to a
         drafter then. None where that is so of any whose drafts are counted on: all others stay together with those.
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.output import Piece
 from verifier_service.sampler import Drawn
-from verifier_service.scheduler import Work
 
 
 class Emission(NamedTuple):
     """Output of one request in a step, whose text is still to be written."""
 
-    work: Work
+    work: ScheduledRows
     drawn: Drawn
     piece: Piece
     drawn_at: float  # monotonic s

@@ -17,9 +17,9 @@ from draftwire.logs import fields
 from draftwire.mailbox import Mailbox
 from draftwire.memory import measure_memory
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_stream import Answered, Connected, Disconnected, LinkEvent, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.expected_step import PATIENCE_S
 from verifier_service.features import FeatureStores
 from verifier_service.flight import Flight
 from verifier_service.next_step import NextStep
@@ -32,7 +32,7 @@ from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.request_outputs import RequestOutputs
 from verifier_service.sampler import Drawn, TokenSampler
-from verifier_service.scheduler import Scheduler, Work
+from verifier_service.scheduler import Scheduler
 from verifier_service.step_launcher import StepLauncher
 from verifier_service.step_times import Phase, StepTimes
 from verifier_service.target import Target
@@ -162,7 +162,7 @@ class Engine:
         self._was_delayed = False  # whether a step with prompts was launched before it landed
         self._has_ended_some = False  # a failure has made room for others since the last look
         self._events: Mailbox[_Event | None] = Mailbox(awake_s(target.device), self._look)
-        self._pass_ahead = PassAhead(runner.hold, runner.reserve, self.drafting.gate, target.vocab_size, self.times)
+        self._pass_ahead = PassAhead(runner, self.drafting.gate, target.vocab_size, self.times)
         self._next_step = NextStep(self.scheduler, self.drafting, self._pass_ahead)
         self._launcher = StepLauncher(
             target.device,
@@ -269,11 +269,6 @@ class Engine:
         """Whether everybody waits for drafts, so that nothing can be scheduled."""
         return not self.scheduler.may_admit and self.drafting.gate.all_wait(self.scheduler.running)
 
-    @property
-    def _has_drafts_to_come(self) -> bool:
-        """Whether drafts are waited for, or there."""
-        return self.drafting.gate.is_awaited or any(request.drafts is not None for request in self.scheduler.running)
-
     def _tell_drafters(self, *, has_answers: bool) -> None:
         """Sends the drafters what is new. Whether all answers have been taken tells which drafters are slow or lost."""
         try:
@@ -288,10 +283,8 @@ class Engine:
 
     def _launch_next(self) -> Flight | None:
         """Launches the next step, if there is one."""
-        works: list[Work] = []
+        works: list[ScheduledRows] = []
         try:
-            if self._pass_ahead.is_reserved and self._flight is None and not self._has_drafts_to_come:
-                self._pass_ahead.drop()  # nobody asked for any in the end
             until = self._pass_ahead.until
             if until is not None and (time.monotonic() >= until or not self.scheduler.running):
                 self._pass_ahead.drop()
@@ -308,9 +301,8 @@ class Engine:
         """Where all wait for drafts: launches the forward pass that will verify them, which saves its launch later."""
         running = self.scheduler.running
         num_drafts = self.drafting.gate.expected_drafts(running) if self._limits.async_scheduling else None
-        is_reserved = self._pass_ahead.is_reserved
         # A prompt that waits is computed before the drafts come, unless the pass has been launched: then behind it.
-        if num_drafts is None or (not is_reserved and (self._pass_ahead.is_pending or self.scheduler.may_admit)):
+        if num_drafts is None or self._pass_ahead.is_pending or self.scheduler.may_admit:
             return
         self.times.enter(Phase.WAIT)
         try:
@@ -470,7 +462,6 @@ class Engine:
             self.times.enter(Phase.SAMPLE)
             drawn: list[Drawn] = []
             if flight.pending is not None:
-                self._reserve(flight)
                 drawn = self._sampler.finish(flight.pending)
             elif flight.marks is not None:
                 flight.marks.drawn.synchronize()
@@ -481,39 +472,10 @@ class Engine:
             if flight.marks is None:  # else the phases come from the marks, at any time
                 self._end_step()
             self._outputs.commit(flight.works, drawn, now)
-            has_filled = self._fill_reserved()
             self._tell_drafters(has_answers=False)  # which wait for it, the rest does not
             self._has_told = True
-            if has_filled:
-                self._await_drafts()
         except Exception as error:
             self._end_failed([work.request for work in flight.works], error)
-
-    def _reserve(self, flight: Flight) -> None:
-        """Where all will wait for drafts when a step has landed: launches the pass behind it, if there is time."""
-        running = self.scheduler.running
-        others = self._flight is not None or self._pass_ahead.is_pending or bool(self.scheduler.waiting)
-        if others or not self._limits.async_scheduling or not flight.has_drafts or flight.has_prompts:
-            return
-        left_s = self.times.pass_time_left()
-        if flight.marks is not None and not self._pass_ahead.reserve_s <= left_s < PATIENCE_S:
-            return
-        num_drafts = self.drafting.gate.drafts_to_come(running)
-        # Else all may have come to their end or their last token, and others would wait for a pass of nobody's.
-        rooms = (work.request.max_length - len(work.request.tokens) - len(work.tokens) for work in flight.works)
-        if max(rooms) > 1 and num_drafts is not None:
-            with self._launcher.on_steps():
-                self._pass_ahead.reserve(running, num_drafts)
-
-    def _fill_reserved(self) -> bool:
-        """Fills the pass behind a step that has landed, where drafters draft already after what it has drawn: their
-        drafts may come before the message is built. Whether it did."""
-        if not self._pass_ahead.is_reserved:
-            return False
-        num_drafts = self.drafting.gate.drafts_to_come(self.scheduler.running, has_landed=True)
-        if num_drafts is not None:
-            self._launch_pass(self.scheduler.running, num_drafts)
-        return not self._pass_ahead.is_reserved
 
     def _end_step(self) -> None:
         """Counts the last step."""

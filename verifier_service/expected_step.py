@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draftwire.kv_cache import BLOCK_SIZE, SequenceRows
+from verifier_service.core.batch import ForwardInput, ForwardOutput, ScheduledRows
 from verifier_service.request import Request
-from verifier_service.scheduler import Work
-from verifier_service.target_runner import HeldStep, StepOutput, StepRows
+from verifier_service.target_runner import TargetRunner
 
 # It is given up after so long, so that what has come in the meantime is computed.
 PATIENCE_S = 0.05
@@ -38,8 +38,8 @@ class ExpectedStep:
     def __init__(self, expected: Sequence[tuple[Request, int]]) -> None:
         """`expected` are requests, which have the blocks, and their numbers of drafts."""
         self.until = math.inf  # monotonic time at which it is given up, once it is launched
-        self._held: HeldStep | None = None
-        self._output: StepOutput | None = None  # once it has begun, with these token ids
+        self._held: TargetRunner | None = None  # that has launched it
+        self._output: ForwardOutput | None = None  # once it has begun, with these token ids
         self._token_ids: list[int] = []
         self._spans: dict[Request, _Span] = {}
         self._num_rows = 0
@@ -63,18 +63,18 @@ class ExpectedStep:
         """Whether another one is of the very same rows."""
         return other is not None and self._spans == other._spans
 
-    def launch(self, hold: Callable[[StepRows], HeldStep | None]) -> None:
-        """Has `hold` launch it; without effect where that cannot be."""
+    def launch(self, runner: TargetRunner) -> None:
+        """Has `runner` launch it; without effect where that cannot be."""
         spans = self._spans.values()
         firsts, starts, counts = np.array([span[:3] for span in spans], np.int64).reshape(-1, 3).T
-        step = StepRows(
+        step = ForwardInput(
             np.zeros(self._num_rows, np.int64),
             np.arange(self._num_rows) + np.repeat(starts - firsts, counts),
             # As they are now: the requests' blocks may change before it begins.
             [SequenceRows(one.blocks.copy(), span.start, span.num_rows) for one, span in self._spans.items()],
             np.arange(self._num_rows),
         )
-        self._held = hold(step)
+        self._held = runner if runner.prelaunch(step) else None
         self.until = time.monotonic() + PATIENCE_S
 
     def has_all(self, is_awaited: Callable[[Request], bool]) -> bool:
@@ -114,7 +114,7 @@ class ExpectedStep:
         token_ids, places = self._foreseen
         token_ids[places] = tokens
         held, self._held, self._foreseen = self._held, None, None
-        self._output = held.begin(token_ids)
+        self._output = held.release(token_ids)
         self._token_ids = token_ids.tolist()
 
     def begin(self) -> None:
@@ -127,7 +127,7 @@ class ExpectedStep:
                 tokens.append(request.tokens[-1:] if drafts is None else [request.tokens[-1], *drafts.tokens])
             self._begin(self._held, tokens)
 
-    def take(self, works: Sequence[Work]) -> StepOutput | None:
+    def take(self, works: Sequence[ScheduledRows]) -> ForwardOutput | None:
         """Its output as that of the step of `works`, logits in their order, for which it begins unless it has; None
         when it was not launched for their rows, or has begun with other tokens."""
         spans = self._spans
@@ -146,19 +146,19 @@ class ExpectedStep:
         self.drop()
         return None
 
-    def _begin(self, held: HeldStep, tokens: Sequence[list[int]]) -> None:
+    def _begin(self, held: TargetRunner, tokens: Sequence[list[int]]) -> None:
         """`tokens` are those of each span, which may have room for more or for fewer."""
         token_ids: list[int] = []
         for own, span in zip(tokens, self._spans.values(), strict=True):
             missing = span.num_rows - len(own)
             token_ids += own if missing == 0 else own[: span.num_rows] + [0] * missing
         self._token_ids, self._held = token_ids, None
-        self._output = held.begin(np.array(token_ids, np.int64))
+        self._output = held.release(np.array(token_ids, np.int64))
 
     def drop(self) -> None:
         """Gives it up: the device computes rows that nobody wants."""
         if self._held is not None:
-            self._held.drop()
+            self._held.abandon()
         self._held = self._output = None
 
 
@@ -168,7 +168,7 @@ def _span(request: Request, first: int, count: int) -> _Span:
     return _Span(first, start, count, request.num_preemptions, blocks)
 
 
-def _is_of(span: _Span, work: Work) -> bool:
+def _is_of(span: _Span, work: ScheduledRows) -> bool:
     """Whether a work's rows are among the span's."""
     count = len(work.tokens)
     if work.follows is not None or not work.is_decoding or count > span.num_rows:

@@ -12,9 +12,9 @@ from draftwire.devices import upload
 from draftwire.fusion import FeatureFusion
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire_kernels import gather_true_rows
+from verifier_service.core.batch import ForwardOutput
 from verifier_service.request import Request
 from verifier_service.target import Target
-from verifier_service.target_runner import StepOutput
 
 
 class FeatureKind(NamedTuple):
@@ -59,7 +59,7 @@ class FeatureStore:
         """Whether all rows of a cache block have features."""
         return bool(self._is_written[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE].all())
 
-    def capture(self, output: StepOutput) -> None:
+    def capture(self, output: ForwardOutput) -> None:
         """Keeps the features of the forward pass that has just run."""
         features = output.features(self._layers)
         if self._fusion is not None:
@@ -67,7 +67,7 @@ class FeatureStore:
         self._rows.index_copy_(0, output.slots, features)
         self._is_written[output.slots_on_host] = True
 
-    def drop(self, output: StepOutput) -> None:
+    def drop(self, output: ForwardOutput) -> None:
         """Takes note that the rows of the forward pass that has just run have no features, whatever was there."""
         self._is_written[output.slots_on_host] = False
 
@@ -140,7 +140,7 @@ class FeatureStores:
         if used:
             self.by_kind = {kind: store for kind, store in self.by_kind.items() if kind in used}
 
-    def capture(self, output: StepOutput, requests: Iterable[Request]) -> None:
+    def capture(self, output: ForwardOutput, requests: Iterable[Request]) -> None:
         """Keeps the features of the forward pass that has just run, of rows of `requests`.
 
         To fuse a step's features reads weights of several layers' width, some 100 MB of an 8B target. So nothing is

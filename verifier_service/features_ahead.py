@@ -17,10 +17,10 @@ import torch
 from draftwire.carriers import Outgoing, SegmentError
 from draftwire.devices import upload
 from draftwire.v1 import draft_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_session import Binding, DraftSession
 from verifier_service.features import FeatureStore, slots_of
 from verifier_service.request import Request
-from verifier_service.scheduler import Work
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class FeaturesAhead(NamedTuple):
 def begin_features(
     session: DraftSession,
     store: FeatureStore,
-    verified: Mapping[Request, tuple[int, Work]],
+    verified: Mapping[Request, tuple[int, ScheduledRows]],
     drawn: torch.Tensor,
 ) -> FeaturesAhead | None:
     """Has the device put the features of a session's true rows where they are sent from, and foretells the step; None

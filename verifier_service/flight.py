@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_session import DraftSession
 from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.sampler import PendingDraw
-from verifier_service.scheduler import Work
 from verifier_service.step_times import StepMarks
 
 
@@ -17,8 +17,8 @@ from verifier_service.step_times import StepMarks
 class Flight:
     """A step that was launched, until its tokens have been taken."""
 
-    works: Sequence[Work]
-    sampling: Sequence[Work]
+    works: Sequence[ScheduledRows]
+    sampling: Sequence[ScheduledRows]
     pending: PendingDraw | None  # of those that sample
     marks: StepMarks | None  # on a GPU
     num_rows: int = 0  # that are computed: those of the works, and others that were launched with them

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.drafting import Drafting
 from verifier_service.flight import Flight
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.request import Request
-from verifier_service.scheduler import Scheduler, Work
+from verifier_service.scheduler import Scheduler
 
 
 class NextStep:
@@ -19,7 +20,7 @@ class NextStep:
         self._drafting = drafting
         self._pass_ahead = pass_ahead
 
-    def choose(self, flight: Flight | None) -> list[Work]:
+    def choose(self, flight: Flight | None) -> list[ScheduledRows]:
         """Schedules rows, none where a step had better wait. `flight` is the step that runs."""
         gate = self._drafting.gate
         following = self._following(flight) if flight is not None else {}

@@ -1,51 +1,25 @@
-"""The forward pass that will verify awaited drafts: launched before they are there, and begun then.
-
-A launch takes the host a millisecond. So a pass is reserved behind the one that runs, where all of its requests will
-most likely wait for drafts: with room for them, and filled with their rows when the tokens before these are known.
-"""
+"""The forward pass that will verify awaited drafts: launched before they are there, and begun then."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
+from verifier_service.core.batch import ForwardOutput, ScheduledRows
 from verifier_service.draft_answer import read_ahead, read_board
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered
-from verifier_service.expected_step import PATIENCE_S, ExpectedStep
+from verifier_service.expected_step import ExpectedStep
 from verifier_service.request import Request
-from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import Phase, StepTimes
-from verifier_service.target_runner import HeldStep, ReservedStep, StepOutput, StepRows
-
-# A sequence gets at most so many blocks more before its reserved pass begins: for what is drawn, and for drafts.
-MORE_BLOCKS = 2
+from verifier_service.target_runner import TargetRunner
 
 
 class PassAhead:
-    """One pass at a time. Used by the engine's thread alone.
+    """One pass at a time. Used by the engine's thread alone."""
 
-    Attributes
-    ----------
-    reserve_s
-        Seconds that the last reservation took.
-    """
-
-    def __init__(
-        self,
-        hold: Callable[[StepRows], HeldStep | None],
-        reserve: Callable[[int, int, int, int], ReservedStep | None],
-        gate: StepGate,
-        vocab_size: int,
-        times: StepTimes,
-    ) -> None:
-        """`hold` launches a step, `reserve` one that is still to come."""
-        self.reserve_s = 0.0
-        self._hold = hold
-        self._reserve = reserve
-        self._reserved: ReservedStep | None = None
-        self._reserved_until = 0.0  # monotonic time
+    def __init__(self, runner: TargetRunner, gate: StepGate, vocab_size: int, times: StepTimes) -> None:
+        self._runner = runner
         self._gate = gate
         self._vocab_size = vocab_size
         self._times = times
@@ -55,12 +29,7 @@ class PassAhead:
     @property
     def is_pending(self) -> bool:
         """Whether there is one that was neither taken nor dropped."""
-        return self._reserved is not None or (self._step is not None and self._step.is_pending)
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether there is one whose step is still to come."""
-        return self._reserved is not None
+        return self._step is not None and self._step.is_pending
 
     @property
     def has_begun(self) -> bool:
@@ -70,41 +39,21 @@ class PassAhead:
     @property
     def until(self) -> float | None:
         """Monotonic time at which it is given up; None when there is none."""
-        if self._reserved is not None:
-            return self._reserved_until
         return self._step.until if self._step is not None and self._step.is_pending else None
 
-    def reserve(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> None:
-        """Launches a pass for these requests with so many drafts at most, behind the one that runs."""
-        assert not self.is_pending
-        began = time.monotonic()
-        counts = [1 + count for count in num_drafts]
-        blocks = max(len(request.blocks) for request in requests) + MORE_BLOCKS
-        self._reserved = self._reserve(len(requests), sum(counts), max(counts), blocks)
-        now = time.monotonic()
-        self.reserve_s, self._reserved_until = now - began, now + PATIENCE_S
-
     def launch(self, expected: Sequence[tuple[Request, int]]) -> None:
-        """Launches the pass of these requests with so many drafts, or fills the one that is reserved, unless it was the
-        last one."""
+        """Launches the pass of these requests with so many drafts, unless it was the last one."""
         step, self._awaited = ExpectedStep(expected), None
         if step.is_same(self._step):
-            self._drop_reserved()
             return
         self._step = step
-        step.launch(self._hold_or_fill)
+        step.launch(self._runner)
 
     def foresee(self) -> None:
         """Prepares to begin it with the drafts that its requests wait for."""
         self._awaited = self._gate.awaited_answer()
         if self._awaited is not None and self._step is not None:
             self._step.foresee(self._awaited.requests, self._awaited.num_drafts)
-
-    def _hold_or_fill(self, step: StepRows) -> HeldStep | None:
-        """The pass of a step: the reserved one, where that fits."""
-        reserved, self._reserved = self._reserved, None
-        held = None if reserved is None else reserved.fill(step)
-        return self._hold(step) if held is None else held
 
     def begin_with(self, answer: Answered) -> bool:
         """Begins it with the drafts of an answer that has not been checked, if that is the one that was awaited and it
@@ -140,7 +89,6 @@ class PassAhead:
             return False
         step.begin_with(tokens)
         self._times.see_drafts()
-        self._times.begin_pass()
         return True
 
     def begin(self) -> bool:
@@ -154,27 +102,15 @@ class PassAhead:
         self._times.enter(Phase.VERIFY)
         try:
             begin()
-            self._times.begin_pass()
         finally:
             self._times.enter(Phase.HOST)
 
-    def take(self, works: Sequence[Work]) -> StepOutput | None:
-        """Its output, if it is the pass of `works`; see `ExpectedStep`. A reserved one is, if they are verified alone:
-        their drafts came before it was filled."""
-        if self._reserved is not None and all(work.num_drafts > 0 for work in works):
-            self._step = ExpectedStep([(work.request, work.num_drafts) for work in works])
-            self._step.launch(self._hold_or_fill)
-        self._drop_reserved()
+    def take(self, works: Sequence[ScheduledRows]) -> ForwardOutput | None:
+        """Its output, if it is the pass of `works`; see `ExpectedStep`."""
         return None if self._step is None else self._step.take(works)
 
     def drop(self) -> None:
         """Gives it up."""
         self._awaited = None  # it keeps a stream, and with it memory that is shared with a drafter
-        self._drop_reserved()
         if self._step is not None:
             self._step.drop()
-
-    def _drop_reserved(self) -> None:
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            reserved.drop()

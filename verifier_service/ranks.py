@@ -29,8 +29,9 @@ from draftwire.config import parse_speculative_config
 from draftwire.errors import DraftwireError, InvalidArgumentError
 from draftwire.kv_cache import SequenceRows
 from draftwire.stop_signals import STOP_SIGNALS
+from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.options import VerifierOptions
-from verifier_service.target_runner import StepOutput, StepRows, start_runner
+from verifier_service.target_runner import start_runner
 from verifier_service.target_start import start_target
 from verifier_service.tensor_parallel import Rank, exchange
 
@@ -45,7 +46,7 @@ _LOOPBACK = "127.0.0.1"
 _MESSAGE_SIZE = 4096
 _HEADER_SIZE = 4
 
-RunStep = Callable[[StepRows], StepOutput]
+RunStep = Callable[[ForwardInput], ForwardOutput]
 
 
 def rank_device(first: torch.device, rank: Rank) -> torch.device:
@@ -121,7 +122,7 @@ class Followers:
         A step that fails here ends the followers, and so the verifier: they may wait in the middle of it.
         """
 
-        def run_on_all(step: StepRows) -> StepOutput:
+        def run_on_all(step: ForwardInput) -> ForwardOutput:
             try:
                 _send(step)
                 return run(step)
@@ -226,7 +227,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
-def _send(step: StepRows) -> None:
+def _send(step: ForwardInput) -> None:
     numbers = _pack(step)
     size = len(numbers)
     first = np.zeros(_MESSAGE_SIZE, np.int32)
@@ -236,7 +237,7 @@ def _send(step: StepRows) -> None:
         _broadcast(numbers[_MESSAGE_SIZE:])
 
 
-def _receive() -> StepRows:
+def _receive() -> ForwardInput:
     numbers = np.zeros(_MESSAGE_SIZE, np.int32)
     _broadcast(numbers)
     size = int(numbers[0])
@@ -251,7 +252,7 @@ def _broadcast(numbers: np.ndarray) -> None:
     exchange(dist.broadcast, torch.from_numpy(numbers), 0)
 
 
-def _pack(step: StepRows) -> np.ndarray:
+def _pack(step: ForwardInput) -> np.ndarray:
     """[N] int32: N, the counts of rows, logit rows and sequences, then all of them, then all blocks."""
     sequences = [(sequence.start, sequence.count, len(sequence.blocks)) for sequence in step.sequences]
     parts = [
@@ -267,13 +268,13 @@ def _pack(step: StepRows) -> np.ndarray:
     return numbers
 
 
-def _unpack(numbers: np.ndarray) -> StepRows:
+def _unpack(numbers: np.ndarray) -> ForwardInput:
     num_rows, num_logit_rows, num_sequences = numbers[1:_HEADER_SIZE]
     ends = np.cumsum([num_rows, num_rows, num_logit_rows, 3 * num_sequences])
     token_ids, positions, logit_rows, sequences, blocks = np.split(numbers[_HEADER_SIZE:], ends)
     starts, counts, lengths = sequences.reshape(-1, 3).T
     tables = np.split(blocks, np.cumsum(lengths))[:-1]
-    return StepRows(
+    return ForwardInput(
         token_ids.astype(np.int64),
         positions.astype(np.int64),
         [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from draftwire.errors import DraftwireError, ServerError
 from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.drafting import Drafting
 from verifier_service.emission import Emission
 from verifier_service.output import Piece
@@ -14,7 +15,7 @@ from verifier_service.output_queue import Item, OutputQueue, undecodable
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn
-from verifier_service.scheduler import Scheduler, Work
+from verifier_service.scheduler import Scheduler
 
 
 class RequestOutputs:
@@ -41,9 +42,9 @@ class RequestOutputs:
         self._is_synthetic = is_synthetic
         self._queue = OutputQueue(deliver, metrics)
         # Of requests that go on, by the step committed last; pieces of plain tokens are made when they are queued.
-        self._emitted: list[tuple[Work, Drawn, Piece | None]] = []
+        self._emitted: list[tuple[ScheduledRows, Drawn, Piece | None]] = []
         self._drawn_at = 0.0  # monotonic time
-        self._uncounted: list[tuple[Work, Drawn, Piece | None]] = []
+        self._uncounted: list[tuple[ScheduledRows, Drawn, Piece | None]] = []
 
     @property
     def is_waiting(self) -> bool:
@@ -55,13 +56,13 @@ class RequestOutputs:
         """Whether there is an error among it."""
         return self._queue.has_errors
 
-    def commit(self, works: Sequence[Work], drawn: Sequence[Drawn], now: float) -> None:
+    def commit(self, works: Sequence[ScheduledRows], drawn: Sequence[Drawn], now: float) -> None:
         """Takes a step, with what was `drawn` by the monotonic time `now` for each work that samples.
 
         Drafts past the accepted ones are rolled back by length.
         """
         results = iter(drawn)
-        emitted: list[tuple[Work, Drawn, Piece | None]] = []
+        emitted: list[tuple[ScheduledRows, Drawn, Piece | None]] = []
         for work in works:
             result = next(results) if work.samples else None
             work.request.is_foretold = False
@@ -75,7 +76,7 @@ class RequestOutputs:
         self._emitted, self._drawn_at = emitted, now
 
     def _commit(
-        self, work: Work, drawn: Drawn, now: float, emitted: list[tuple[Work, Drawn, Piece | None]]
+        self, work: ScheduledRows, drawn: Drawn, now: float, emitted: list[tuple[ScheduledRows, Drawn, Piece | None]]
     ) -> None:
         request, tokens = work.request, drawn.tokens
         if work.is_decoding:
@@ -128,7 +129,7 @@ class RequestOutputs:
             self._count(work, drawn)
         self._uncounted.clear()
 
-    def _count(self, work: Work, drawn: Drawn) -> None:
+    def _count(self, work: ScheduledRows, drawn: Drawn) -> None:
         num_emitted = len(drawn.tokens)
         if work.is_decoding:
             work.request.count_step(work.num_drafts, num_emitted)

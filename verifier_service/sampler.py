@@ -24,8 +24,8 @@ from draftwire_kernels import (
     rejection_sample,
     unconditional_to_conditional_rates,
 )
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import AnswerLogits, Request
-from verifier_service.scheduler import Work
 from verifier_service.token_history import TokenHistory, uses_penalties
 
 # Tokens of a row whose log probabilities can be told.
@@ -75,7 +75,7 @@ class DrawnLogprobs(NamedTuple):
 class PendingDraw:
     """Tokens on their way from the device; see `TokenSampler.finish`."""
 
-    works: Sequence[Work]
+    works: Sequence[ScheduledRows]
     groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
     told: _ToldRows | None  # where log probabilities are told
     on_host: torch.Tensor  # [N] int64: all of the groups, then all of `told`
@@ -195,7 +195,7 @@ class TokenSampler:
         self._wishes.pop(request, None)
         self._history.release(request)
 
-    def launch(self, works: Sequence[Work], logits: torch.Tensor) -> PendingDraw:
+    def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> PendingDraw:
         """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
 
         Parameters
@@ -244,7 +244,7 @@ class TokenSampler:
 
     def _told(
         self,
-        works: Sequence[Work],
+        works: Sequence[ScheduledRows],
         wishes: Sequence[_Wishes],
         logits: torch.Tensor,
         first_rows: Sequence[int],
@@ -272,7 +272,7 @@ class TokenSampler:
         most = min(MOST_LIKELIEST, self._vocab_size)
         return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
 
-    def _process(self, works: Sequence[Work], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
+    def _process(self, works: Sequence[ScheduledRows], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
         if all(
             w.is_plain and (w.min_tokens == 0 or _num_output(work) >= w.min_tokens)
             for w, work in zip(wishes, works, strict=True)
@@ -317,7 +317,9 @@ class TokenSampler:
             )
         return wishes
 
-    def _reject(self, works: Sequence[Work], temperatures: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
+    def _reject(
+        self, works: Sequence[ScheduledRows], temperatures: Sequence[float], logits: torch.Tensor
+    ) -> torch.Tensor:
         """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
         requests = [work.request for work in works]
         arrays: list[np.ndarray] = [
@@ -351,7 +353,7 @@ class TokenSampler:
         )
         return torch.cat([result.num_emitted[:, None].to(torch.int64), result.tokens], dim=1)
 
-    def _draft_logits(self, works: Sequence[Work]) -> DraftLogits | None:
+    def _draft_logits(self, works: Sequence[ScheduledRows]) -> DraftLogits | None:
         """The logits of all drafts, draft after draft."""
         pieces: list[tuple[AnswerLogits, list[int]]] = []
         for work in works:
@@ -381,16 +383,16 @@ class TokenSampler:
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
-def _num_output(work: Work) -> int:
+def _num_output(work: ScheduledRows) -> int:
     """Tokens that the request has before this step's: one more than the host knows, where the step follows another."""
     return work.request.num_output + (work.follows is not None)
 
 
-def _draft_tokens(works: Iterable[Work]) -> list[int]:
+def _draft_tokens(works: Iterable[ScheduledRows]) -> list[int]:
     return [token for work in works if work.drafts is not None for token in work.drafts.tokens]
 
 
-def _cu_rows(works: Sequence[Work]) -> torch.Tensor:
+def _cu_rows(works: Sequence[ScheduledRows]) -> torch.Tensor:
     """[B + 1] int32 on the CPU, where the kernels can read it without waiting for the device."""
     return torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
 
@@ -404,7 +406,7 @@ def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.devic
     return torch.tensor(unconditional_to_conditional_rates(rates), dtype=torch.float32, device=device)
 
 
-def _by_columns(works: Sequence[Work]) -> list[list[int]]:
+def _by_columns(works: Sequence[ScheduledRows]) -> list[list[int]]:
     """Works that one rejection test can take together: their draft logits, if any, have the same columns."""
     members: dict[int | None, list[int]] = {}
     for index, work in enumerate(works):
@@ -414,7 +416,7 @@ def _by_columns(works: Sequence[Work]) -> list[list[int]]:
     return list(members.values())
 
 
-def _logits(work: Work) -> AnswerLogits | None:
+def _logits(work: ScheduledRows) -> AnswerLogits | None:
     """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
     return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
 
@@ -431,7 +433,7 @@ def _bias(wishes: Sequence[_Wishes]) -> LogitBias | None:
     return LogitBias(torch.tensor(request), torch.tensor(token), torch.tensor(value, dtype=torch.float32))
 
 
-def _suppression(works: Sequence[Work], wishes: Sequence[_Wishes]) -> Suppression | None:
+def _suppression(works: Sequence[ScheduledRows], wishes: Sequence[_Wishes]) -> Suppression | None:
     """End and stop tokens in the rows whose token comes before min_tokens."""
     entries = []
     row = 0

@@ -5,47 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from draftwire.block_pool import blocks_for
 from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.queue_pace import QueuePace
-from verifier_service.request import ReadyDrafts, Request
-
-# Stands for a token that only the device knows.
-UNKNOWN_TOKEN = 0
-
-
-@dataclass
-class Work:
-    """Rows of one request in a step."""
-
-    request: Request
-    start: int  # position of the first row
-    tokens: list[int]  # of the rows: committed tokens, then drafts
-    drafts: ReadyDrafts | None
-    samples: bool  # whether its last row, or each row of a decoding request, draws a token
-    follows: int | None = None  # place of its only token in the draw of the step before, which has it on the device
-    cause: generate_pb2.FallbackCause | None = None  # why it has no drafts, where that is known
-    is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
-    num_drafts: int = field(init=False)  # draft rows
-    num_logit_rows: int = field(init=False)  # rows whose logits are wanted
-    _admission: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_decoding = self.request.is_decoding or self.follows is not None
-        self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
-        self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
-        self._admission = self.request.num_preemptions
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request still has the blocks that it had: it has not ended since, nor given them back."""
-        return bool(self.request.blocks) and self.request.num_preemptions == self._admission
+from verifier_service.request import Request
 
 
 def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
@@ -121,7 +90,7 @@ class Scheduler:
         going_on: Mapping[Request, int] = MappingProxyType({}),
         *,
         takes_prompts: bool = True,
-    ) -> list[Work]:
+    ) -> list[ScheduledRows]:
         """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
 
         No row of a prompt, and no draft, takes the place of a row of a decoding request.
@@ -237,9 +206,9 @@ class Scheduler:
         request.blocks = []
         request.num_computed = 0
 
-    def _decode(self, request: Request, follows: int | None) -> Work:
+    def _decode(self, request: Request, follows: int | None) -> ScheduledRows:
         if follows is not None:
-            return Work(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
+            return ScheduledRows(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
         last = len(request.tokens) - 1
         drafts, request.drafts = request.drafts, None
         cause = None
@@ -251,7 +220,7 @@ class Scheduler:
         else:
             drafts = None
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
-        return Work(request, last, tokens, drafts, samples=True, cause=cause)
+        return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause)
 
     def place_drafts(self, request: Request, count: int) -> int:
         """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias.
@@ -275,6 +244,6 @@ class Scheduler:
             del request.blocks[needed:]
 
 
-def _prefill(request: Request, start: int, room: int) -> Work:
+def _prefill(request: Request, start: int, room: int) -> ScheduledRows:
     tokens = request.tokens[start : start + room]
-    return Work(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))
+    return ScheduledRows(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))

@@ -277,24 +277,6 @@ class StepGate:
         parts = self._parts and len(sessions) < num_bound
         return counts if awaited and not take_turns and not parts else None
 
-    def drafts_to_come(self, requests: Sequence[Request], *, has_landed: bool = False) -> list[int] | None:
-        """How many drafts each request of a step that runs will bring to the next one, at most, if all of them will
-        wait for some together; else None. Where it has landed, and drafters have not been told yet: if they were told
-        beforehand."""
-        counts = []
-        for request in requests:
-            binding = self._bindings.get(request)
-            if binding is None or not request.is_decoding or request.num_in_flight != int(not has_landed):
-                return None
-            session, plan = binding.session, binding.session.pace.plan
-            if plan.num_groups > 1 or not session.has_room or not session.is_counted_on:
-                return None
-            if has_landed and (session.ahead is None or session.ahead.foretold is None or session.pace.skips_next):
-                return None
-            wanted = request.num_drafts_wanted if has_landed else request.num_speculative_tokens
-            counts.append(min(plan.num_drafts, wanted))
-        return counts if counts and min(counts) > 0 and not self._parts else None
-
     @property
     def next_deadline(self) -> float:
         """The earliest time at which a waiting request or a held step stops to wait; infinite if there is none."""

@@ -10,6 +10,7 @@ import torch
 
 from draftwire.devices import make_current, record_event
 from draftwire.kv_cache import SequenceRows
+from verifier_service.core.batch import ForwardInput, ForwardOutput, FutureTokens, ScheduledRows
 from verifier_service.draft_session import DraftSession
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureStores
@@ -17,9 +18,7 @@ from verifier_service.features_ahead import FeaturesAhead
 from verifier_service.flight import Flight
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.sampler import TokenSampler
-from verifier_service.scheduler import Work
 from verifier_service.step_times import Phase, StepMarks, StepTimes
-from verifier_service.target_runner import DrawnTokens, StepOutput, StepRows
 
 
 class StepLauncher:
@@ -35,7 +34,7 @@ class StepLauncher:
     def __init__(
         self,
         device: torch.device,
-        run_rows: Callable[[StepRows], StepOutput],
+        run_rows: Callable[[ForwardInput], ForwardOutput],
         sampler: TokenSampler,
         stores: FeatureStores,
         drafting: Drafting,
@@ -64,7 +63,7 @@ class StepLauncher:
         """What is launched within belongs to the steps of a GPU."""
         return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
 
-    def launch(self, works: Sequence[Work], running: Flight | None) -> Flight:
+    def launch(self, works: Sequence[ScheduledRows], running: Flight | None) -> Flight:
         """Launches the step of `works`, behind the one that runs."""
         # Mostly nothing is left, and a wait would be two more calls of the driver in each step.
         if self._steps is not None and self._beside is not None and not self._beside.query():
@@ -91,26 +90,23 @@ class StepLauncher:
         self._drafting.gate.note_launch()
         return Flight(works, sampling, pending, marks, num_rows, ahead, is_beside=is_beside, verified=verified)
 
-    def _forward(self, works: Sequence[Work], running: Flight | None) -> StepOutput:
+    def _forward(self, works: Sequence[ScheduledRows], running: Flight | None) -> ForwardOutput:
         """Runs the rows of `works`; logits [R, V] of the rows that sample."""
         self._count(works)
         self._times.enter(Phase.VERIFY)
-        has_begun = self._pass_ahead.has_begun
         output = self._pass_ahead.take(works)
         if output is None:
-            output, has_begun = self._run_rows(_rows_of(works, running)), False
-        if not has_begun:
-            self._times.begin_pass()
+            output = self._run_rows(_rows_of(works, running))
         self._stores.capture(output, (work.request for work in works))
         return output
 
-    def _count(self, works: Sequence[Work]) -> None:
+    def _count(self, works: Sequence[ScheduledRows]) -> None:
         verified = [len(work.tokens) for work in works if work.is_decoding]
         prompt_rows = sum(len(work.tokens) for work in works) - sum(verified)
         self._times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
 
-def _rows_of(works: Sequence[Work], running: Flight | None) -> StepRows:
+def _rows_of(works: Sequence[ScheduledRows], running: Flight | None) -> ForwardInput:
     """The rows of a step; those whose tokens are still drawn follow the step that runs."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -126,10 +122,10 @@ def _rows_of(works: Sequence[Work], running: Flight | None) -> StepRows:
         rows += range(len(token_ids) - work.num_logit_rows, len(token_ids))
         sequences.append(SequenceRows(work.request.blocks, work.start, count))
     ids, places, logit_rows = (np.array(values, np.int64) for values in (token_ids, positions, rows))
-    return StepRows(ids, places, sequences, logit_rows, _drawn_tokens(followed, running))
+    return ForwardInput(ids, places, sequences, logit_rows, _drawn_tokens(followed, running))
 
 
-def _drawn_tokens(followed: Sequence[tuple[int, int]], running: Flight | None) -> DrawnTokens | None:
+def _drawn_tokens(followed: Sequence[tuple[int, int]], running: Flight | None) -> FutureTokens | None:
     """Those of (row, place in the draw of the step that runs)."""
     if not followed:
         return None
@@ -137,4 +133,4 @@ def _drawn_tokens(followed: Sequence[tuple[int, int]], running: Flight | None) -
     assert running.pending is not None
     assert running.pending.first_tokens is not None
     rows, places = np.array(followed, np.int64).T
-    return DrawnTokens(rows, places, running.pending.first_tokens)
+    return FutureTokens(rows, places, running.pending.first_tokens)

@@ -76,8 +76,6 @@ class StepTimes:
         self._told_s = 0.0  # by one whose answer came behind its drafts
         self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
         self.traffic = Traffic()
-        self._pass_began = math.nan  # monotonic time; NaN while none runs
-        self._pass_s = (math.inf, math.inf)  # seconds of the last two passes
         self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
         self._carriers: defaultdict[draft_pb2.Carrier, generate_pb2.CarrierTraffic] = defaultdict(
             generate_pb2.CarrierTraffic
@@ -95,22 +93,10 @@ class StepTimes:
             self._own.drafting += max(0.0, min(self._computed_s, self._came_at - self._landed_at))
             self._computed_s = 0.0
 
-    def begin_pass(self) -> None:
-        """Note that a forward pass begins."""
-        self._pass_began = self._clock()
-
-    def pass_time_left(self) -> float:
-        """Return the seconds until the running pass ends if it takes as long as the shorter of the last two; NaN when
-        no pass runs, infinity when fewer than two have run."""
-        return self._pass_began + min(self._pass_s) - self._clock()
-
     def land(self) -> None:
         """The step's tokens are there: what the thread does from here on is for the next one."""
         self.enter(Phase.HOST)
         self._landed, self._own, self._landed_at = self._own, _Own(), self._since
-        if not math.isnan(self._pass_began):
-            self._pass_s = self._pass_s[1], self._since - self._pass_began
-            self._pass_began = math.nan
 
     def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
         """Counts the step that has landed, or else lands now; on a GPU with the step's marks, unless it failed. To be

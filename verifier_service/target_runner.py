@@ -6,10 +6,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,96 +21,15 @@ from draftwire.block_pool import blocks_for
 from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
 from draftwire.errors import CheckpointError
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch
 from draftwire.stream_hold import StreamHold
-from verifier_service.graph_inputs import GraphInputs, StagedStep
+from verifier_service.core.batch import ForwardInput, ForwardOutput
+from verifier_service.graph_inputs import GraphInputs, StagedInputs
 from verifier_service.graph_products import with_faster_products
 from verifier_service.target import Target
 from verifier_service.target_buckets import LEAST_ROWS, Bucket, Buckets
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DrawnTokens:
-    """Token ids of a step that the step before draws: the device alone has them."""
-
-    rows: np.ndarray
-    """[F] int64: rows of the step that have such a token."""
-    places: np.ndarray
-    """[F] int64: where it is in `tokens`."""
-    tokens: Tensor
-    """[B] int64 on the device, -1 where nothing was drawn."""
-
-    def write(self, token_ids: Tensor) -> None:
-        """Puts them into the step's token ids; a request that drew nothing goes on with any token until it is ended."""
-        rows, places = upload([self.rows, self.places], token_ids.device)
-        token_ids.index_copy_(0, rows, self.tokens.index_select(0, places).clamp_(min=0))
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The rows of a step, on the host."""
-
-    token_ids: np.ndarray
-    """[T] int64, sequence after sequence."""
-    positions: np.ndarray
-    """[T] int64."""
-    sequences: Sequence[SequenceRows]
-    """Where they are written and what they attend to."""
-    logit_rows: np.ndarray
-    """[R] int64, ascending: the rows whose logits are wanted."""
-    drawn: DrawnTokens | None = None
-    """Token ids that `token_ids` has not."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step of T rows computes, on the device; valid until the next one."""
-
-    logits: Tensor
-    """[R, vocab_size] of the step's logit rows, in the target's dtype."""
-    states: Sequence[Tensor]
-    """num_layers + 1 of at least T rows of [hidden_size]: those entering each layer, and the last after the norm."""
-    slots: Tensor
-    """[T] int64, where the rows are in the cache."""
-    slots_on_host: np.ndarray
-    """The same on the host."""
-    began: torch.cuda.Event | None = None
-    """On a GPU: when it had the step's inputs."""
-
-    def features(self, layers: Sequence[int]) -> Tensor:
-        """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
-        return torch.cat([self.states[layer][: len(self.slots_on_host)] for layer in layers], dim=-1)
-
-    def with_logits_of(self, rows: np.ndarray) -> StepOutput:
-        """The same with the logits of some of the rows that it has them of, int64 [R]."""
-        if np.array_equal(rows, np.arange(len(self.logits))):
-            return self
-        (index,) = upload([rows], self.logits.device)
-        return replace(self, logits=self.logits.index_select(0, index))
-
-
-@dataclass(frozen=True)
-class HeldStep:
-    """A step that has been launched without its token ids. One of its methods is called, once."""
-
-    begin: Callable[[np.ndarray], StepOutput | None]
-    """Computes it with these token ids, int64 [T]; None when it has been computed without them."""
-    drop: Callable[[], object]
-    """Lets the device go on: what it computes is of no use."""
-
-
-@dataclass(frozen=True)
-class ReservedStep:
-    """A pass that has been launched before anything is known of its step but how large it can be. One of its
-    methods is called, once."""
-
-    fill: Callable[[StepRows], HeldStep | None]
-    """Makes it the pass of a step whose token ids are still to come; None where that does not fit, and it is dropped.
-    """
-    drop: Callable[[], object]
-    """Lets the device go on: it computes padding."""
 
 
 class TargetRunner:
@@ -155,6 +74,7 @@ class TargetRunner:
         self._max_blocks = max_blocks_per_sequence
         self._graphs: dict[Bucket, _Graph] = {}
         self._hold: StreamHold | None = None
+        self._release: Callable[[np.ndarray], ForwardOutput | None] | None = None  # of the prelaunched forward pass
         self.seconds_by_library: dict[Bucket, Mapping[str, float]] = {}
 
     @torch.inference_mode()
@@ -194,7 +114,7 @@ class TargetRunner:
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
     @torch.inference_mode()
-    def run(self, step: StepRows) -> StepOutput:
+    def run(self, step: ForwardInput) -> ForwardOutput:
         """Runs a step's rows and fills the cache."""
         graph = self._graph(step)
         if graph is not None:
@@ -204,41 +124,41 @@ class TargetRunner:
         wanted = len(step.logit_rows)
         logit_rows = np.concatenate([step.logit_rows, np.zeros(max(LEAST_ROWS - wanted, 0), np.int64)])
         token_ids, positions, rows = upload([step.token_ids, step.positions, logit_rows], device)
-        if step.drawn is not None:
-            step.drawn.write(token_ids)
+        if step.future is not None:
+            step.future.write(token_ids)
         began = record_event(device)
         output = self._target.forward(token_ids, positions, self.cache, batch, rows)
         slots_on_host = batch.host.slot_mapping.numpy()
-        return StepOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host, began)
+        return ForwardOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host, began)
 
     @torch.inference_mode()
-    def hold(self, step: StepRows) -> HeldStep | None:
-        """Launches a step whose token ids are still to come and whose rows all have logits; None where that cannot be.
+    def prelaunch(self, step: ForwardInput) -> bool:
+        """Launch a forward pass whose token ids come later and whose rows all have logits; return whether it can be.
 
-        On a GPU until then nothing may be called that waits for the current stream. A CPU computes when they are there.
+        `release` or `abandon` must follow. On a GPU nothing may be called until then that waits for the current stream.
+        A CPU computes at `release`.
         """
-        blocks = max((len(sequence.blocks) for sequence in step.sequences), default=0)
-        max_rows = max((sequence.count for sequence in step.sequences), default=0)
-        reserved = self.reserve(len(step.sequences), len(step.positions), max_rows, blocks)
-        return None if reserved is None else reserved.fill(step)
-
-    @torch.inference_mode()
-    def reserve(self, num_sequences: int, num_rows: int, max_rows: int, num_blocks: int) -> ReservedStep | None:
-        """The same of a step that is still to come as a whole: of up to so many sequences, with so many rows in all, at
-        most `max_rows` of one, and `num_blocks` blocks of one that hold them."""
+        assert self._release is None
         if self._target.device.type != "cuda":
-            most = _Most(num_sequences, num_rows, max_rows, num_blocks)
-            return ReservedStep(lambda step: self._held_on_cpu(step) if most.holds(step) else None, lambda: None)
-        bucket = self._buckets.find(num_sequences, num_rows, max_rows, num_rows)
-        graph = None if bucket is None else self._graphs.get(bucket)
-        if graph is None or self._hold is None:
-            return None
-        return graph.reserve(num_sequences, max(num_blocks, 1), self._hold)
+            self._release = lambda token_ids: self.run(replace(step, token_ids=token_ids))
+        elif self._hold is not None and (graph := self._graph(step)) is not None:
+            self._release = graph.prelaunch(step, self._hold)
+        return self._release is not None
 
-    def _held_on_cpu(self, step: StepRows) -> HeldStep:
-        return HeldStep(lambda token_ids: self.run(replace(step, token_ids=token_ids)), lambda: None)
+    def release(self, token_ids: np.ndarray) -> ForwardOutput | None:
+        """Compute the prelaunched forward pass with these token ids, int64 [T]; None when the device has computed it
+        without them."""
+        release, self._release = self._release, None
+        assert release is not None
+        return release(token_ids)
 
-    def _graph(self, step: StepRows) -> _Graph | None:
+    def abandon(self) -> None:
+        """Let the device go on: nobody reads what the prelaunched forward pass, if any, computes."""
+        if self._release is not None and self._hold is not None:
+            self._hold.release(lambda: None)
+        self._release = None
+
+    def _graph(self, step: ForwardInput) -> _Graph | None:
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
         bucket = self._buckets.find(len(step.sequences), len(step.positions), max_rows, len(step.logit_rows))
         return None if bucket is None else self._graphs.get(bucket)
@@ -250,7 +170,7 @@ def _make_hold(device: torch.device) -> StreamHold | None:
         hold.stop()
         hold.release(lambda: None)
     except SegmentError as error:
-        logger.info("steps are not launched before their drafts are there: %s", error)
+        logger.info("steps are not launched before their drafts arrive: %s", error)
         return None
     return hold
 
@@ -267,24 +187,6 @@ def start_runner(
     return runner
 
 
-class _Most(NamedTuple):
-    """Bounds of a step."""
-
-    num_sequences: int
-    num_rows: int
-    max_rows: int
-    num_blocks: int
-
-    def holds(self, step: StepRows) -> bool:
-        """Whether a step is within them."""
-        sequences = step.sequences
-        return (
-            len(sequences) <= self.num_sequences
-            and len(step.positions) <= self.num_rows
-            and all(one.count <= self.max_rows and len(one.blocks) <= self.num_blocks for one in sequences)
-        )
-
-
 class _Graph:
     """The forward pass over one size of batch."""
 
@@ -296,7 +198,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            token_ids, positions, rows, batch = StagedStep(inputs, bucket, 0, 1).send()
+            token_ids, positions, rows, batch = inputs.padding(bucket)
             # Kernels are built outside of the capture, and what that takes of memory is given back to it.
             target.forward(token_ids, positions, cache, batch, rows)
             torch.cuda.empty_cache()
@@ -332,64 +234,37 @@ class _Graph:
             taken.append(began.elapsed_time(ended) / 2000)
         return min(taken)
 
-    def run(self, step: StepRows) -> StepOutput:
+    def run(self, step: ForwardInput) -> ForwardOutput:
         """Replays the graph over a step that fits the bucket."""
-        stage = self._stage(len(step.sequences), max((len(sequence.blocks) for sequence in step.sequences), default=1))
-        slots = stage.fill(step)
-        assert slots is not None
-        stage.token_ids[: len(step.token_ids)] = step.token_ids
-        began = self._launch(stage, step.drawn)
-        return self._output(step, slots, began)
+        return self._launch(step, self._inputs.stage(self._bucket, step))
 
-    def reserve(self, num_sequences: int, num_blocks: int, hold: StreamHold) -> ReservedStep:
-        """Launches the graph for a step of up to so many sequences, of so many blocks each, whose rows all have logits:
-        what that is may be told until its token ids are there, with which it begins."""
-        stage = self._stage(num_sequences, num_blocks)
+    def prelaunch(self, step: ForwardInput, hold: StreamHold) -> Callable[[np.ndarray], ForwardOutput | None]:
+        """Replay the graph over a step that fits the bucket, whose rows all have logits, behind a stopped stream; the
+        returned function writes the token ids and lets the stream go on."""
+        staged = self._inputs.stage(self._bucket, step)
         hold.stop()
         try:
-            began = self._launch(stage)
+            output = self._launch(step, staged)
         except BaseException:
             hold.release(lambda: None)
             raise
 
-        def drop() -> None:
-            hold.release(lambda: None)
+        def release(token_ids: np.ndarray) -> ForwardOutput | None:
+            fill = partial(np.copyto, staged.token_ids[: len(token_ids)], token_ids)
+            return output if hold.release(fill) else None
 
-        def fill(step: StepRows) -> HeldStep | None:
-            slots = output = None
-            try:
-                slots = stage.fill(step)
-                output = None if slots is None else self._output(step, slots, began)
-            finally:
-                if output is None:
-                    drop()
-            if output is None:
-                return None
+        return release
 
-            def begin(known: np.ndarray) -> StepOutput | None:
-                return output if hold.release(lambda: np.copyto(stage.token_ids[: len(known)], known)) else None
-
-            return HeldStep(begin, drop)
-
-        return ReservedStep(fill, drop)
-
-    def _stage(self, num_sequences: int, num_blocks: int) -> StagedStep:
-        return StagedStep(self._inputs, self._bucket, num_sequences, num_blocks)
-
-    def _launch(self, stage: StagedStep, drawn: DrawnTokens | None = None) -> torch.cuda.Event | None:
-        """Launches what is staged, which is read when the stream comes to it; when the device had it."""
-        loaded = stage.send()
-        if drawn is not None:
-            drawn.write(loaded.token_ids)
+    def _launch(self, step: ForwardInput, staged: StagedInputs) -> ForwardOutput:
+        inputs = self._inputs.send(self._bucket, staged)
+        if step.future is not None:
+            step.future.write(inputs.token_ids)
         began = record_event(self._slots.device)
         self._graph.replay()
-        return began
-
-    def _output(self, step: StepRows, slots_on_host: np.ndarray, began: torch.cuda.Event | None) -> StepOutput:
         num_rows = len(step.positions)
         num_logit_rows = num_rows if self._bucket.has_all_logits else len(step.logit_rows)
         slots = self._slots[:num_rows]
-        output = StepOutput(self._logits[:num_logit_rows], self._states, slots, slots_on_host, began)
+        output = ForwardOutput(self._logits[:num_logit_rows], self._states, slots, staged.slots, began)
         return output.with_logits_of(step.logit_rows) if self._bucket.has_all_logits else output
 
 

@@ -10,8 +10,8 @@ import torch
 from draftwire.devices import upload
 from draftwire.v1 import config_pb2
 from draftwire_kernels import Penalties
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import Request
-from verifier_service.scheduler import Work
 
 
 class TokenHistory:
@@ -35,7 +35,7 @@ class TokenHistory:
         if slot is not None:
             self._free.append(slot)
 
-    def penalties(self, works: Sequence[Work]) -> Penalties | None:
+    def penalties(self, works: Sequence[ScheduledRows]) -> Penalties | None:
         """The penalties of a step, None when no request of it uses any."""
         users = [work.request for work in works if uses_penalties(work.request.params)]
         if not users:
@@ -57,7 +57,7 @@ class TokenHistory:
             output_counts=self._output_counts,
         )
 
-    def count(self, works: Sequence[Work], drawn: torch.Tensor) -> None:
+    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
         """Adds what was drawn for `works` to their outputs.
 
         Parameters

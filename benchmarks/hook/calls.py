@@ -19,7 +19,7 @@ CALLS = {
     "draftwire.carriers.sender": ("Outgoing.finish",),
     "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
-    "verifier_service.pass_ahead": ("PassAhead.reserve", "PassAhead.begin_with_board"),
+    "verifier_service.pass_ahead": ("PassAhead.begin_with_board",),
     "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin", "ExpectedStep.begin_with"),
     "verifier_service.target_runner": ("_Graph._launch",),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),

@@ -203,18 +203,18 @@ class BatchBuffers:
         if max_length is None:
             max_length = self._sizes[2] * BLOCK_SIZE
         self._check(batch, num_rows_padded, num_sequences_padded, max_rows, max_length)
-        stage = self.stage(batch.num_sequences, batch.block_tables.shape[1])
-        stage.fill(batch)
+        stage = self.stage(batch)
         return stage.send(num_rows_padded, num_sequences_padded, max_rows=max_rows, max_length=max_length)
 
-    def stage(self, num_sequences: int, width: int) -> BatchStage:
-        """A batch on the host of up to that many sequences of `width` blocks each, of which nothing is known yet."""
+    def stage(self, batch: RaggedBatch) -> BatchStage:
+        """Return the batch, made with sequences, in host memory that can be copied to the buffers."""
         total, sequences, columns = self._sizes
-        for name, value, most in (("num_sequences", num_sequences, sequences), ("width", width, columns)):
-            if not 0 <= value <= most:
+        count, width = batch.block_tables.shape
+        for name, value, most in (("num_sequences", count, sequences), ("width", width, columns)):
+            if value > most:
                 raise ValueError(f"{name}: got {value}, expected 0 to {most}")
-        host = _buffer(_packed_bytes(total, sequences, 0) + num_sequences * width * 4, self._device)
-        return BatchStage(host, self._packed, self._block_tables, self._sizes, num_sequences, width)
+        host = _buffer(_packed_bytes(total, sequences, 0) + count * width * 4, self._device)
+        return BatchStage(host, batch, self._packed, self._block_tables, self._sizes)
 
     def _check(self, batch: RaggedBatch, num_rows: int, num_sequences: int, max_rows: int, max_length: int) -> None:
         total, sequences, columns = self._sizes
@@ -234,54 +234,42 @@ class BatchBuffers:
 
 
 class BatchStage:
-    """A batch between the host and `BatchBuffers`. It may be filled after it was sent, until the stream comes to that:
-    what is launched behind it then computes that batch. Unfilled it is padding.
-    """
+    """A batch in host memory, on its way to `BatchBuffers`."""
 
     def __init__(
         self,
         host: torch.Tensor,
+        batch: RaggedBatch,
         packed: torch.Tensor,
         block_tables: torch.Tensor,
         sizes: tuple[int, int, int],
-        num_sequences: int,
-        width: int,
     ) -> None:
         """`host` is what is sent, `packed` and `block_tables` are the buffers of those `sizes`."""
         total, sequences, _ = sizes
+        rows, (count, width) = batch.num_rows, batch.block_tables.shape
         self._host = host
-        self._static = _views(packed[: host.numel()], total, sequences, width, num_sequences)
+        self._static = _views(packed[: host.numel()], total, sequences, width, count)
         self._packed = packed
         self._block_tables = block_tables
-        self._views = [view.numpy() for view in _views(host, total, sequences, width, num_sequences)]
-        slot_mapping, cu_rows, lengths, tables = self._views
-        slot_mapping[:] = np.arange(total) % BLOCK_SIZE
-        for part in (cu_rows, lengths, tables):
-            part[:] = 0
-
-    def fits(self, batch: RaggedBatch) -> bool:
-        """Whether there is room for a batch made with sequences."""
-        tables = batch.block_tables.shape
-        return tables[0] <= self._views[3].shape[0] and tables[1] <= self._views[3].shape[1]
-
-    def fill(self, batch: RaggedBatch) -> None:
-        """Writes a batch that fits, once."""
-        rows, count = batch.num_rows, batch.num_sequences
-        slot_mapping, cu_rows, lengths, tables = self._views
+        self._tables_shape = (count, width)
         own = batch.host
+        slot_mapping, cu_rows, lengths, tables = [
+            view.numpy() for view in _views(host, total, sequences, width, count)
+        ]
         slot_mapping[:rows] = own.slot_mapping.numpy()
         slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
         cu_rows[: count + 1] = own.cu_rows.numpy()
         cu_rows[count + 1 :] = rows
         lengths[:count] = own.lengths.numpy()
-        tables[:count, : own.block_tables.shape[1]] = own.block_tables.numpy()
+        lengths[count:] = 0
+        tables[:] = own.block_tables.numpy()
 
     def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
         """Copies it to the buffers, on the current stream; views of them for so many rows and sequences, padding
         included."""
-        static, tables = self._static, self._views[3]
+        static, (count, width) = self._static, self._tables_shape
         self._packed[: self._host.numel()].copy_(self._host, non_blocking=True)
-        self._block_tables[: tables.shape[0], : tables.shape[1]].copy_(static.block_tables)
+        self._block_tables[:count, :width].copy_(static.block_tables)
         return RaggedBatch.from_tensors(
             static.slot_mapping[:num_rows],
             static.cu_rows[: num_sequences + 1],

@@ -204,21 +204,3 @@ def test_a_step_that_is_counted_late_has_no_time_of_the_next_one(scene, late):
         if i % 2:
             scene.times.end_step(StepMarks(*map(Mark, (begin, begin + 3, begin + 3.25))))
     assert times_of(scene) == pytest.approx({"wire_s": 3, "verify_s": 12, "sample_s": 1, "host_s": 1})
-
-
-def test_the_time_left_goes_by_the_shorter_of_two_passes(scene):
-    def run_pass(seconds: float) -> None:
-        scene.times.begin_pass()
-        scene.clock.now += seconds
-        scene.times.land()
-
-    assert math.isnan(scene.times.pass_time_left())
-    run_pass(9)
-    scene.times.begin_pass()
-    assert scene.times.pass_time_left() == math.inf
-    run_pass(6)
-    scene.times.begin_pass()
-    scene.clock.now += 2
-    assert scene.times.pass_time_left() == 4
-    scene.times.land()
-    assert math.isnan(scene.times.pass_time_left())

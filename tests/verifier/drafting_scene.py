@@ -16,13 +16,13 @@ from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import drafting, step_gate, step_sender
+from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import Answered, Connected, Disconnected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.step_times import StepTimes
-from verifier_service.target_runner import StepOutput
 
 CPU = torch.device("cpu")
 VOCAB = 20
@@ -241,7 +241,7 @@ class Scene:
         start = request.num_computed
         states = (10000.0 * number + torch.arange(start, start + rows))[:, None].expand(-1, HIDDEN)
         slots = RaggedBatch([SequenceRows(request.blocks, start, rows)], CPU).slot_mapping
-        output = StepOutput(torch.empty(0), [states] * (max(LAYERS) + 1), slots, slots.numpy())
+        output = ForwardOutput(torch.empty(0), [states] * (max(LAYERS) + 1), slots, slots.numpy())
         for store in self.stores.values():
             store.capture(output)
         request.num_computed += rows

@@ -16,6 +16,7 @@ from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import pacing
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_stream import Answered, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.flight import Flight
@@ -24,7 +25,7 @@ from verifier_service.pacing import Pace, copying
 from verifier_service.pass_ahead import PassAhead
 from verifier_service.request import Request
 from verifier_service.sampler import PendingDraw
-from verifier_service.scheduler import Scheduler, Work
+from verifier_service.scheduler import Scheduler
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
@@ -284,7 +285,7 @@ class LaunchingWorld(World):
                     self._land(landing, lands, took_s, host_s)
         return (self.tokens - before) / (self.clock.now - began)
 
-    def _launch(self, works: Sequence[Work], device_free: float) -> Flight:
+    def _launch(self, works: Sequence[ScheduledRows], device_free: float) -> Flight:
         gate = self.drafting.gate
         for work in works:
             work.request.num_in_flight += 1
@@ -320,14 +321,14 @@ class _Places:
 
     def schedule(
         self, is_ready: Callable[[Request], bool], following: Mapping[Request, int], *_: object, **__: object
-    ) -> list[Work]:
+    ) -> list[ScheduledRows]:
         works = []
         for request in self.running:
             if (request in following or not request.is_in_flight) and is_ready(request):
                 last = len(request.tokens) - (request not in following)
                 drafts, request.drafts = request.drafts, None
                 tokens = [9, *(drafts.tokens if drafts is not None else ())]
-                works.append(Work(request, last, tokens, drafts, samples=True, follows=following.get(request)))
+                works.append(ScheduledRows(request, last, tokens, drafts, samples=True, follows=following.get(request)))
         return works
 
 

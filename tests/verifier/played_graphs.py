@@ -18,7 +18,7 @@ class PlayedGraph(target_runner._Graph):
     def __init__(self, runner: TargetRunner, inputs: Any, bucket: Any, memory: list[torch.Tensor]) -> None:
         self._inputs, self._bucket = inputs, bucket
         self._target, self._cache, self._memory = runner._target, runner.cache, memory
-        self._read = graph_inputs.StagedStep(inputs, bucket, 0, 1).send()
+        self._read = inputs.padding(bucket)
         self._slots = self._read.batch.slot_mapping
         self._graph: Any = self
 

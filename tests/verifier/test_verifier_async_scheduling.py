@@ -19,6 +19,7 @@ from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import engine
+from verifier_service.core.batch import FutureTokens
 from verifier_service.emission import Emission, response
 from verifier_service.flight import Flight
 from verifier_service.output import Piece
@@ -31,7 +32,6 @@ from verifier_service.sampler import Drawn
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepMarks
 from verifier_service.target import Target
-from verifier_service.target_runner import DrawnTokens
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -551,8 +551,8 @@ def test_a_cancelled_request_in_flight_leaves_the_others_alone(target):
     assert own.engine.kv_cache_usage == 0.0
 
 
-def test_drawn_tokens_are_put_where_they_belong_and_one_that_was_not_drawn_is_a_token_all_the_same():
+def test_future_tokens_fill_their_rows_and_a_missing_one_is_zero():
     token_ids = torch.zeros(5, dtype=torch.int64)
-    drawn = DrawnTokens(np.array([1, 4]), np.array([2, 0]), torch.tensor([-1, 8, 9]))
+    drawn = FutureTokens(np.array([1, 4]), np.array([2, 0]), torch.tensor([-1, 8, 9]))
     drawn.write(token_ids)
     assert token_ids.tolist() == [0, 9, 0, 0, 0]

@@ -16,6 +16,7 @@ from engine_scene import VOCAB, WAIT_S, K, Served, make_target
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import draft_session, expected_step, features_ahead
 from verifier_service import engine as engine_module
+from verifier_service.core.batch import ForwardInput, ForwardOutput, ScheduledRows
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Disconnected
@@ -23,10 +24,8 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Pace, Plan
 from verifier_service.request import ReadyDrafts
-from verifier_service.scheduler import Work
 from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
-from verifier_service.target_runner import HeldStep, ReservedStep, StepOutput, StepRows
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 
@@ -47,47 +46,53 @@ def one_group(monkeypatch) -> None:
     monkeypatch.setattr(expected_step, "PATIENCE_S", WAIT_S)
 
 
+class NotedRunner:
+    """Prelaunches by another runner, and counts that."""
+
+    def __init__(self, own: Noted, runner: Any) -> None:
+        self._own, self._runner = own, runner
+
+    def prelaunch(self, step: ForwardInput) -> bool:
+        assert self._runner.prelaunch(step)
+        self._own.held.append(step)
+        self._own._has_held.set()
+        return True
+
+    def release(self, token_ids: Any) -> ForwardOutput | None:
+        self._own.num_begun += 1
+        return self._runner.release(token_ids)
+
+    def abandon(self) -> None:
+        self._own.num_dropped += 1
+        self._runner.abandon()
+
+
+class NoRunner:
+    """Computes nothing; `released` are the token ids of each pass, None of one that was given up."""
+
+    def __init__(self) -> None:
+        self.released: list[Any] = []
+
+    def prelaunch(self, _: ForwardInput) -> bool:
+        return True
+
+    def release(self, token_ids: Any) -> None:
+        self.released.append(token_ids.tolist())
+
+    def abandon(self) -> None:
+        self.released.append(None)
+
+
 class Noted(Served):
     """An engine that counts what becomes of the steps that it holds."""
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
         self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
-        self.held: list[StepRows] = []
+        self.held: list[ForwardInput] = []
         self._has_held = threading.Event()
-        self.num_reserved = self.num_filled = self.num_unfilled = 0
-        hold, reserve = self.engine._pass_ahead._hold, self.engine._pass_ahead._reserve
-
-        def drop() -> None:
-            self.num_dropped += 1
-
-        def leave() -> None:
-            self.num_unfilled += 1
-
-        def noted(step: StepRows, held: HeldStep | None) -> HeldStep:
-            assert held is not None
-            self.held.append(step)
-            self._has_held.set()
-
-            def begin(token_ids: Any) -> Any:
-                self.num_begun += 1
-                return held.begin(token_ids)
-
-            return HeldStep(begin, drop)
-
-        def noted_reserve(*sizes: int) -> ReservedStep | None:
-            reserved = reserve(*sizes)
-            assert reserved is not None
-            self.num_reserved += 1
-
-            def fill(step: StepRows) -> HeldStep | None:
-                self.num_filled += 1
-                return noted(step, reserved.fill(step))
-
-            return ReservedStep(fill, leave)
-
-        self.engine._pass_ahead._hold = lambda step: noted(step, hold(step))
-        self.engine._pass_ahead._reserve = noted_reserve
+        self.runner = NotedRunner(self, self.engine._pass_ahead._runner)
+        self.engine._pass_ahead._runner = self.runner
         begin_with = self.engine._pass_ahead.begin_with
 
         def noted_begin_with(event: Answered) -> bool:
@@ -221,13 +226,13 @@ class Board:
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
 @pytest.mark.parametrize("wrong", [None, 7, -1])
 def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(target, monkeypatch, kind, wrong):
-    """It is filled before the drafters are told of its tokens. A board that says something else than the answer makes
+    """A board that says something else than the answer makes
     a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
     monkeypatch.setattr(features_ahead, "_foretell", lambda *_: Foretold(pb.SharedSpan(), K))
     own, board = Noted(target), Board()
     begin_with_board = own.engine._pass_ahead.begin_with_board
-    begun, written, filled = [], [], []
+    begun, written = [], []
 
     def noted_begin_with_board() -> bool:
         begun.append(begin_with_board())
@@ -247,7 +252,6 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
             if written[-1] is not None:
                 drafts[0, 1] = wrong
             board.written = drafts
-            filled.append(own.engine._pass_ahead.is_pending and not own.engine._pass_ahead.is_reserved)
         steps.put(step)
 
     steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -268,7 +272,6 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     if not kind:
         assert found == undrafted(target, REQUESTS)
     assert len(written) >= len(begun) > 0.7 * len(written) > 7
-    assert filled.count(True) > 0.5 * len(filled)
     assert begun.count(False) == (0 if wrong != -1 else pytest.approx(len(begun) / 3, abs=2))
     assert behind.count(True) >= len(seen) == begun.count(True)
     assert len(own.held) == own.num_begun + own.num_dropped
@@ -287,73 +290,6 @@ def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(targ
     own.tokens(one)
     assert own.engine._pass_ahead._awaited is None
     own.engine.stop()
-
-
-def test_passes_are_launched_behind_the_steps_whose_tokens_they_wait_for(target):
-    """All but those behind prompts, and behind steps that may be the last of all."""
-    own = Noted(target)
-    own.connect_late()
-    made = [own.submit(**one) for one in REQUESTS]
-    own.engine.start()
-    for one in made:
-        own.tokens(one)
-    own.engine.stop()
-    assert own.num_reserved > 0.7 * len(own.held)
-    assert own.num_unfilled <= 1
-    assert own.num_filled == own.num_reserved - own.num_unfilled
-
-
-def test_a_request_that_comes_while_a_pass_is_reserved_waits_for_the_next_step(target):
-    own = Noted(target)
-    late: list[Any] = []
-    reserve = own.engine._pass_ahead._reserve
-
-    def reserve_and_submit(*sizes: int) -> ReservedStep | None:
-        if own.num_reserved == 3:
-            late.append(own.submit([2, 7], max_tokens=20))
-        return reserve(*sizes)
-
-    own.engine._pass_ahead._reserve = reserve_and_submit
-    own.connect_late()
-    one = own.submit(max_tokens=60)
-    own.engine.start()
-    assert own.tokens(one) == undrafted(target, [{"max_tokens": 60}])[0]
-    assert own.tokens(late[0]) == undrafted(target, [{"prompt": [2, 7], "max_tokens": 20}])[0]
-    own.engine.stop()
-    assert own.num_unfilled == 0
-    assert 2 in [len(step.sequences) for step in own.held]
-
-
-def test_a_pass_that_is_reserved_when_the_drafter_goes_is_given_up(target):
-    own = Noted(target)
-    reserve = own.engine._pass_ahead._reserve
-
-    def reserve_and_leave(*sizes: int) -> ReservedStep | None:
-        if own.num_reserved == 3:
-            own.engine.post(Disconnected(stream))
-        return reserve(*sizes)
-
-    own.engine._pass_ahead._reserve = reserve_and_leave
-    stream = own.connect_late()
-    one = own.submit(max_tokens=60)
-    began = time.monotonic()
-    own.engine.start()
-    assert own.tokens(one) == undrafted(target, [{"max_tokens": 60}])[0]
-    assert time.monotonic() < began + WAIT_S
-    own.engine.stop()
-    assert own.num_reserved == 4
-    assert len(own.held) + own.num_unfilled >= own.num_reserved
-
-
-def test_nothing_is_reserved_while_requests_wait_for_a_place(target):
-    own = Noted(target, max_num_seqs=2)
-    own.connect_late()
-    made = [own.submit(max_tokens=12) for _ in range(6)]
-    own.engine.start()
-    for one in made:
-        own.tokens(one)
-    own.engine.stop()
-    assert 0 < own.num_reserved < len(own.held) / 2  # of the last two alone
 
 
 def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
@@ -403,15 +339,15 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
     num_drafts = [3, 1, 2]
     expected = ExpectedStep([*zip(requests, [*num_drafts, 3], strict=True)])
-    seen: list[Any] = []
-    expected.launch(lambda _: HeldStep(lambda ids: seen.append(ids.tolist()), lambda: None))
+    runner: Any = NoRunner()
+    expected.launch(runner)
     assert not expected.can_begin_with
     expected.foresee(requests[:1], [4])  # there is no room for so many
     assert not expected.can_begin_with
     expected.foresee([requests[i] for i in order], [num_drafts[i] for i in order])
     drafts = [[11, 12, 13], [14], [15, 16]]
     expected.begin_with(np.array([token for i in order for token in drafts[i]]))
-    assert seen == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
+    assert runner.released == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
     assert not expected.can_begin_with
 
 
@@ -459,15 +395,15 @@ def test_no_step_is_computed_twice_where_the_cache_is_nearly_full(target):
     own.connect_late()
     requests = [{"prompt": [3 + i, *range(i)], "max_tokens": 30} for i in range(16)]
     made = [own.submit(**one) for one in requests]
-    taken: list[StepOutput] = []
-    logits_of = StepOutput.with_logits_of
+    taken: list[ForwardOutput] = []
+    logits_of = ForwardOutput.with_logits_of
 
-    def noted(output: StepOutput, rows: Any) -> StepOutput:
+    def noted(output: ForwardOutput, rows: Any) -> ForwardOutput:
         taken.append(output)
         return logits_of(output, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepOutput, "with_logits_of", noted)
+        patch.setattr(ForwardOutput, "with_logits_of", noted)
         own.engine.start()
         assert [own.tokens(one) for one in made] == undrafted(target, requests)
     own.engine.stop()
@@ -543,16 +479,15 @@ def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
 
 def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, monkeypatch):
     own = Noted(target)
-    hold = own.engine._pass_ahead._hold_or_fill
+    release = own.runner.release
 
-    def fail(_: Any) -> None:
-        raise RuntimeError("no memory")
+    def fail_third(token_ids: Any) -> ForwardOutput | None:
+        if len(own.held) == 3:
+            own.runner.abandon()
+            raise RuntimeError("no memory")
+        return release(token_ids)
 
-    def failing_hold(step: StepRows) -> HeldStep | None:
-        held = hold(step)
-        return held if len(own.held) != 3 or held is None else HeldStep(fail, held.drop)
-
-    monkeypatch.setattr(own.engine._pass_ahead, "_hold_or_fill", failing_hold)
+    monkeypatch.setattr(own.runner, "release", fail_third)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()
@@ -609,16 +544,16 @@ def test_rows_are_those_of_the_requests_and_blocks_that_it_was_launched_for():
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
         expected = ExpectedStep([(request, num_drafts)])
-        seen: list[Any] = []
-        expected.launch(lambda _: HeldStep(lambda ids: seen.append(ids.tolist()), lambda: seen.append(None)))
+        runner: Any = NoRunner()
+        expected.launch(runner)
         if change is not None:
             change(request)
         ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
-        work = Work(request, 16, [1, *drafts], ready, samples=True)
+        work = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
         assert expected.take([work]) is None  # what the launched step gives
         assert not expected.is_pending
-        assert seen in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
-        return seen != [None]
+        assert runner.released in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
+        return runner.released != [None]
 
     assert begun()
     assert begun(drafts=())

@@ -12,10 +12,10 @@ from drafting_scene import CPU, Scene
 from draftwire.carriers import TensorSender
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_session import DraftSession
 from verifier_service.features import FeatureStore
 from verifier_service.features_ahead import FeaturesAhead
-from verifier_service.scheduler import Work
 
 SIZE = 4096
 NUM_IDS = (SIZE - 128) // 4  # which take all of it
@@ -23,7 +23,7 @@ NUM_IDS = (SIZE - 128) // 4  # which take all of it
 
 def begin(scene: Scene) -> dict[DraftSession, FeaturesAhead]:
     """What goes ahead of a step of the requests' last tokens alone."""
-    works = [Work(one, len(one.tokens) - 1, one.tokens[-1:], None, samples=True) for one in scene.requests]
+    works = [ScheduledRows(one, len(one.tokens) - 1, one.tokens[-1:], None, samples=True) for one in scene.requests]
     return scene.drafting.begin_features(works, torch.ones(len(works), 2, dtype=torch.int64), scene.stores)
 
 

@@ -14,11 +14,11 @@ from drafting_scene import CPU, VOCAB, K, Scene, rows_of, tokens_of
 from draftwire.carriers import DrafterBoard, SegmentError, TensorSender, VerifierBoard, board_bytes
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_answer import read_board
 from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Plan
 from verifier_service.request import ReadyDrafts, Request
-from verifier_service.scheduler import Work
 
 DRAFTS = [5, 6, 7]
 
@@ -50,7 +50,8 @@ class Told:
         works = []
         for request in self.requests:
             drafts = ReadyDrafts(len(request.tokens), request.tokens[-1], DRAFTS)
-            works.append(Work(request, len(request.tokens) - 1, [request.tokens[-1], *DRAFTS], drafts, samples=True))
+            tokens = [request.tokens[-1], *DRAFTS]
+            works.append(ScheduledRows(request, len(request.tokens) - 1, tokens, drafts, samples=True))
         packed = [[len(own), *own, *[-1] * (K + 1 - len(own))] for own in drawn]
         begun = self.scene.drafting.begin_features(works, torch.tensor(packed), self.scene.stores)
         self.scene.drafting.take_ahead(begun)

@@ -8,9 +8,9 @@ from drafting_scene import make_request
 
 from draftwire.config import speculative_config_from_mapping
 from verifier_service import sampler
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import AnswerLogits, ReadyDrafts
 from verifier_service.sampler import TokenSampler
-from verifier_service.scheduler import Work
 
 VOCAB = 20
 MANY = 50000
@@ -67,7 +67,7 @@ def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
         logits = AnswerLogits(torch.randn(count, FEW), None, columns) if i in (1, 3) else None
         drafts = ReadyDrafts(1, 0, [0] * count, logits) if count else None
         asked = {} if likeliest is None else {"logprobs": likeliest}
-        works.append(Work(make_request([5], keys=10 * i, **asked), 0, [5] + [0] * count, drafts, samples=True))
+        works.append(ScheduledRows(make_request([5], keys=10 * i, **asked), 0, [5] + [0] * count, drafts, samples=True))
     num_rows = [work.num_logit_rows for work in works]
     logits = torch.randn(sum(num_rows), FEW)
     logits[:, 0] += 2.0 * (torch.arange(sum(num_rows)) % 2 == 1)  # some of the drafts are the likeliest
@@ -93,7 +93,7 @@ def test_which_of_equally_likely_tokens_are_told_is_the_same_whoever_shares_the_
             speculative_config_from_mapping({"num_speculative_tokens": 3}), MANY, frozenset(), 5, torch.device("cpu")
         )
         works = [
-            Work(make_request([5], keys=10 * i, logprobs=count), 0, [5], None, samples=True)
+            ScheduledRows(make_request([5], keys=10 * i, logprobs=count), 0, [5], None, samples=True)
             for i, count in enumerate(counts)
         ]
         logprobs = made.finish(made.launch(works, logits[: len(works)]))[0].logprobs
@@ -110,7 +110,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
     made = TokenSampler(
         speculative_config_from_mapping({"num_speculative_tokens": 3}), VOCAB, frozenset(), 5, torch.device("cpu")
     )
-    works = [Work(make_request([5], keys=10 * i, logprobs=1), 0, [5], None, samples=True) for i in range(2)]
+    works = [ScheduledRows(make_request([5], keys=10 * i, logprobs=1), 0, [5], None, samples=True) for i in range(2)]
     logits = torch.randn(2, VOCAB)
     logits[0] = torch.nan
     sick, well = made.finish(made.launch(works, logits))
@@ -134,7 +134,7 @@ def test_a_request_that_an_answer_with_logits_has_no_drafts_for_draws_as_without
 
     def drawn(*drafts: ReadyDrafts | None) -> list[list[int]]:
         works = [
-            Work(make_request([5], keys=10 * i), 0, [5] + ([] if one is None else one.tokens), one, samples=True)
+            ScheduledRows(make_request([5], keys=10 * i), 0, [5, *(one.tokens if one else [])], one, samples=True)
             for i, one in enumerate(drafts)
         ]
         num_rows = sum(work.num_logit_rows for work in works)

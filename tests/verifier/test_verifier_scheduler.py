@@ -13,10 +13,11 @@ from draftwire.config import build_sampling_params, resolve_sampling_params
 from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.output import OutputBuilder
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.request import NoiseKeys, ReadyDrafts, Request
-from verifier_service.scheduler import Scheduler, Work
+from verifier_service.scheduler import Scheduler
 
 Ready = Callable[[Request], bool]
 
@@ -76,10 +77,10 @@ class Batch:
         for one in requests:
             self.scheduler.add(one)
 
-    def schedule(self, is_ready: Ready = lambda _: True) -> list[Work]:
+    def schedule(self, is_ready: Ready = lambda _: True) -> list[ScheduledRows]:
         return self.scheduler.schedule(is_ready)
 
-    def run(self, works: list[Work], num_accepted: int = 0) -> None:
+    def run(self, works: list[ScheduledRows], num_accepted: int = 0) -> None:
         """The rows of `works` run; each request that draws accepts so many drafts and draws 99."""
         for work in works:
             one = work.request
@@ -563,7 +564,7 @@ class Chance:
                 self.order.remove(one)
                 self.batch.scheduler.remove(one, has_failed=self.random.random() < 0.1)
 
-    def write(self, work: Work) -> None:
+    def write(self, work: ScheduledRows) -> None:
         """The rows of `work` are written to the cache."""
         tokens = [*work.request.tokens[: work.start], *work.tokens]
         for row in range(work.start, len(tokens)):
@@ -590,7 +591,7 @@ class Chance:
             rows = [self.rows[self.slot(one, row)] for row in range(one.num_computed)]
             assert rows == [tuple(one.tokens[: row + 1]) for row in range(one.num_computed)]
 
-    def check_rows(self, works: list[Work], waits: set[Request]) -> None:
+    def check_rows(self, works: list[ScheduledRows], waits: set[Request]) -> None:
         """Works are the next rows of running requests, fit into their blocks, and include the oldest's."""
         batch = self.batch
         assert len({work.request for work in works}) == len(works)

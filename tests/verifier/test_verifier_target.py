@@ -37,8 +37,9 @@ from benchmarks.served_targets import LATENT_SIZES
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.errors import CheckpointError
 from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from verifier_service.core.batch import ForwardInput
 from verifier_service.target import Target, has_experts, load_target
-from verifier_service.target_runner import StepRows, TargetRunner
+from verifier_service.target_runner import TargetRunner
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
@@ -130,7 +131,7 @@ class Served:
 
     def step(self, pieces: list[tuple[int, int, int]], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and features of rows start .. start + count - 1 of each (sequence, start, count)."""
-        step = StepRows(
+        step = ForwardInput(
             np.concatenate([self.tokens[i][start : start + count] for i, start, count in pieces]),
             np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
             [SequenceRows(self._blocks[i], start, count) for i, start, count in pieces],

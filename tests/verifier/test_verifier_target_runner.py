@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.kv_cache import KVCache, SequenceRows
 from verifier_service import graph_products
+from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.target import Target, load_target
-from verifier_service.target_runner import StepOutput, StepRows, TargetRunner
+from verifier_service.target_runner import TargetRunner
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 CONTEXT = 256
@@ -78,11 +79,11 @@ class Sequence:
         self.tokens, self.blocks, self.num_computed = tokens, blocks, 0
 
 
-def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> StepOutput:
+def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> ForwardOutput:
     """Runs these tokens behind the computed ones; logits of every row, or of each piece's last."""
     ends = np.cumsum([len(tokens) for _, tokens in pieces])
     return runner.run(
-        StepRows(
+        ForwardInput(
             np.concatenate([np.array(tokens, np.int64) for _, tokens in pieces]),
             np.concatenate([np.arange(s.num_computed, s.num_computed + len(tokens)) for s, tokens in pieces]),
             [SequenceRows(s.blocks, s.num_computed, len(tokens)) for s, tokens in pieces],
@@ -234,7 +235,7 @@ def test_steps_with_prompts_beside_drafts_are_those_of_each_sequence_alone(model
             logit_rows += range(num_rows if is_decoding else num_rows + count - 1, num_rows + count)
             pieces.append((sequence, sequence.num_computed, count))
             num_rows += count
-        step = StepRows(
+        step = ForwardInput(
             np.concatenate([np.array(s.tokens[start : start + count]) for s, start, count in pieces]),
             np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
             [SequenceRows(s.blocks, start, count) for s, start, count in pieces],
@@ -264,7 +265,7 @@ def test_logits_come_for_the_rows_asked_for(runner):
         sequence = Sequence(prompts(1, length)[0], pool)
         every = run(runner, [(sequence, sequence.tokens)]).logits.clone()
         for rows in ([], [length - 1], [0, 2, 3]):
-            step = StepRows(
+            step = ForwardInput(
                 np.array(sequence.tokens),
                 np.arange(length),
                 [SequenceRows(sequence.blocks, 0, length)],
@@ -284,19 +285,17 @@ def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count)
     output = run(runner, pieces)
     expected, features = output.logits.clone(), output.features((1, 2)).clone()
     token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
-    step = StepRows(
+    step = ForwardInput(
         np.zeros(len(token_ids), np.int64),
         np.concatenate([np.arange(s.num_computed, s.num_computed + len(r)) for s, r in pieces]),
         [SequenceRows(s.blocks, s.num_computed, len(r)) for s, r in pieces],
         np.arange(len(token_ids)),
     )
-    dropped = runner.hold(step)
-    assert dropped is not None
-    dropped.drop()
+    assert runner.prelaunch(step)
+    runner.abandon()
     for _ in range(2):
-        held = runner.hold(step)
-        assert held is not None
-        found = held.begin(token_ids)
+        assert runner.prelaunch(step)
+        found = runner.release(token_ids)
         assert found is not None
         torch.testing.assert_close(found.logits, expected, rtol=0, atol=0)
         torch.testing.assert_close(found.features((1, 2)), features, rtol=0, atol=0)
@@ -305,42 +304,12 @@ def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count)
     torch.testing.assert_close(found.with_logits_of(some).logits, expected[some], rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("no_recompilation")
-@pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS - 1])
-@torch.inference_mode()
-def test_a_reserved_pass_computes_the_step_that_it_is_filled_with(runner, count):
-    """It was launched for more sequences, rows and blocks; what is dropped leaves the cache as it was."""
-    sequences = prompted(runner, count)
-    rng = random.Random(count)
-    rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, K + 1))] for _ in sequences]
-    expected = run(runner, list(zip(sequences, rows, strict=True))).logits.clone()
-    token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
-    spans = [SequenceRows(s.blocks, s.num_computed, len(r)) for s, r in zip(sequences, rows, strict=True)]
-    positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
-    step = StepRows(np.zeros(len(token_ids), np.int64), positions, spans, np.arange(len(token_ids)))
-    blocks = max(len(sequence.blocks) for sequence in sequences)
-    sizes = (count + 1, (count + 1) * (K + 1), K + 1, blocks + 2)
-    unfilled = runner.reserve(*sizes)
-    assert unfilled is not None
-    unfilled.drop()
-    for _ in range(2):
-        reserved = runner.reserve(*sizes)
-        assert reserved is not None
-        held = reserved.fill(step)
-        assert held is not None
-        found = held.begin(token_ids)
-        assert found is not None
-        torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
-    small = runner.reserve(count, len(token_ids), K + 1, blocks - 1)
-    assert small is not None
-    assert small.fill(step) is None
-
-
-def test_on_a_gpu_a_step_that_no_graph_computes_is_not_held(target, runner):
+def test_on_a_gpu_what_no_graph_computes_is_not_prelaunched(target, runner):
     num_rows = MAX_NUM_SEQS * (K + 1) + 1  # more logits than a step has
     rows = np.zeros(num_rows, np.int64)
-    held = runner.hold(StepRows(rows, rows, [SequenceRows([1] * 4, 0, num_rows)], rows))
-    assert (held is None) == (target.device.type == "cuda")
+    is_possible = runner.prelaunch(ForwardInput(rows, rows, [SequenceRows([1] * 4, 0, num_rows)], rows))
+    assert is_possible == (target.device.type != "cuda")
+    runner.abandon()
 
 
 def test_on_a_gpu_the_time_of_a_pass_is_known_by_its_rows(target, runner):

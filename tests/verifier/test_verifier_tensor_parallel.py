@@ -38,11 +38,12 @@ from draftwire.kv_cache import SequenceRows
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import main, settings, tensor_parallel
+from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.options import VerifierOptions
 from verifier_service.ranks import Followers, rank_device
 from verifier_service.target import Target
 from verifier_service.target_projections import MergedProjection, find_projections, merge_projections
-from verifier_service.target_runner import StepOutput, StepRows, start_runner
+from verifier_service.target_runner import start_runner
 from verifier_service.target_start import start_target
 from verifier_service.tensor_parallel import Rank, split_target
 
@@ -191,7 +192,9 @@ def whole(options) -> Target:
     return start_target(options, config, CPU)[0]
 
 
-def run_both(whole: Target, split: Target, followers: Followers, steps: list[StepRows]) -> list[list[StepOutput]]:
+def run_both(
+    whole: Target, split: Target, followers: Followers, steps: list[ForwardInput]
+) -> list[list[ForwardOutput]]:
     """What both compute in each step."""
     runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT) for target in (whole, split)]
     runs = runners[0].run, followers.lead(runners[1].run)
@@ -217,9 +220,9 @@ def test_features_and_logits_are_those_of_one_rank(whole, split, followers):
         ]
         total = sum(counts)
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-        steps.append(StepRows(rng.integers(0, VOCAB, total), positions, rows, np.arange(total)))
+        steps.append(ForwardInput(rng.integers(0, VOCAB, total), positions, rows, np.arange(total)))
     steps.append(
-        StepRows(
+        ForwardInput(
             rng.integers(0, VOCAB, 5),
             np.array([1500, 1501, 1502, 1503, 2]),
             [SequenceRows(range(1, 101), 1500, 4), SequenceRows(range(101, 201), 2, 1)],

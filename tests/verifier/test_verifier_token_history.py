@@ -9,8 +9,8 @@ import pytest
 import torch
 from drafting_scene import make_request
 
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import Request
-from verifier_service.scheduler import Work
 from verifier_service.token_history import TokenHistory
 
 VOCAB = 20
@@ -21,8 +21,8 @@ def history() -> TokenHistory:
     return TokenHistory(3, VOCAB, torch.device("cpu"))
 
 
-def works(*requests: Request) -> list[Work]:
-    return [Work(one, 0, one.tokens[-1:], None, samples=True) for one in requests]
+def works(*requests: Request) -> list[ScheduledRows]:
+    return [ScheduledRows(one, 0, one.tokens[-1:], None, samples=True) for one in requests]
 
 
 def drawn(*tokens: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What the rooms of the verifier share: requests and the rows of a step."""
