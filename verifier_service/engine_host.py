@@ -17,7 +17,7 @@ from verifier_service.engine import Engine, EngineLimits
 from verifier_service.engine_access import Deliver, EngineFacts, Submission
 from verifier_service.metrics import VerifierCollector
 from verifier_service.output import OutputBuilder
-from verifier_service.output_queue import Item
+from verifier_service.outputs import Item
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
 from verifier_service.target import Target

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftwire import config as cfg
 from draftwire.devices import record_event, upload
-from draftwire.v1 import config_pb2, generate_pb2
+from draftwire.v1 import config_pb2
 from draftwire_kernels import (
     DraftLogits,
     LogitBias,
@@ -24,7 +23,7 @@ from draftwire_kernels import (
     rejection_sample,
     unconditional_to_conditional_rates,
 )
-from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
 from verifier_service.request import AnswerLogits, Request
 from verifier_service.token_history import TokenHistory, uses_penalties
 
@@ -44,52 +43,25 @@ METHOD_NAMES = {
 PART_OF_VOCABULARY = 32000
 
 
-class Drawn(NamedTuple):
-    """What a step drew for one request: no tokens when its logits were not a distribution."""
-
-    tokens: list[int]
-    logprobs: DrawnLogprobs | None = None  # where they are told
-
-
-class DrawnLogprobs(NamedTuple):
-    """Log probabilities under the target, which `told` makes into messages: that takes longer than to draw, and is left
-    until they are handed out."""
-
-    likeliest: int  # tokens that are told beside the emitted one
-    ranks: torch.Tensor  # [R] int64, of a drawn token in each row
-    top_ids: torch.Tensor  # [R, >= likeliest] int64
-    values: torch.Tensor  # [R, >= 1 + likeliest] float32, the drawn token's first
-
-    def told(self, count: int) -> list[generate_pb2.TokenLogprobs]:
-        """Those of the first `count` tokens."""
-        ids, values = self.top_ids[:count, : self.likeliest], self.values[:count, : 1 + self.likeliest]
-        return [
-            generate_pb2.TokenLogprobs(logprob=own, rank=rank, top_ids=top_ids, top_logprobs=top)
-            for rank, top_ids, (own, *top) in zip(
-                self.ranks[:count].tolist(), ids.tolist(), values.tolist(), strict=True
-            )
-        ]
-
-
 @dataclass(frozen=True)
-class PendingDraw:
-    """Tokens on their way from the device; see `TokenSampler.finish`."""
+class SamplerOutput:
+    """Sampled tokens on their way from the device; see `TokenSampler.finish`."""
 
-    works: Sequence[ScheduledRows]
-    groups: list[tuple[list[int], torch.Tensor]]  # (places in works, [B, k + 2] int64: number of tokens, tokens)
-    told: _ToldRows | None  # where log probabilities are told
+    rows: Sequence[ScheduledRows]
+    groups: list[tuple[list[int], torch.Tensor]]  # (places in rows, [B, k + 2] int64: number of tokens, tokens)
+    told: _ToldRows | None  # where log probabilities are asked for
     on_host: torch.Tensor  # [N] int64: all of the groups, then all of `told`
     copied: torch.cuda.Event | None
 
     @property
-    def drawn(self) -> torch.Tensor | None:
-        """[len(works), k + 2] int64 on the device: the number of each work's tokens, then the tokens; None where there
-        are several groups."""
+    def packed(self) -> torch.Tensor | None:
+        """[len(rows), k + 2] int64 on the device: the number of tokens of each of the rows, then the tokens; None where
+        there are several groups."""
         return None if len(self.groups) > 1 else self.groups[0][1]
 
     @property
     def first_tokens(self) -> torch.Tensor | None:
-        """[len(works)] int64 on the device, -1 for none; None where there are several groups."""
+        """[len(rows)] int64 on the device, -1 for none; None where there are several groups."""
         return None if len(self.groups) > 1 else self.groups[0][1][:, 1]
 
 
@@ -195,7 +167,7 @@ class TokenSampler:
         self._wishes.pop(request, None)
         self._history.release(request)
 
-    def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> PendingDraw:
+    def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> SamplerOutput:
         """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
 
         Parameters
@@ -218,27 +190,27 @@ class TokenSampler:
             groups.append((members, packed))
         told, flat = self._told(works, wishes, logits, first_rows, groups)
         on_host = flat.to("cpu", non_blocking=True)
-        return PendingDraw(works, groups, told, on_host, record_event(self._device))
+        return SamplerOutput(works, groups, told, on_host, record_event(self._device))
 
-    def finish(self, pending: PendingDraw) -> list[Drawn]:
+    def finish(self, output: SamplerOutput) -> list[SampledTokens]:
         """Waits for the tokens of a draw; what was drawn for each of its works."""
-        if pending.copied is not None:
-            pending.copied.synchronize()
-        works, end = pending.works, sum(packed.numel() for _, packed in pending.groups)
-        values = (pending.on_host if pending.told is None else pending.on_host[:end]).tolist()
-        drawn = [Drawn([])] * len(works)
+        if output.copied is not None:
+            output.copied.synchronize()
+        works, end = output.rows, sum(packed.numel() for _, packed in output.groups)
+        values = (output.on_host if output.told is None else output.on_host[:end]).tolist()
+        drawn = [SampledTokens([])] * len(works)
         begin = 0
-        for members, packed in pending.groups:
+        for members, packed in output.groups:
             width = packed.shape[1]
             for i in members:
-                drawn[i] = Drawn(values[begin + 1 : begin + 1 + values[begin]])
+                drawn[i] = SampledTokens(values[begin + 1 : begin + 1 + values[begin]])
                 begin += width
-        if pending.told is not None:
-            rows = pending.told.split(pending.on_host[end:])
+        if output.told is not None:
+            rows = output.told.split(output.on_host[end:])
             first = 0
-            for i, likeliest in pending.told.works:
+            for i, likeliest in output.told.works:
                 last = first + works[i].num_logit_rows
-                drawn[i] = drawn[i]._replace(logprobs=DrawnLogprobs(likeliest, *(part[first:last] for part in rows)))
+                drawn[i] = drawn[i]._replace(logprobs=SampledLogprobs(likeliest, *(part[first:last] for part in rows)))
                 first = last
         return drawn
 
@@ -250,7 +222,7 @@ class TokenSampler:
         first_rows: Sequence[int],
         groups: Sequence[tuple[list[int], torch.Tensor]],
     ) -> tuple[_ToldRows | None, torch.Tensor]:
-        """What is told of the draw's log probabilities, and all that goes to the host: see `PendingDraw.on_host`."""
+        """What is told of the draw's log probabilities, and all that goes to the host: see `SamplerOutput.on_host`."""
         drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
         told = [(i, own.logprobs) for i, own in enumerate(wishes) if own.logprobs is not None]
         if not told:

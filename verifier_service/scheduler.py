@@ -136,6 +136,11 @@ class Scheduler:
         return works
 
     @property
+    def kv_cache_usage(self) -> float:
+        """Share of the cache blocks in use, [0, 1]."""
+        return self._cache.usage
+
+    @property
     def may_admit(self) -> bool:
         """Whether the next step may begin a request that waits."""
         return bool(self.waiting) and len(self.running) < min(self._max_num_seqs, self._cache.num_free)

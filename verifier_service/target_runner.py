@@ -107,6 +107,11 @@ class TargetRunner:
         logger.info("CUDA graphs in %.1f s and %.2f GiB: %s", time.monotonic() - began, taken / 2**30, counts)
 
     @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self._target.device
+
+    @property
     def pass_seconds(self) -> dict[int, float]:
         """Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured."""
         measured = (bucket for bucket in self._buckets.decoding if bucket in self.seconds_by_library)

@@ -6,21 +6,20 @@ from typing import Literal, NamedTuple
 
 CALLS = {
     "verifier_service.engine": (
-        "Engine._launch_next",
-        "Engine._launch_expected",
-        "Engine._land",
-        "Engine._count_landed",
+        "Engine._execute_next",
+        "Engine._prepare",
+        "Engine._commit",
+        "Engine._count",
     ),
-    "verifier_service.next_step": ("NextStep.choose",),
-    "verifier_service.step_launcher": ("StepLauncher.launch", "StepLauncher._forward"),
+    "verifier_service.planner": ("Planner.plan",),
+    "verifier_service.executor": ("Executor.execute", "Executor.take_early_drafts"),
     "verifier_service.drafting": ("Drafting.flush", "Drafting.handle"),
-    "verifier_service.request_outputs": ("RequestOutputs.commit", "RequestOutputs.hand_out"),
+    "verifier_service.outputs": ("RequestOutputs.commit", "RequestOutputs.deliver"),
     "verifier_service.step_sender": ("StepSender._send_step",),
     "draftwire.carriers.sender": ("Outgoing.finish",),
     "draftwire.carriers.lane": ("Lane.send",),
     "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
-    "verifier_service.pass_ahead": ("PassAhead.begin_with_board",),
-    "verifier_service.expected_step": ("ExpectedStep.launch", "ExpectedStep.begin", "ExpectedStep.begin_with"),
+    "verifier_service.prelaunch": ("Prelaunch.launch", "Prelaunch.release", "Prelaunch.release_with_known_drafts"),
     "verifier_service.target_runner": ("_Graph._launch",),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
     "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
@@ -55,7 +54,7 @@ WAY = (
     Mark("DraftStream.deliver", "begin"),
     Mark("DraftStream._send_directly", "end"),
     Mark("Stream.read_lane", "end"),
-    Mark("ExpectedStep.begin_with", "end"),
+    Mark("Prelaunch.release", "end"),
 )
 """Where steps are not foretold: all waits for the message."""
 
@@ -71,7 +70,7 @@ WAYS_AHEAD = (
 """Where they are: the drafts' way, and beside it that of the message."""
 
 WAYS_BY_BOARD = (
-    (*_BEGUN_AHEAD, Mark("PassAhead.begin_with_board", "begin"), WAY[-1]),
+    (*_BEGUN_AHEAD, Mark("Executor.take_early_drafts", "begin"), WAY[-1]),
     (*WAY[:7], *WAY[9:14]),
 )
 """And where the pass begins with drafts on the board, before their answer has come: the message's way ends with that.
@@ -79,10 +78,10 @@ WAYS_BY_BOARD = (
 
 WAY_WITHOUT_DRAFTS = (
     WAY[0],
-    Mark("StepLauncher.launch", "begin"),
+    Mark("Executor.execute", "begin"),
     Mark("_Graph._launch", "begin"),
     Mark("_Graph._launch", "end"),
-    Mark("StepLauncher.launch", "end"),
+    Mark("Executor.execute", "end"),
     Mark("TokenSampler.finish", "end"),
 )
 """Of a step in which nobody drafts: when the one behind it is launched, and when its own tokens come."""

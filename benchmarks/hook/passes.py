@@ -32,10 +32,10 @@ class PassProfiler:
         self._number = 0
         self._last_step = self._began = 0.0  # monotonic times, of a step and of a record
 
-    def note(self, works: Sequence[Any]) -> None:
-        """A step of `works` is about to be launched."""
+    def note(self, rows: Sequence[Any]) -> None:
+        """Note that a step of these rows is about to be executed."""
         now = time.monotonic()
-        kind = len(works), any(work.num_drafts > 0 for work in works)
+        kind = len(rows), any(row.num_drafts > 0 for row in rows)
         if kind != self._kind or now - self._last_step > GAP_S:
             self._stop(is_kept=False)
             self._kind, self._num_alike = kind, 0
@@ -75,12 +75,12 @@ def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
 
     profiler = PassProfiler(directory)
 
-    def noting(launch: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(launch)
-        def noted(self: Any, works: Sequence[Any], *args: Any) -> Any:
-            profiler.note(works)
-            return launch(self, works, *args)
+    def noting(execute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(execute)
+        def noted(self: Any, step: Any, *args: Any) -> Any:
+            profiler.note(step.rows)
+            return execute(self, step, *args)
 
         return noted
 
-    return {"verifier_service.step_launcher": wrapping({"StepLauncher.launch": noting})}
+    return {"verifier_service.executor": wrapping({"Executor.execute": noting})}

@@ -44,11 +44,11 @@ def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path, monkeypatch):
     program = """if True:
         import time
         from types import SimpleNamespace
-        import verifier_service.step_launcher as module
+        import verifier_service.executor as module
         def step(requests, drafts):
-            works = [SimpleNamespace(num_drafts=drafts)] * requests
+            planned = SimpleNamespace(rows=[SimpleNamespace(num_drafts=drafts)] * requests)
             try:
-                module.StepLauncher.launch(None, works, None)
+                module.Executor.execute(None, planned, None)
             except AttributeError:
                 pass
         for requests, drafts, count in ((1, 0, 30), (8, 4, 60), (8, 4, 60), (2, 0, 60)):

@@ -69,7 +69,7 @@ def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):
     [
         ((), (WAY,)),
         (("DraftsAhead.begin", "Proposer.start"), WAYS_AHEAD),
-        (("DraftsAhead.begin", "Proposer.start", "PassAhead.begin_with_board"), WAYS_BY_BOARD),
+        (("DraftsAhead.begin", "Proposer.start", "Executor.take_early_drafts"), WAYS_BY_BOARD),
     ],
 )
 def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):
@@ -84,7 +84,7 @@ def test_the_way_of_a_step_without_drafts_ends_with_its_own_tokens():
     starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((0, 2)) for name in NAMES}
     records["TokenSampler.finish"] = np.stack([starts - 1e-3, starts], 1)
-    records["StepLauncher.launch"] = np.stack([starts + 0.2e-3, starts + 0.9e-3], 1)
+    records["Executor.execute"] = np.stack([starts + 0.2e-3, starts + 0.9e-3], 1)
     records["_Graph._launch"] = np.stack([starts + 0.3e-3, starts + 0.7e-3], 1)
     found = way(records, WAY_WITHOUT_DRAFTS, 100.5, 101.5)
     assert found == pytest.approx([0, 0.2e-3, 0.3e-3, 0.7e-3, 0.9e-3, 10e-3], abs=1e-6)
@@ -111,11 +111,11 @@ def test_a_summary_has_the_way_and_the_calls_of_each_stretch():
     records = {name: np.empty((0, 2)) for name in NAMES}
     records["TokenSampler.finish"] = np.stack([tokens - 1e-3, tokens], 1)
     launches = np.concatenate([tokens + 0.2e-3, tokens + 5e-3])
-    records["StepLauncher.launch"] = np.stack([launches, launches + 0.7e-3], 1)
+    records["Executor.execute"] = np.stack([launches, launches + 0.7e-3], 1)
     (summary,) = summaries(records)
     assert (summary["drafts"], summary["steps"]) == (False, 500)
     assert summary["ms_each"] == pytest.approx(10)
-    assert summary["calls"]["StepLauncher.launch"] == pytest.approx({"a_step": 2, "median_us": 700})
+    assert summary["calls"]["Executor.execute"] == pytest.approx({"a_step": 2, "median_us": 700})
     ((first, *_, last),) = summary["ways"]
     assert (first["mark"], first["us"]) == ("TokenSampler.finish end", pytest.approx(0, abs=1))
     assert (last["mark"], last["us"]) == ("TokenSampler.finish end", pytest.approx(10_000, abs=1))

@@ -20,9 +20,10 @@ from draftwire.v1 import generate_pb2
 from verifier_service import attention_hook
 from verifier_service.draft_stream import Answered, Connected
 from verifier_service.engine import Engine, EngineLimits
-from verifier_service.output_queue import Item
+from verifier_service.outputs import Item
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
+from verifier_service.step import Stage, Step
 from verifier_service.target import Target
 
 async_by_default = False
@@ -80,8 +81,18 @@ class Served:
         }
         self.has_failed = threading.Event()
         sizes = EngineLimits(**{**usual, **limits})
-        self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, followers)
+        self._acts: list[tuple[Stage, Callable[[Step], object]]] = []
+        self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, followers, self._observe)
         self._items: dict[Request, queue.SimpleQueue[Item]] = {}
+
+    def _observe(self, step: Step) -> None:
+        for stage, act in self._acts:
+            if step.stage is stage:
+                act(step)
+
+    def on_stage(self, stage: Stage, act: Callable[[Step], object]) -> None:
+        """Have the engine's thread call `act` with each step that enters a stage; an exception fails the step."""
+        self._acts.append((stage, act))
 
     def _deliver(self, items: list[tuple[Request, Item]]) -> None:
         for request, item in items:

@@ -19,13 +19,12 @@ from verifier_service import pacing
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_stream import Answered, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.flight import Flight
-from verifier_service.next_step import NextStep
 from verifier_service.pacing import Pace, copying
-from verifier_service.pass_ahead import PassAhead
+from verifier_service.planner import Planner
 from verifier_service.request import Request
-from verifier_service.sampler import PendingDraw
+from verifier_service.sampler import SamplerOutput
 from verifier_service.scheduler import Scheduler
+from verifier_service.step import Step
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
@@ -263,50 +262,51 @@ class LaunchingWorld(World):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._flight: Flight | None = None
-        self._flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
-        self._next_step = NextStep(cast("Scheduler", _Places(self.scene)), self.drafting, cast("PassAhead", _NO_PASS))
+        self._in_flight: Step | None = None
+        self._in_flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
+        self._planner = Planner(cast("Scheduler", _Places(self.scene)), self.drafting, is_async=True)
 
     def run(self, seconds: float) -> float:
         began, before = self.clock.now, self.tokens
-        while self.clock.now < began + seconds and (self.scene.requests or self._flight is not None):
+        while self.clock.now < began + seconds and (self.scene.requests or self._in_flight is not None):
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
-            landing, (lands, took_s, host_s) = self._flight, self._flight_s
-            works = self._next_step.choose(landing)
-            if landing is None and not works:
+            landing, (lands, took_s, host_s) = self._in_flight, self._in_flight_s
+            step = self._planner.plan(landing)
+            if landing is None and step is None:
                 self._wait()
-            elif landing is not None and not works and self.drafting.gate.is_awaited and self.next_answer < lands:
+            elif landing is not None and step is None and self.drafting.gate.is_awaited and self.next_answer < lands:
                 self.clock.now = self.next_answer
             else:
-                self._flight = self._launch(works, lands) if works else None
+                self._in_flight = None if step is None else self._launch(step, lands)
                 if landing is not None:
                     self._land(landing, lands, took_s, host_s)
         return (self.tokens - before) / (self.clock.now - began)
 
-    def _launch(self, works: Sequence[ScheduledRows], device_free: float) -> Flight:
-        gate = self.drafting.gate
+    def _launch(self, step: Step, device_free: float) -> Step:
+        gate, works = self.drafting.gate, step.rows
         for work in works:
             work.request.num_in_flight += 1
         seconds = self._seconds([work.num_drafts for work in works])
-        self.clock.now += self.costs.launch_s * (self._flight is not None)
+        self.clock.now += self.costs.launch_s * (self._in_flight is not None)
         if self.costs.stall_s and self.clock.now % STALLS_EVERY_S < STALLS_FOR_S and self.draw.random() < 0.3:
             self.clock.now += self.costs.stall_s * self.draw.uniform(0.5, 1.6)
-        flight = Flight(works, works, cast("PendingDraw", _DRAW), None, is_beside=self._flight is not None)
+        step.sampler_output = cast("SamplerOutput", SimpleNamespace(rows=works, first_tokens=()))
+        step.is_beside = self._in_flight is not None
         begins = max(self.clock.now, device_free)
-        self._flight_s = (begins + seconds, seconds, begins - device_free if flight.is_beside else 0.0)
+        self._in_flight_s = (begins + seconds, seconds, begins - device_free if step.is_beside else 0.0)
         gate.note_launch()
-        return flight
+        return step
 
-    def _land(self, flight: Flight, lands: float, took_s: float, host_s: float) -> None:
+    def _land(self, step: Step, lands: float, took_s: float, host_s: float) -> None:
         self.clock.now = max(self.clock.now, lands)
         self.drafting.gate.note_landing()
-        for work in flight.works:
+        for work in step.rows:
             work.request.num_in_flight -= 1
-        works = [work for work in flight.works if work.request in self.scene.requests]  # others have ended meanwhile
+        works = [work for work in step.rows if work.request in self.scene.requests]  # others have ended meanwhile
         requests, counts = [work.request for work in works], [work.num_drafts for work in works]
-        self._count(requests, counts, took_s, host_s, is_beside=flight.is_beside)
+        self._count(requests, counts, took_s, host_s, is_beside=step.is_beside)
         self._commit(requests, counts)
         self.scene.flush()
 
@@ -330,12 +330,6 @@ class _Places:
                 tokens = [9, *(drafts.tokens if drafts is not None else ())]
                 works.append(ScheduledRows(request, last, tokens, drafts, samples=True, follows=following.get(request)))
         return works
-
-
-# No forward pass is launched before it is known what it computes.
-_NO_PASS = SimpleNamespace(is_pending=False)
-# What a step draws can be followed before it is known.
-_DRAW = SimpleNamespace(first_tokens=())
 
 
 def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:

@@ -16,19 +16,19 @@ import torch
 from drafting_scene import RecordedStream
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
+from draftwire.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import engine
-from verifier_service.core.batch import FutureTokens
-from verifier_service.emission import Emission, response
-from verifier_service.flight import Flight
+from verifier_service.core.batch import FutureTokens, SampledTokens
 from verifier_service.output import Piece
+from verifier_service.outputs import RequestOutputs, response
 from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
 from verifier_service.pacing import governor as governor_module
 from verifier_service.pacing.costs import DrafterCost
 from verifier_service.pacing.governor import Governor
 from verifier_service.pacing.plan import OFF
-from verifier_service.sampler import Drawn
+from verifier_service.sampler import TokenSampler
+from verifier_service.step import Stage, Step
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepMarks
 from verifier_service.target import Target
@@ -50,24 +50,14 @@ def target() -> Target:
 
 
 class Watched(Served):
-    """An engine whose launches and landings are written down: ("launch" or "land", what each work follows)."""
+    """An engine whose launches and landings are written down: ("launch" or "land", what each of the rows follows)."""
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
         self.log: list[tuple[str, list[int | None], list[int]]] = []
         self.decode: list[list[bool]] = []  # of each entry: whether a work does, or computes rows of a prompt
-        launch, land = self.engine._launcher.launch, self.engine._land
-
-        def noted_launch(works: Any, running: Any) -> Any:
-            self._note("launch", works)
-            return launch(works, running)
-
-        def noted_land(flight: Any) -> None:
-            self._note("land", flight.works)
-            land(flight)
-
-        self.engine._launcher.launch = noted_launch  # type: ignore[method-assign]
-        self.engine._land = noted_land  # type: ignore[method-assign]
+        self.on_stage(Stage.SAMPLED, lambda step: self._note("launch", step.rows))
+        self.on_stage(Stage.COMMITTED, lambda step: self._note("land", step.rows))
 
     def _note(self, what: str, works: Any) -> None:
         self.log.append((what, [work.follows for work in works], [work.num_drafts for work in works]))
@@ -277,8 +267,7 @@ def test_a_place_at_a_drafter_that_is_asked_for_nothing_is_taken_by_another_requ
         places.append((len(requests), own.engine.drafting.sequences_at("drafter:1")))
 
     monkeypatch.setattr(own.engine.drafting, "flush", noted)
-    launch = own.engine._launcher.launch
-    monkeypatch.setattr(own.engine._launcher, "launch", lambda *args: (time.sleep(0.004), launch(*args))[1])
+    own.on_stage(Stage.RELEASED, lambda _: time.sleep(0.004))
     requests = [own.submit([3, 1, 4, i], max_tokens=15 if i == 0 else 55) for i in range(4)]
     own.engine.start()
     for one in requests:
@@ -315,15 +304,13 @@ def test_a_step_that_lands_when_one_with_prompts_has_been_launched_counts_as_del
 
     monkeypatch.setattr(gate, "count_step", noted)
     launched: list[bool] = []
-    launch = own.engine._launcher.launch
 
-    def launching(works: Any, running: Any) -> Any:
+    def launching(step: Step) -> None:
         if len(launched) == 10:
             own.submit([2, 7], k=0, max_tokens=30)
-        launched.append(not all(work.is_decoding for work in works))
-        return launch(works, running)
+        launched.append(step.has_prompts)
 
-    monkeypatch.setattr(own.engine._launcher, "launch", launching)
+    own.on_stage(Stage.SAMPLED, launching)
     one = own.submit([3, 1, 4], k=0, max_tokens=40)
     own.engine.start()
     own.tokens(one)
@@ -383,16 +370,15 @@ def test_a_prompt_does_not_go_on_before_its_last_rows_have_landed_while_drafts_a
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     answer_late(stream, 0.02)
-    launch, alone, ahead = own.engine._launcher.launch, 0, 0
+    alone, ahead = 0, 0
 
-    def noted(works: Any, running: Any) -> Any:
+    def noted(step: Step) -> None:
         nonlocal alone, ahead
         if own.engine.drafting.gate.is_awaited:
-            alone += not any(work.is_decoding for work in works)
-            ahead += any(work.request.is_in_flight for work in works)
-        return launch(works, running)
+            alone += not any(row.is_decoding for row in step.rows)
+            ahead += any(row.request.is_in_flight for row in step.rows)
 
-    own.engine._launcher.launch = noted  # type: ignore[method-assign]
+    own.on_stage(Stage.RELEASED, noted)
     drafted = own.submit(max_tokens=12)
     own.engine.start()
     own.next(drafted)
@@ -424,13 +410,11 @@ def test_a_prompt_goes_on_before_its_last_rows_have_landed_and_prompts_keep_thei
     own = Watched(target, max_prefill_rows=16)
     made = [own.submit(**one) for one in requests]
     launched: list[tuple[int, int]] = []
-    launch = own.engine._launcher.launch
 
-    def noted(works: Any, running: Any) -> Any:
-        launched.extend((made.index(work.request), work.start) for work in works if not work.is_decoding)
-        return launch(works, running)
+    def noted(step: Step) -> None:
+        launched.extend((made.index(row.request), row.start) for row in step.rows if not row.is_decoding)
 
-    own.engine._launcher.launch = noted  # type: ignore[method-assign]
+    own.on_stage(Stage.RELEASED, noted)
     own.engine.start()
     assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
     own.engine.stop()
@@ -459,25 +443,41 @@ class Mark:
         self.query = lambda: is_passed
 
 
-def flight(*, is_done: bool | None) -> Any:
-    """One in flight on a GPU, or (None) on a CPU."""
+def executed(*, is_done: bool | None) -> Step:
+    """A step on a GPU, or (None) on a CPU."""
     mark: Any = Mark(is_passed=bool(is_done))
-    return Flight((), (), None, None if is_done is None else StepMarks(mark, mark, mark), verified=Counter())
+    return Step((), marks=None if is_done is None else StepMarks(mark, mark, mark))
 
 
-def test_output_is_held_back_for_a_few_steps_while_the_device_waits_for_the_host(target):
-    held = Served(target).engine._holds_output
-    late, early, on_cpu = (flight(is_done=one) for one in (True, False, None))
-    assert [held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
-    assert not held(early, early)
-    assert not held(None, late)  # nothing comes after it
-    assert not held(early, on_cpu)
-    assert [held(early, late) for _ in range(4)] == [True, True, True, False]
+def test_output_waits_a_few_steps_while_the_device_waits_for_us():
+    nothing: Any = None
+    delivered: list[Any] = []
+    outputs = RequestOutputs(
+        *(nothing, nothing, nothing, delivered.append, nothing, torch.device("cpu")), is_synthetic=False
+    )
+
+    def is_held(step: Step | None, committing: Step) -> bool:
+        delivered.clear()
+        outputs.refuse(nothing, ServerError("an item"))
+        outputs.deliver_behind(step, committing)
+        return not delivered
+
+    late, early, on_cpu = (executed(is_done=one) for one in (True, False, None))
+    assert [is_held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
+    assert not is_held(early, early)
+    assert not is_held(None, late)  # nothing comes after it
+    assert not is_held(early, on_cpu)
+    assert [is_held(early, late) for _ in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])
 def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
-    monkeypatch.setattr(engine.Engine, "_holds_output", lambda own, *_: own.times.read().steps % 4 != 0)
+
+    def deliver_sometimes(outputs: RequestOutputs, *_: Any) -> None:
+        if own.engine.times.read().steps % 4 == 0:
+            outputs.deliver()
+
+    monkeypatch.setattr(RequestOutputs, "deliver_behind", deliver_sometimes)
     requests = [{"max_tokens": 30, "k": 0, **kind}, {"prompt": [2, 7], "max_tokens": 22, "k": 0, **kind}]
     own = Watched(target)
     if "k" in kind:
@@ -502,15 +502,15 @@ def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
 
 
 def test_a_message_of_several_steps_counts_characters_from_its_own_beginning():
-    def emission(tokens: list[int], text: str, ends: list[int], num_drafts: int = 0, **end: Any) -> Any:
-        work: Any = SimpleNamespace(num_drafts=num_drafts)
-        return Emission(work, Drawn(tokens), Piece(tokens, text, ends, **end), 0.0)
+    def rows(tokens: list[int], text: str, ends: list[int], num_drafts: int = 0, **end: Any) -> Any:
+        piece = Piece(tokens, text, ends, **end)
+        return SimpleNamespace(num_drafts=num_drafts, sampled=SampledTokens(tokens), piece=piece, statistics=None)
 
     message = response(
         [
-            emission([5], "ab", [2]),
-            emission([6, 7, 8], "cde", [0, 1, 3], num_drafts=2),
-            emission([9], "f", [1], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_text="gh"),
+            rows([5], "ab", [2]),
+            rows([6, 7, 8], "cde", [0, 1, 3], num_drafts=2),
+            rows([9], "f", [1], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_text="gh"),
         ]
     )
     assert (list(message.token_ids), message.text) == ([5, 6, 7, 8, 9], "abcdef")
@@ -521,15 +521,15 @@ def test_a_message_of_several_steps_counts_characters_from_its_own_beginning():
 
 def test_a_failed_step_ends_its_requests_and_the_one_that_follows_it_does_no_harm(target, monkeypatch):
     own = Watched(target)
-    finish, calls = own.engine._sampler.finish, []
+    finish, calls = TokenSampler.finish, []
 
-    def failing(pending: Any) -> Any:
-        calls.append(pending)
+    def failing(sampler: TokenSampler, output: Any) -> Any:
+        calls.append(output)
         if len(calls) == 4:
             raise RuntimeError("lost")
-        return finish(pending)
+        return finish(sampler, output)
 
-    monkeypatch.setattr(own.engine._sampler, "finish", failing)
+    monkeypatch.setattr(TokenSampler, "finish", failing)
     doomed = own.submit(k=0, max_tokens=20)
     own.engine.start()
     assert "the step failed: lost" in own.error(doomed)

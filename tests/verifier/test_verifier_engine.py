@@ -82,26 +82,26 @@ def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
     assert len(with_drafts) - 1 <= len(counted) < len(computed_s) - 1
 
 
-def test_the_drafter_is_told_of_a_step_before_its_output_is_queued(target):
+def test_the_drafter_has_a_step_before_its_output_is_written(target):
     own = Served(target)
     order: list[str] = []
     stream = own.connect()
-    answer, add = stream.on_send, own.engine._outputs._queue.add
+    answer, one = stream.on_send, own.submit()
+    write = one.output.write
 
     def on_send(step: pb.DraftStep) -> None:
         order.extend(["sent"] * len(step.sequence_ids))
         answer(step)
 
-    def queued(emission: Any) -> None:
-        order.append("queued")
-        add(emission)
+    def written(piece: Any) -> None:
+        order.append("written")
+        write(piece)
 
-    stream.on_send, own.engine._outputs._queue.add = on_send, queued  # type: ignore[method-assign]
-    one = own.submit()
+    stream.on_send, one.output.write = on_send, written  # type: ignore[method-assign]
     own.engine.start()
     own.tokens(one)
     own.engine.stop()
-    assert order == ["sent", "queued"] * one.verify_steps + ["queued"]
+    assert order == ["sent", "written"] * one.verify_steps + ["written"]
 
 
 def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_the_same(served):

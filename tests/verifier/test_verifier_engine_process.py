@@ -203,13 +203,13 @@ def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
 
 def slow_down(host: EngineHost, until: threading.Event) -> None:
     """Makes each step take a while."""
-    run_rows = host.engine._launcher._run_rows
+    count_step = host.engine.times.count_step
 
-    def run_slowly(step: Any) -> Any:
+    def count_slowly(**counts: Any) -> None:
         until.wait(0.2)
-        return run_rows(step)
+        count_step(**counts)
 
-    host.engine._launcher._run_rows = run_slowly
+    host.engine.times.count_step = count_slowly  # type: ignore[method-assign]
 
 
 def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():
@@ -242,11 +242,11 @@ def test_an_engine_that_fails_tells_its_requests_and_the_process_in_front():
     async def run() -> None:
         one = served()
 
-        def fail(**_: Any) -> None:
+        def fail() -> None:
             raise RuntimeError("out of order")
 
         async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            one.host.engine._tell_drafters = fail
+            one.host.engine.drafting.next_deadline = fail
             with pytest.raises(grpc.RpcError) as ended:
                 await outputs_of(GenerationStub(channel).Generate(request()))
             assert ended.value.code() == grpc.StatusCode.INTERNAL

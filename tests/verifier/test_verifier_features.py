@@ -9,6 +9,7 @@ from engine_scene import HIDDEN, K, Served, make_target
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
+from verifier_service.core.batch import ForwardOutput
 from verifier_service.features import FeatureStore, copy_runs, slots_of
 
 BEFORE, PROMPT = [2] * 33, [5] * 33
@@ -24,9 +25,17 @@ def features_of(steps: list[pb.DraftStep]) -> torch.Tensor:
     return torch.cat(sent)
 
 
-def test_features_of_another_request_are_never_sent_for_rows_that_were_computed_without() -> None:
+def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests, one after the other, in a cache of three blocks: one that drafts, one without drafts that takes
     its blocks, and one with the same prompt that drafts."""
+    stores: list[FeatureStore] = []
+    capture = FeatureStore.capture
+
+    def noted(store: FeatureStore, output: ForwardOutput) -> None:
+        stores.append(store)
+        capture(store, output)
+
+    monkeypatch.setattr(FeatureStore, "capture", noted)
     target = make_target()
     expected, served = (Served(target, num_blocks=4) for _ in range(2))
     expected_stream, stream = expected.connect(), served.connect()
@@ -35,7 +44,7 @@ def test_features_of_another_request_are_never_sent_for_rows_that_were_computed_
     expected.engine.stop()
     served.engine.start()
     served.tokens(served.submit(BEFORE))
-    (store,) = served.engine._stores.by_kind.values()
+    store = stores[-1]
     assert store._is_written.any()
     store._is_written[:] = True  # as after requests that filled their last blocks too
     served.tokens(served.submit(PROMPT, k=0))

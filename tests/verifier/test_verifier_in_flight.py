@@ -15,9 +15,9 @@ from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F40
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import generate_pb2
 from verifier_service import draft_session
-from verifier_service.flight import Flight
 from verifier_service.pacing import Pace, Plan, governor
 from verifier_service.pacing.plan import OFF
+from verifier_service.step import Stage, Step
 from verifier_service.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
@@ -31,15 +31,8 @@ def target() -> Target:
 
 
 def on_launch(own: Served, act: Callable[[Any], object]) -> None:
-    """Has `act` called with the works of each step when it has been launched."""
-    launch = own.engine._launcher.launch
-
-    def launching(works: Any, running: Any) -> Any:
-        flight = launch(works, running)
-        act(works)
-        return flight
-
-    own.engine._launcher.launch = launching  # type: ignore[method-assign]
+    """Has `act` called with the rows of each step when it has been launched."""
+    own.on_stage(Stage.SAMPLED, lambda step: act(step.rows))
 
 
 @pytest.mark.parametrize("prompt", [5, 40])
@@ -124,15 +117,14 @@ def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
 def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeypatch):
     monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
     own = Served(target, max_num_seqs=1)
-    launch, calls = own.engine._launcher.launch, []
+    calls: list[Step] = []
 
-    def failing(works: Any, running: Any) -> Any:
-        calls.append(works)
+    def fail(step: Step) -> None:
+        calls.append(step)
         if len(calls) == number:
             raise RuntimeError("lost")
-        return launch(works, running)
 
-    own.engine._launcher.launch = failing  # type: ignore[method-assign]
+    own.on_stage(Stage.RELEASED, fail)
     first, second = own.submit(k=0), own.submit(k=0)
     own.engine.start()
     assert "lost" in own.error(first)
@@ -176,10 +168,10 @@ def test_one_missed_deadline_costs_one_step_without_drafts_and_is_its_cause(targ
 def test_turns_of_one_drafter_do_not_starve_another(target, monkeypatch):
     born: dict[int, tuple[object, float]] = {}
 
-    def is_done(flight: Flight) -> bool:  # as on a GPU: a step takes a while after its launch
-        return time.monotonic() > born.setdefault(id(flight), (flight, time.monotonic()))[1] + STEP_S
+    def is_done(step: Step) -> bool:  # as on a GPU: a step takes a while after its launch
+        return time.monotonic() > born.setdefault(id(step), (step, time.monotonic()))[1] + STEP_S
 
-    monkeypatch.setattr(Flight, "is_done", property(is_done))
+    monkeypatch.setattr(Step, "is_done", property(is_done))
     own = Served(target)
     single = own.connect(max_sequences=1)
     turns = own.connect()

@@ -79,7 +79,7 @@ def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
         tokens, logprobs = drawn[i]
         assert len(tokens) > 0
         assert logprobs is not None
-        for row, token, told in zip(expected[i], tokens, logprobs.told(len(tokens)), strict=False):
+        for row, token, told in zip(expected[i], tokens, logprobs.messages(len(tokens)), strict=False):
             assert told.logprob == pytest.approx(row[token].item())
             assert told.rank == int((row > row[token]).sum()) + 1
             assert list(told.top_ids) == row.topk(likeliest).indices.tolist()
@@ -98,7 +98,7 @@ def test_which_of_equally_likely_tokens_are_told_is_the_same_whoever_shares_the_
         ]
         logprobs = made.finish(made.launch(works, logits[: len(works)]))[0].logprobs
         assert logprobs is not None
-        return list(logprobs.told(1)[0].top_ids)
+        return list(logprobs.messages(1)[0].top_ids)
 
     for seed in range(20):
         torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
     assert (len(sick.tokens), len(well.tokens)) == (0, 1)
     for drawn in (sick, well):
         assert drawn.logprobs is not None
-        assert len(drawn.logprobs.told(len(drawn.tokens))) == len(drawn.tokens)
+        assert len(drawn.logprobs.messages(len(drawn.tokens))) == len(drawn.tokens)
 
 
 @pytest.mark.parametrize("top_n", [None, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,15 +13,43 @@ from torch import Tensor
 from draftwire.devices import upload
 from draftwire.kv_cache import SequenceRows
 from draftwire.v1 import generate_pb2
+from verifier_service.output import Piece
 from verifier_service.request import ReadyDrafts, Request
 
 # Stands for a token that only the device knows.
 UNKNOWN_TOKEN = 0
 
 
+class SampledLogprobs(NamedTuple):
+    """Log probabilities under the target. To make messages of them takes longer than to sample, and is left until they
+    are delivered."""
+
+    num_top: int  # likeliest tokens that are reported beside the emitted one
+    ranks: Tensor  # [R] int64, of the sampled token of each row
+    top_ids: Tensor  # [R, >= num_top] int64
+    values: Tensor  # [R, >= 1 + num_top] float32, the sampled token's first
+
+    def messages(self, count: int) -> list[generate_pb2.TokenLogprobs]:
+        """Return those of the first `count` tokens."""
+        ids, values = self.top_ids[:count, : self.num_top], self.values[:count, : 1 + self.num_top]
+        return [
+            generate_pb2.TokenLogprobs(logprob=own, rank=rank, top_ids=top_ids, top_logprobs=top)
+            for rank, top_ids, (own, *top) in zip(
+                self.ranks[:count].tolist(), ids.tolist(), values.tolist(), strict=True
+            )
+        ]
+
+
+class SampledTokens(NamedTuple):
+    """What a step sampled for one request: no tokens when its logits were not a distribution."""
+
+    tokens: list[int]
+    logprobs: SampledLogprobs | None = None  # where they are asked for
+
+
 @dataclass
 class ScheduledRows:
-    """The rows of one request in a step."""
+    """The rows of one request in a step, and what the step brings the request."""
 
     request: Request
     start: int  # position of the first row
@@ -33,6 +62,10 @@ class ScheduledRows:
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
     admission: int = field(init=False)  # preemptions of the request so far
+    sampled: SampledTokens | None = field(init=False, default=None)
+    sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had it
+    piece: Piece | None = field(init=False, default=None)  # what of it is emitted
+    statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)  # at the request's end
 
     def __post_init__(self) -> None:
         self.is_decoding = self.request.is_decoding or self.follows is not None

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from drafting_scene import Scene, answer_to, make_request
 from engine_scene import VOCAB, WAIT_S, K, Served, make_target
 
+from draftwire.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import draft_session, expected_step, features_ahead
+from verifier_service import draft_session, features_ahead, prelaunch
 from verifier_service import engine as engine_module
 from verifier_service.core.batch import ForwardInput, ForwardOutput, ScheduledRows
 from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered, Disconnected
-from verifier_service.expected_step import ExpectedStep
+from verifier_service.executor import Executor
 from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Pace, Plan
-from verifier_service.request import ReadyDrafts
+from verifier_service.prelaunch import Prelaunch
+from verifier_service.request import ReadyDrafts, Request
+from verifier_service.step import Stage, Step
 from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
 
@@ -43,32 +49,11 @@ def one_group(monkeypatch) -> None:
         pace.governor.plan = Plan(K)
 
     monkeypatch.setattr(Pace, "make_plan", planned)
-    monkeypatch.setattr(expected_step, "PATIENCE_S", WAIT_S)
-
-
-class NotedRunner:
-    """Prelaunches by another runner, and counts that."""
-
-    def __init__(self, own: Noted, runner: Any) -> None:
-        self._own, self._runner = own, runner
-
-    def prelaunch(self, step: ForwardInput) -> bool:
-        assert self._runner.prelaunch(step)
-        self._own.held.append(step)
-        self._own._has_held.set()
-        return True
-
-    def release(self, token_ids: Any) -> ForwardOutput | None:
-        self._own.num_begun += 1
-        return self._runner.release(token_ids)
-
-    def abandon(self) -> None:
-        self._own.num_dropped += 1
-        self._runner.abandon()
+    monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
 
 
 class NoRunner:
-    """Computes nothing; `released` are the token ids of each pass, None of one that was given up."""
+    """Computes nothing; `released` are the token ids of each forward pass, None of one that was given up."""
 
     def __init__(self) -> None:
         self.released: list[Any] = []
@@ -84,26 +69,43 @@ class NoRunner:
 
 
 class Noted(Served):
-    """An engine that counts what becomes of the steps that it holds."""
+    """An engine that counts what becomes of the steps that are prelaunched.
+
+    Attributes
+    ----------
+    sizes
+        Requests of each of them.
+    num_released, num_dropped
+        How many got their token ids, and how many were abandoned before.
+    num_before_check
+        How many started with an answer that had not been checked.
+    """
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
-        self.num_held = self.num_begun = self.num_dropped = self.num_foreseen = 0
-        self.held: list[ForwardInput] = []
-        self._has_held = threading.Event()
-        self.runner = NotedRunner(self, self.engine._pass_ahead._runner)
-        self.engine._pass_ahead._runner = self.runner
-        begin_with = self.engine._pass_ahead.begin_with
+        self.num_released = self.num_dropped = self.num_before_check = 0
+        self.sizes: list[int] = []
+        self._waiting: set[Step] = set()
+        self._has_prelaunched = threading.Event()
+        self.on_stage(Stage.PRELAUNCHED, self._note_prelaunch)
+        self.on_stage(Stage.RELEASED, self._note_release)
+        self.on_stage(Stage.ABANDONED, self._note_drop)
 
-        def noted_begin_with(event: Answered) -> bool:
-            has_begun = begin_with(event)
-            self.num_foreseen += has_begun
-            return has_begun
+    def _note_prelaunch(self, step: Step) -> None:
+        self.sizes.append(len(step.rows))
+        self._waiting.add(step)
+        self._has_prelaunched.set()
 
-        self.engine._pass_ahead.begin_with = noted_begin_with  # type: ignore[method-assign]
+    def _note_release(self, step: Step) -> None:
+        self.num_released += step in self._waiting
+        self._waiting.discard(step)
+
+    def _note_drop(self, step: Step) -> None:
+        self.num_dropped += step in self._waiting
+        self._waiting.discard(step)
 
     def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> Any:
-        """A drafter that answers when the step that verifies its drafts is held, if one is."""
+        """A drafter that answers when the step that verifies its drafts is prelaunched, if one is."""
         stream = self.connect_with(drafts_for)
         answer = stream.on_send
 
@@ -112,11 +114,11 @@ class Noted(Served):
         def answer_all() -> None:
             while True:
                 step = steps.get()
-                self._has_held.wait(0.02)
+                self._has_prelaunched.wait(0.02)
                 answer(step)
 
         def on_send(step: Any) -> None:
-            self._has_held.clear()
+            self._has_prelaunched.clear()
             steps.put(step)
 
         threading.Thread(target=answer_all, daemon=True).start()
@@ -152,27 +154,34 @@ def test_the_output_is_that_without_drafts(target, limits, kind):
     own.engine.start()
     assert [own.tokens(one) for one in made] == undrafted(target, requests)
     own.engine.stop()
-    assert len(own.held) == own.num_begun + own.num_dropped
-    assert own.num_begun > 0 or "draft_deadline_s" in limits
+    assert len(own.sizes) == own.num_released + own.num_dropped
+    assert own.num_released > 0 or "draft_deadline_s" in limits
     if not limits:
-        assert own.num_begun > 0.8 * len(own.held)
+        assert own.num_released > 0.8 * len(own.sizes)
     assert own.engine.kv_cache_usage == 0.0
 
 
-def test_nearly_every_step_with_drafts_is_one_that_was_held(target):
-    own = Noted(target)
+def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
+    """And starts before its answer is checked."""
+    own, take_answer, taken = Noted(target), Executor.take_answer, []
+
+    def noted(executor: Executor, event: Answered) -> bool:
+        taken.append(take_answer(executor, event))
+        return taken[-1]
+
+    monkeypatch.setattr(Executor, "take_answer", noted)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()
     own.tokens(one)
     own.engine.stop()
     assert sum(fallback.tokens for fallback in own.engine.counters().fallbacks) == 1  # the last token needs no drafts
-    assert (own.num_begun, own.num_dropped) == (one.verify_steps - 1, 0)
-    assert own.num_foreseen == own.num_begun
+    assert (own.num_released, own.num_dropped) == (one.verify_steps - 1, 0)
+    assert taken.count(True) == own.num_released
 
 
 @pytest.mark.parametrize(
-    ("change", "begins"),
+    ("change", "starts"),
     [
         (lambda _: None, True),
         (lambda drafts: drafts.last_tokens.__setitem__(0, 1 + drafts.last_tokens[0]), True),  # continues something else
@@ -183,27 +192,26 @@ def test_nearly_every_step_with_drafts_is_one_that_was_held(target):
         (lambda drafts: drafts.sequence_ids.reverse(), False),
     ],
 )
-def test_a_step_begins_before_its_answer_is_checked_and_comes_to_nothing_where_that_is_wrong(target, change, begins):
-    own = Noted(target)
-    begin_with, begun = own.engine._pass_ahead.begin_with, []
+def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, starts, monkeypatch):
+    own, take_answer, started = Noted(target), Executor.take_answer, []
 
-    def spoilt(event: Answered) -> bool:
-        expected = own.engine._pass_ahead._step
-        if expected is not None and expected.can_begin_with and len(event.drafts.sequence_ids) == len(REQUESTS):
-            if len(begun) == 2:
-                change(event.drafts)
-            begun.append(begin_with(event))
-            return begun[-1]
-        return begin_with(event)
+    def spoilt(executor: Executor, event: Answered) -> bool:
+        is_waiting = executor.is_prepared and not executor.computes_prepared
+        if not is_waiting or len(event.drafts.sequence_ids) != len(REQUESTS):
+            return take_answer(executor, event)
+        if len(started) == 2:
+            change(event.drafts)
+        started.append(take_answer(executor, event))
+        return started[-1]
 
-    own.engine._pass_ahead.begin_with = spoilt  # type: ignore[method-assign]
+    monkeypatch.setattr(Executor, "take_answer", spoilt)
     own.connect_late()
     made = [own.submit(**one) for one in REQUESTS]
     own.engine.start()
     assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
     own.engine.stop()
-    assert begun[:3] == [True, True, begins]
-    assert len(own.held) == own.num_begun + own.num_dropped
+    assert started[:3] == [True, True, starts]
+    assert len(own.sizes) == own.num_released + own.num_dropped
     assert own.engine.kv_cache_usage == 0.0
 
 
@@ -225,17 +233,17 @@ class Board:
 
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
 @pytest.mark.parametrize("wrong", [None, 7, -1])
-def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(target, monkeypatch, kind, wrong):
+def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, wrong):
     """A board that says something else than the answer makes
     a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
     monkeypatch.setattr(features_ahead, "_foretell", lambda *_: Foretold(pb.SharedSpan(), K))
     own, board = Noted(target), Board()
-    begin_with_board = own.engine._pass_ahead.begin_with_board
+    take_early_drafts = Executor.take_early_drafts
     begun, written = [], []
 
-    def noted_begin_with_board() -> bool:
-        begun.append(begin_with_board())
+    def noted_early_drafts(executor: Executor) -> bool:
+        begun.append(take_early_drafts(executor))
         has_begun.set()
         return begun[-1]
 
@@ -258,7 +266,7 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     has_begun = threading.Event()
     threading.Thread(target=answer_all, daemon=True).start()
     monkeypatch.setattr(StepGate, "part_next", lambda _: None)  # all requests stay in one step
-    own.engine._pass_ahead.begin_with_board = noted_begin_with_board  # type: ignore[method-assign]
+    monkeypatch.setattr(Executor, "take_early_drafts", noted_early_drafts)
     seen, behind = [], []
     monkeypatch.setattr(own.engine.times, "see_drafts", lambda: seen.append(True))
     monkeypatch.setattr(own.engine.times, "count_answer", lambda _, *, is_behind: behind.append(is_behind))
@@ -274,21 +282,24 @@ def test_a_step_begins_with_what_is_on_the_board_and_is_that_of_its_answer(targe
     assert len(written) >= len(begun) > 0.7 * len(written) > 7
     assert begun.count(False) == (0 if wrong != -1 else pytest.approx(len(begun) / 3, abs=2))
     assert behind.count(True) >= len(seen) == begun.count(True)
-    assert len(own.held) == own.num_begun + own.num_dropped
-    assert own.num_foreseen <= len(written) - begun.count(True)  # the others were begun by their answers
+    assert len(own.sizes) == own.num_released + own.num_dropped
     assert own.engine.kv_cache_usage == 0.0
 
 
-def test_a_drafter_that_has_gone_is_not_kept_by_the_step_that_waited_for_it(target):
+def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
     own = Noted(target)
     stream = own.connect()
     stream.on_send = lambda _: None
+    gone = weakref.ref(stream)
     one = own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.engine._pass_ahead._awaited is not None)
+    wait_until(lambda: own.sizes)
     own.engine.post(Disconnected(stream))
+    del stream
     own.tokens(one)
-    assert own.engine._pass_ahead._awaited is None
+    own.tokens(own.submit([2, 7]))  # the engine has other things in hand
+    gc.collect()
+    assert gone() is None
     own.engine.stop()
 
 
@@ -299,7 +310,7 @@ def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
     return awaited
 
 
-def test_the_answer_that_is_awaited_is_the_one_that_brings_all_drafts():
+def test_the_awaited_answer_brings_all_drafts():
     scene = Scene()
     stream = scene.connect()
     requests = [scene.decode(2 + i) for i in range(3)]
@@ -331,53 +342,68 @@ def test_the_answer_that_is_awaited_is_the_one_that_brings_all_drafts():
     assert not scene.drafting.gate.all_wait(requests)
 
 
+def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
+    last = len(request.tokens) - 1
+    return ScheduledRows(request, last, [request.tokens[last]] + [0] * num_drafts, None, samples=True)
+
+
+def answer_with(stream: Any, drafts: list[list[int]]) -> tuple[AwaitedAnswer, Answered]:
+    """An answer, and what is known of it before it comes."""
+    answer = pb.Drafts(step_id=1, sequence_ids=range(1, 1 + len(drafts)), num_drafts=map(len, drafts))
+    encode_tensor(torch.tensor([token for own in drafts for token in own], dtype=torch.int32), answer.tokens)
+    return AwaitedAnswer(stream, 1, [*answer.sequence_ids], [*answer.num_drafts], []), Answered(stream, answer)
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_drafts_go_where_their_requests_are_in_the_step(order):
     requests = [make_request([1 + i] * 16) for i in range(4)]
     for request in requests:
         request.blocks, request.num_computed = [4, 5], 15
     requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
-    num_drafts = [3, 1, 2]
-    expected = ExpectedStep([*zip(requests, [*num_drafts, 3], strict=True)])
-    runner: Any = NoRunner()
-    expected.launch(runner)
-    assert not expected.can_begin_with
-    expected.foresee(requests[:1], [4])  # there is no room for so many
-    assert not expected.can_begin_with
-    expected.foresee([requests[i] for i in order], [num_drafts[i] for i in order])
     drafts = [[11, 12, 13], [14], [15, 16]]
-    expected.begin_with(np.array([token for i in order for token in drafts[i]]))
+    runner: Any = NoRunner()
+    step = Step([*map(awaited_rows, requests, [3, 1, 2, 3])])
+    waiting = Prelaunch(runner, VOCAB)
+    waiting.launch(step)
+    awaited, answer = answer_with(object(), [drafts[i] for i in order])
+    assert waiting.read_answer(answer) is None
+    waiting.expect(awaited._replace(requests=requests[:1], num_drafts=[4]))  # there is no room for so many
+    assert waiting.read_answer(answer) is None
+    waiting.expect(awaited._replace(requests=[requests[i] for i in order]))
+    found = waiting.read_answer(answer)
+    assert found is not None
+    waiting.release(found)
     assert runner.released == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
-    assert not expected.can_begin_with
+    assert step.stage is Stage.RELEASED
+    assert waiting.read_answer(answer) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, K])
-def test_fewer_drafts_than_were_asked_for_take_a_part_of_the_rows(target, count):
+def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
     own = Noted(target)
     own.connect_late(lambda _: [5, 6, 7][:count])
     made = [own.submit(**one) for one in REQUESTS]
     own.engine.start()
     assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
     own.engine.stop()
-    assert own.num_begun > 0
+    assert own.num_released > 0
 
 
-def test_a_request_that_arrives_is_computed_although_a_drafter_is_silent(target, monkeypatch):
-    monkeypatch.setattr(expected_step, "PATIENCE_S", 0.05)
+def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatch):
+    monkeypatch.setattr(prelaunch, "PATIENCE_S", 0.05)
     own = Noted(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     waiting = own.submit(max_tokens=20)
     own.engine.start()
     own.next(waiting)
-    wait_until(lambda: own.held)
-    assert own.held
+    wait_until(lambda: own.sizes)
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
-    assert (own.num_begun, own.num_dropped) == (0, 1)  # and not launched again
+    assert (own.num_released, own.num_dropped) == (0, 1)  # and not launched again
     own.engine.stop()
 
 
-def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come_soon(target, monkeypatch):
+def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
     monkeypatch.setattr(StepGate, "_hold_until", lambda _, now, *__: now + WAIT_S)
     own = Noted(target)
     own.connect_late()
@@ -390,7 +416,7 @@ def test_a_prompt_does_not_wait_for_the_end_of_requests_whose_drafts_always_come
     own.engine.stop()
 
 
-def test_no_step_is_computed_twice_where_the_cache_is_nearly_full(target):
+def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
     own = Noted(target, num_blocks=45, max_num_seqs=16, max_queue=16)
     own.connect_late()
     requests = [{"prompt": [3 + i, *range(i)], "max_tokens": 30} for i in range(16)]
@@ -407,8 +433,8 @@ def test_no_step_is_computed_twice_where_the_cache_is_nearly_full(target):
         own.engine.start()
         assert [own.tokens(one) for one in made] == undrafted(target, requests)
     own.engine.stop()
-    assert own.num_begun > 20
-    assert len(taken) == own.num_begun
+    assert own.num_released > 20
+    assert len(taken) == own.num_released
 
 
 @pytest.mark.parametrize("limits", [{"draft_deadline_s": 0.02}, {}])
@@ -439,7 +465,7 @@ def test_a_step_costs_what_all_rows_cost_that_were_computed(target, limits):
         for one in made:
             own.tokens(one)
         own.engine.stop()
-    assert own.num_begun > 0
+    assert own.num_released > 0
     assert counted == computed[-len(counted) :]
     if not limits:
         assert len(REQUESTS) // 2 * (1 + K) in counted[5:8]
@@ -462,32 +488,29 @@ def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
     assert (request.num_drafts_wanted, gate.expected_drafts([request])) == (1, [1])
 
 
-def test_nothing_waits_for_a_held_step_whose_requests_have_all_gone(target):
+def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
     own = Noted(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     gone = own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.held)
+    wait_until(lambda: own.sizes)
     own.engine.cancel(gone)
     began = time.monotonic()
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
-    assert time.monotonic() < began + expected_step.PATIENCE_S / 2
-    assert (own.num_begun, own.num_dropped) == (0, 1)
+    assert time.monotonic() < began + prelaunch.PATIENCE_S / 2
+    assert (own.num_released, own.num_dropped) == (0, 1)
     own.engine.stop()
 
 
-def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, monkeypatch):
+def test_a_released_step_that_fails_ends_its_requests_alone(target):
     own = Noted(target)
-    release = own.runner.release
 
-    def fail_third(token_ids: Any) -> ForwardOutput | None:
-        if len(own.held) == 3:
-            own.runner.abandon()
+    def fail_third(_: Step) -> None:
+        if len(own.sizes) == 3:
             raise RuntimeError("no memory")
-        return release(token_ids)
 
-    monkeypatch.setattr(own.runner, "release", fail_third)
+    own.on_stage(Stage.RELEASED, fail_third)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()
@@ -497,23 +520,23 @@ def test_a_held_step_that_fails_as_it_begins_ends_its_requests_alone(target, mon
     own.engine.stop()
 
 
-def test_a_held_step_does_not_outlive_the_engine(target):
+def test_a_prelaunched_step_does_not_outlive_the_engine(target):
     own = Noted(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.held)
+    wait_until(lambda: own.sizes)
     own.engine.stop()
-    assert (len(own.held), own.num_begun, own.num_dropped) == (1, 0, 1)
+    assert (len(own.sizes), own.num_released, own.num_dropped) == (1, 0, 1)
 
 
-def test_a_cancelled_request_leaves_the_others_of_a_held_step_alone(target):
+def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
     own = Noted(target)
     cancelled, other = own.submit(max_tokens=40), own.submit([2, 7], max_tokens=40)
 
     def drafts_for(_: Any) -> list[int]:
-        if len(own.held) >= 4:
+        if len(own.sizes) >= 4:
             own.engine.cancel(cancelled)
         return [5, 6, 7]
 
@@ -522,36 +545,36 @@ def test_a_cancelled_request_leaves_the_others_of_a_held_step_alone(target):
     assert own.tokens(other) == undrafted(target, [{"prompt": [2, 7], "max_tokens": 40}])[0]
     own.engine.stop()
     assert own.num_dropped == 0
-    sizes = [len(step.sequences) for step in own.held]
-    assert sizes == sorted(sizes, reverse=True), sizes
-    assert set(sizes) == {1, 2}
+    assert own.sizes == sorted(own.sizes, reverse=True)
+    assert set(own.sizes) == {1, 2}
     assert own.engine.kv_cache_usage == 0.0
 
 
-def test_nothing_is_held_where_steps_land_before_the_next_is_launched(target):
+def test_nothing_is_prelaunched_without_async_scheduling(target):
     own = Noted(target, async_scheduling=False)
     own.connect_late()
     own.engine.start()
     own.tokens(own.submit())
     own.engine.stop()
-    assert own.held == []
+    assert own.sizes == []
 
 
-def test_rows_are_those_of_the_requests_and_blocks_that_it_was_launched_for():
+def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
     def begun(change: Any = None, num_drafts: int = 3, drafts: tuple[int, ...] = (7, 8)) -> bool:
         """Whether a step with so many drafts of a request of 17 tokens is begun with `drafts` after a change."""
         request = make_request([1] * 16)
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
-        expected = ExpectedStep([(request, num_drafts)])
         runner: Any = NoRunner()
-        expected.launch(runner)
+        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB)
+        waiting.launch(step)
         if change is not None:
             change(request)
         ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
-        work = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
-        assert expected.take([work]) is None  # what the launched step gives
-        assert not expected.is_pending
+        rows = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
+        assert waiting.confirm([rows]) is None  # what the runner gives
+        assert not waiting.is_pending
+        assert step.stage is Stage.ABANDONED
         assert runner.released in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
         return runner.released != [None]
 
