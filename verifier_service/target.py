@@ -217,6 +217,8 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = ["sliding_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"layer_types = {kinds!r}: must name the kind of each of {num_layers} layers")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
