@@ -15,6 +15,7 @@ from draftwire.checkpoints import read_config
 from draftwire.devices import GpuMemory, upload
 from draftwire.errors import InvalidArgumentError
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows, token_bytes
+from draftwire.memory import check_cache_fits
 from draftwire_kernels import gumbel_sample
 
 CPU_KV_CACHE_TOKENS = 65536
@@ -46,10 +47,11 @@ def choose_limits(
     # Room for a last, partly filled block of each sequence and for its speculative rows.
     useful = options.max_num_seqs * (max_model_len + BLOCK_SIZE)
     tokens = options.kv_cache_tokens
-    if tokens is None and memory is None:
+    if tokens is not None:
+        check_cache_fits(tokens, head.spec.layer_shapes, dtype, device)
+    elif memory is None:
         tokens = min(useful, CPU_KV_CACHE_TOKENS)
-    elif tokens is None:
-        assert memory is not None
+    else:
         left = memory.left_for_cache(
             options.gpu_memory_utilization, lambda: run_largest_step(head, options, max_model_len, dtype, device)
         )

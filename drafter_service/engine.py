@@ -29,7 +29,7 @@ from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
 from draftwire.devices import upload
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows
+from draftwire.kv_cache import BLOCK_SIZE, SequenceRows, allocate_cache
 from draftwire.memory import measure_memory
 from draftwire.v1 import draft_pb2 as pb
 
@@ -66,7 +66,7 @@ class DraftEngine:
         self._pool = BlockPool(num_blocks)
         self._table = SequenceTable(limits, self._pool)
         self._scheduler = Scheduler(limits, self._table)
-        self._cache = KVCache(head.spec.layer_shapes, num_blocks, dtype, device)
+        self._cache = allocate_cache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
         self._loop = make_loop(head, self._cache, self._buffers, limits, dtype, device)
         self._graphs = None

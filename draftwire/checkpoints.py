@@ -34,20 +34,20 @@ def resolve_directory(name: str) -> Path:
         raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {error}") from error
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of config.json.
+def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    """The contents of config.json, or of another such file of a model directory.
 
     Raises
     ------
     CheckpointError
         When the file is missing or not a JSON object.
     """
-    path = directory / "config.json"
+    path = directory / name
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{directory}: there is no config.json") from error
-    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}: there is no {name}") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: must be a JSON object")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,13 +57,29 @@ def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = 
             "sampling_params.min_tokens", resolved.min_tokens, f"allowed range [0, max_tokens = {resolved.max_tokens}]"
         )
     if vocab_size is not None:
-        for name, ids in (("logit_bias", resolved.logit_bias), ("stop_token_ids", resolved.stop_token_ids)):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise InvalidArgumentError(
-                        f"sampling_params.{name}", token_id, f"token ids must be in [0, {vocab_size})"
-                    )
+        check_token_ids("sampling_params.logit_bias", resolved.logit_bias, vocab_size)
+        check_token_ids("sampling_params.stop_token_ids", resolved.stop_token_ids, vocab_size)
     return resolved
+
+
+def check_token_ids(
+    field: str, token_ids: Iterable[int], vocab_size: int, describe: Callable[[int], object] = int
+) -> None:
+    """Refuse token ids for which a target of `vocab_size` tokens has no row.
+
+    Parameters
+    ----------
+    describe
+        Shows a token id as the value of the field; by default the id itself.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, the largest id and what is allowed.
+    """
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidArgumentError(field, describe(largest), f"token ids must be in [0, {vocab_size})")
 
 
 def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeConfig:
@@ -371,13 +388,13 @@ def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
             if field.enum_type is not None:
                 setattr(message, name, _enum_number(field.enum_type, value, prefix + name))
             elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-                getattr(message, name).update({int(key): float(entry) for key, entry in value.items()})
+                getattr(message, name).update({_map_key(key): _number(entry) for key, entry in value.items()})
             elif field.message_type is not None:
                 build_message(getattr(message, name), value, f"{prefix}{name}.")
             elif field.is_repeated:
                 if isinstance(value, str):
                     raise TypeError("expected a list")
-                getattr(message, name).extend(value)
+                getattr(message, name).extend(_not_boolean(entry) for entry in value)
             else:
                 if isinstance(value, bool) != (field.type == FieldDescriptor.TYPE_BOOL):
                     raise TypeError(f"expected {'true or false' if not isinstance(value, bool) else 'a number'}")
@@ -390,6 +407,22 @@ def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
             allowed = f"allowed range {range_text(limits)}" if has_range else _type_text(field)
             raise InvalidArgumentError(prefix + name, value, f"{allowed} ({error})") from error
     return message
+
+
+def _not_boolean(value: Any) -> Any:
+    """Return a value that protobuf is to take: it would take true for the number 1."""
+    if isinstance(value, bool):
+        raise TypeError("expected no true or false")
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(_not_boolean(value))
+
+
+def _map_key(value: Any) -> int:
+    """Return the integer that a key is, or that it spells: the keys of JSON objects are strings."""
+    return int(value) if isinstance(value, str) else operator.index(_not_boolean(value))
 
 
 def _type_text(field: FieldDescriptor) -> str:

@@ -68,7 +68,8 @@ def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dty
     if device.type == "cpu":
         return torch.float32
     config = read_config(target_dir)
-    saved = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    saved = config.get("dtype")
+    saved = str(config.get("torch_dtype") if saved is None else saved).removeprefix("torch.")
     return torch.float16 if saved == "float16" else torch.bfloat16
 
 

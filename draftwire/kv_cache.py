@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from draftwire.errors import ServerError
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 
-__all__ = ["BLOCK_SIZE", "BatchBuffers", "KVCache", "RaggedBatch", "SequenceRows", "token_bytes"]
+__all__ = ["BLOCK_SIZE", "BatchBuffers", "KVCache", "RaggedBatch", "SequenceRows", "allocate_cache", "token_bytes"]
 
 LayerShapes = Sequence[tuple[int, int, int]]  # (kv_heads, key head size, value head size) of each layer
 
@@ -21,6 +22,23 @@ LayerShapes = Sequence[tuple[int, int, int]]  # (kv_heads, key head size, value 
 def token_bytes(layer_shapes: LayerShapes, dtype: torch.dtype) -> int:
     """Keys and values of one position in all layers, bytes."""
     return sum(heads * (key + value) for heads, key, value in layer_shapes) * dtype.itemsize
+
+
+def allocate_cache(layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """Allocate the cache of a service.
+
+    Raises
+    ------
+    ServerError
+        When there is no memory for it.
+    """
+    try:
+        return KVCache(layer_shapes, num_blocks, dtype, device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        tokens = num_blocks * BLOCK_SIZE
+        size = tokens * token_bytes(layer_shapes, dtype) / 2**30
+        text = f"{device}: no memory for a cache of {tokens} positions, {size:.2f} GiB; lower kv_cache_tokens ({error})"
+        raise ServerError(text) from error
 
 
 class KVCache:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from pathlib import Path
 
 import torch
 
-from draftwire.kv_cache import KVCache
+from draftwire.errors import InvalidArgumentError
+from draftwire.kv_cache import KVCache, LayerShapes, token_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
@@ -24,6 +26,24 @@ def peak_host_bytes() -> int:
     except OSError:
         return 0
     return int(found[1]) * 1024 if found else 0
+
+
+def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a number of cache positions for which the whole memory of the device would be too small.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names `kv_cache_tokens`, what it takes and what the device has.
+    """
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[1]
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = num_tokens * token_bytes(layer_shapes, dtype)
+    if needed > room:
+        allowed = f"takes {needed / 2**30:.2f} GiB, but {device} has {room / 2**30:.2f} GiB of memory"
+        raise InvalidArgumentError("kv_cache_tokens", num_tokens, allowed)
 
 
 def keep_what_is_loaded() -> None:

@@ -171,7 +171,7 @@ def load_llama(directory: Path, device: torch.device | str) -> Llama:
     """The model of a transformers directory as this module's class, in float32 (bf16 weights are exact in it)."""
     config = json.loads((directory / "config.json").read_text())
     names = LlamaShape.__dataclass_fields__
-    rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    rope = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
     model = Llama(LlamaShape(**{name: config[name] for name in names if name in config} | {"rope_theta": rope}))
     weights: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):

@@ -10,6 +10,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.devices import GpuMemory
 from draftwire.errors import InvalidArgumentError
 from draftwire.kv_cache import BLOCK_SIZE, KVCache, SequenceRows, token_bytes
+from draftwire.memory import check_cache_fits
 from draftwire.v1 import config_pb2
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.options import VerifierOptions
@@ -44,6 +45,7 @@ def choose_num_blocks(
     """
     longest = target.max_model_len
     if options.kv_cache_tokens is not None:
+        check_cache_fits(options.kv_cache_tokens, target.layer_shapes, target.dtype, target.device)
         blocks = blocks_for(options.kv_cache_tokens)
     else:
         blocks = options.max_num_seqs * blocks_for(longest)

@@ -16,7 +16,7 @@ from verifier_service.engine_proxy import EngineProxy
 from verifier_service.options import VerifierOptions
 from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.settings import Settings, check_options
-from verifier_service.tokenizer import TextCodec, find_tokenizer
+from verifier_service.tokenizer import TextCodec, find_tokenizer, warn_of_ids_beyond
 
 
 def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
@@ -42,6 +42,8 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
 
 
 async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAccess, codec: TextCodec | None) -> None:
+    if codec is not None:
+        warn_of_ids_beyond(codec, engine.facts.vocab_size)
     has_failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from draftwire.config import check_limits, resolve_sampling_params
+from draftwire.config import check_limits, check_token_ids, resolve_sampling_params
 from draftwire.errors import (
     Described,
     DraftwireError,
@@ -203,12 +203,23 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         return request.num_speculative_tokens
 
     def _prompt(self, request: generate_pb2.GenerateRequest) -> list[int]:
+        """Return the prompt's token ids, for each of which the target has a row."""
+        token_ids = self._read_prompt(request)
+        kind = request.WhichOneof("prompt")
+        field = {"token_ids": "token_ids.ids", "chat": "chat.messages"}.get(str(kind), str(kind))
+        if not token_ids:
+            raise InvalidArgumentError(field, Described("no token"), "at least one token is required")
+        describe = int if self._codec is None or kind == "token_ids" else self._codec.describe
+        check_token_ids(field, token_ids, self._facts.vocab_size, describe)
+        return token_ids
+
+    def _read_prompt(self, request: generate_pb2.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         self._check_size(request)
         if kind is None:
             raise InvalidArgumentError("prompt", None, "exactly one of text, token_ids and chat is required")
         if kind == "token_ids":
-            return self._token_ids(list(request.token_ids.ids))
+            return list(request.token_ids.ids)
         if self._codec is None:
             raise InvalidArgumentError("prompt", kind, "this server has no tokenizer; send token_ids")
         if kind == "chat":
@@ -217,10 +228,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             if not all(message.role for message in request.chat.messages):
                 raise InvalidArgumentError("chat.messages.role", "", "allowed length 1 to 64 bytes, got 0")
             return self._codec.encode_chat(request.chat.messages)
-        prompt = self._codec.encode(request.text)
-        if not request.text or not prompt:
+        if not request.text:
             raise InvalidArgumentError("text", request.text, "must not be empty")
-        return prompt
+        return self._codec.encode(request.text)
 
     def _check_size(self, request: generate_pb2.GenerateRequest) -> None:
         """Refuses, before it is read and tokenised, what no context can hold."""
@@ -237,14 +247,6 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         longest = self._facts.max_model_len
         allowed = f"allowed range [1, {longest - 1}] tokens: the context has {longest}"
         raise InvalidArgumentError("prompt", Described(length), allowed)
-
-    def _token_ids(self, ids: list[int]) -> list[int]:
-        if not ids:
-            raise InvalidArgumentError("token_ids.ids", [], "at least one token id is required")
-        largest = max(ids)
-        if largest >= self._facts.vocab_size:
-            raise InvalidArgumentError("token_ids.ids", largest, f"token ids must be in [0, {self._facts.vocab_size})")
-        return ids
 
     async def GetVerifierInfo(  # noqa: N802
         self,

@@ -324,7 +324,7 @@ class StepGate:
             self._held_since = None
             return False
         if has_ready or has_prompts:  # else nothing has waited yet
-            self._held_since = self._held_since or now
+            self._held_since = now if self._held_since is None else self._held_since
         return True
 
     def _take_turns(self, drafted: dict[DraftSession, list[Binding]]) -> None:
@@ -343,7 +343,7 @@ class StepGate:
         self, now: float, drafted: dict[DraftSession, list[Binding]], num_undrafted: int, lead_s: float
     ) -> float | None:
         cost = self.target_cost
-        latest = (self._held_since or now) + cost.fixed
+        latest = (now if self._held_since is None else self._held_since) + cost.fixed
         if not cost.is_known or now >= latest:
             return None
         rows, tokens = num_undrafted, float(num_undrafted)

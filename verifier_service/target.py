@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftwire.block_pool import blocks_for
 from draftwire.checkpoints import fingerprint, read_config, weight_files
@@ -63,10 +63,14 @@ class Target:
         self.vocab_size = _vocab_size(model)
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
-        longest = getattr(config, "max_position_embeddings", None) or 1 << 20
-        if max_model_len is not None and max_model_len > longest:
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is None:
+            longest = 1 << 20
+        if not isinstance(longest, int) or longest < 1:
+            raise CheckpointError(f"{name}: max_position_embeddings = {longest!r}: must be a positive integer")
+        self.max_model_len: int = longest if max_model_len is None else max_model_len
+        if not 1 <= self.max_model_len <= longest:
             raise CheckpointError(f"max_model_len = {max_model_len}: {name} has {longest} positions")
-        self.max_model_len: int = max_model_len or longest
         self.eos_token_ids = eos_token_ids
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -210,7 +214,11 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
     """The window that each layer is to have by the config."""
     # Configs keep fields that their type does not have.
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"layer_types = {kinds!r}: must name the kind of each of {num_layers} layers")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
@@ -274,7 +282,8 @@ def load_target(
             raise CheckpointError(f"{directory}: tensors are missing or of another shape: {', '.join(missing[:5])}")
     split_target(model, name, rank, device)
     model = model.to(device)
-    return Target(model.eval(), name, _eos_token_ids(directory, config), max_model_len)
+    eos_token_ids = _read_eos_token_ids(directory, config, _vocab_size(model))
+    return Target(model.eval(), name, eos_token_ids, max_model_len)
 
 
 def check_split(directory: Path, name: str, rank: Rank) -> None:
@@ -294,7 +303,7 @@ def _read_served_config(directory: Path, name: str) -> Any:
     read_config(directory)
     try:
         config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers and its validation of fields raise many kinds
         raise CheckpointError(f"{directory}: transformers cannot read its config.json: {error}") from error
     _refuse(config, name)
     return config
@@ -308,6 +317,10 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # torch and transformers raise many kinds for sizes and ids that cannot be
+        raise CheckpointError(f"transformers cannot make a model of its config.json: {error}") from error
     finally:
         torch.set_default_dtype(previous)
     return model
@@ -340,9 +353,27 @@ def _refuse(config: Any, name: str) -> None:
         raise CheckpointError(f"{name}: models with recurrent state are not served")
 
 
-def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
-    """End-of-sequence ids of generation_config.json, else of config.json."""
+def _read_eos_token_ids(directory: Path, config: Any, vocab_size: int) -> frozenset[int]:
+    """Return the end-of-sequence ids that transformers' generate has: of generation_config.json, else of config.json.
+
+    Ids outside of the vocabulary, which a target cannot draw, are left out and logged.
+    """
+    name = "generation_config.json"
     given = getattr(config, "eos_token_id", None)
-    if (directory / "generation_config.json").is_file():
-        given = GenerationConfig.from_pretrained(directory).eos_token_id or given
-    return frozenset([given] if isinstance(given, int) else given or [])
+    if (directory / name).is_file():
+        given = read_config(directory, name).get("eos_token_id")
+    else:
+        name = "config.json"
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        allowed = "must be a token id, a list of token ids or null"
+        raise CheckpointError(f"{directory / name}: eos_token_id = {given!r}: {allowed}")
+    served = frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
+    if len(served) < len(set(ids)):
+        logger.warning(
+            "%s: eos_token_id = %s: ids outside of the target's vocabulary of %d tokens end nothing",
+            directory / name,
+            given,
+            vocab_size,
+        )
+    return served

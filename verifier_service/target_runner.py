@@ -21,7 +21,7 @@ from draftwire.block_pool import blocks_for
 from draftwire.carriers.segment import SegmentError
 from draftwire.devices import record_event, upload
 from draftwire.errors import CheckpointError
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch
+from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, allocate_cache
 from draftwire.stream_hold import StreamHold
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.graph_inputs import GraphInputs, StagedInputs
@@ -185,7 +185,7 @@ def start_runner(
 ) -> TargetRunner:
     """A runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs` sequences
     with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
-    cache = KVCache(target.layer_shapes, num_blocks, target.dtype, target.device)
+    cache = allocate_cache(target.layer_shapes, num_blocks, target.dtype, target.device)
     longest = blocks_for(target.max_model_len)
     runner = TargetRunner(target, cache, max_num_seqs, num_drafts + 1, max_prefill_rows, longest)
     runner.capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from transformers import AutoTokenizer
 
 from draftwire.errors import CheckpointError, Described, InvalidArgumentError
 from draftwire.v1 import generate_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt that the first output tokens are decoded with.
@@ -23,6 +26,8 @@ class TextCodec:
     ----------
     longest_token_bytes
         No token stands for more bytes of text.
+    largest_token_id
+        Added tokens count.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -35,21 +40,56 @@ class TextCodec:
         """
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
-            self.backend = self._tokenizer.backend_tokenizer
-            self.backend.no_truncation()
-            self.backend.no_padding()
-            self.longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
-        except Exception as error:  # tokenizers raises bare Exception for a damaged file
+            self._backend = self._tokenizer.backend_tokenizer
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            vocab = self._backend.get_vocab(with_added_tokens=True)
+            self.longest_token_bytes = max(len(token.encode()) for token in vocab)
+            self.largest_token_id: int = max(vocab.values())
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
             raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens as the tokenizer adds them."""
-        return self._encode(text, add_special_tokens=True)
+    def describe(self, token_id: int) -> Described:
+        """Show a token by its text and id."""
+        return Described(f"the token {self._backend.id_to_token(token_id)!r} = {token_id}")
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, special tokens as the tokenizer adds them.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the tokenizer fails on the text.
+        """
+        return self._encode(text, "text", add_special_tokens=True)
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         # As a batch: `encode` holds the interpreter's lock, so that a long prompt would stop the engine for seconds.
-        ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise InvalidArgumentError(field, text, f"the target's tokenizer cannot encode it: {error}") from error
         return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, without special ones.
+
+        Raises
+        ------
+        ValueError
+            When the tokenizer fails on them.
+        """
+        try:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise ValueError(f"the target's tokenizer cannot decode {token_ids[:8]}: {error}") from error
+        return text
 
     def encode_chat(self, messages: Sequence[pb.ChatMessage]) -> list[int]:
         """Token ids of a conversation under the chat template, with the opening of the assistant's answer.
@@ -69,13 +109,31 @@ class TextCodec:
         except Exception as error:  # templates raise errors of their own making
             allowed = f"the chat template refuses it: {error}"
             raise InvalidArgumentError("chat.messages", conversation, allowed) from error
-        return self._encode(str(text), add_special_tokens=False)
+        return self._encode(str(text), "chat.messages", add_special_tokens=False)
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Tell what the tokenizers library raised from an interrupt.
+
+    It raises bare Exception, and for a panic in Rust a PanicException, which is no Exception and cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def find_tokenizer(directory: Path) -> TextCodec | None:
     """The tokenizer of a target's directory; one without it serves token ids alone."""
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return TextCodec(directory) if has_tokenizer else None
+
+
+def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
+    """Log that a tokenizer has ids for which a target of `vocab_size` tokens has no row, if it has some."""
+    if codec.largest_token_id >= vocab_size:
+        logger.warning(
+            "the tokenizer has %s, for which the target of %d tokens has no row: prompts with such tokens are refused",
+            codec.describe(codec.largest_token_id),
+            vocab_size,
+        )
 
 
 class Detokenizer:
@@ -86,7 +144,7 @@ class Detokenizer:
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._backend = codec.backend
+        self._codec = codec
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._context = 0  # first token that is decoded again
         self._given = len(self._ids)  # tokens whose text is out
@@ -107,12 +165,8 @@ class Detokenizer:
         return text
 
     def _pending(self) -> str:
-        before = self._decode(self._ids[self._context : self._given])
-        return self._decode(self._ids[self._context :])[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=True)
-        return text
+        before = self._codec.decode(self._ids[self._context : self._given])
+        return self._codec.decode(self._ids[self._context :])[len(before) :]
 
 
 class StopFinder:

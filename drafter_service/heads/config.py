@@ -69,7 +69,9 @@ class _Reader:
     """Typed access to a raw configuration; `eagle_config` goes before the top level, as in vLLM."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        nested = config.get("eagle_config") or {}
+        nested = config.get("eagle_config")
+        if nested is None:
+            nested = {}
         if not isinstance(nested, Mapping):
             raise CheckpointError(f"{where}: eagle_config must be an object, not {nested!r}")
         self.values, self.where = {**config, **nested}, where
@@ -156,8 +158,7 @@ def _speculators_kind(raw: Mapping[str, Any], where: str) -> Method | None:
     """What a head in the layout of speculators is; None for the published layouts."""
     kind = raw.get("speculators_model_type")
     if kind is None and "transformer_layer_config" in raw:
-        architectures = raw.get("architectures") or ()
-        kind = next((_SPECULATORS_KINDS[name] for name in architectures if name in _SPECULATORS_KINDS), "unknown")
+        kind = next((_SPECULATORS_KINDS[name] for name in _architectures(raw) if name in _SPECULATORS_KINDS), "unknown")
     if kind not in (None, "eagle", "eagle3"):
         raise CheckpointError(f"{where}: speculators_model_type = {kind!r} is not supported; must be eagle or eagle3")
     return kind
@@ -178,9 +179,15 @@ def _speculators_layer_values(raw: Mapping[str, Any], kind: Method, where: str) 
     return {**values, "model_type": model_type, **one_layer}
 
 
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the architectures; whatever is not a list of them names none."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def _published_method(head: _Reader, tensor_names: Collection[str]) -> Method:
     """EAGLE-3 or EAGLE-1/2; SafeAILab's configurations do not say, but only EAGLE-3 has these keys and tensors."""
-    architectures = " ".join(map(str, head.values.get("architectures") or ())).lower()
+    architectures = " ".join(_architectures(head.values)).lower()
     keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
     tensors = ("d2t", "layers.0.hidden_norm.weight")
     marked = any(key in head.values for key in keys) or any(name in tensor_names for name in tensors)
@@ -217,7 +224,9 @@ def _layer_config(layer: _Reader, *, speculators: bool) -> LayerConfig:
 def _windows(layer: _Reader) -> tuple[int | None, ...]:
     """Sliding windows of the layers; `layer_types` says which layers have one."""
     num_layers = layer.integer("num_hidden_layers", 1)
-    kinds = layer.values.get("layer_types") or ["full_attention"] * num_layers
+    kinds = layer.values.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention"] * num_layers
     known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
     if not known or len(kinds) != num_layers:
         raise CheckpointError(
@@ -275,7 +284,7 @@ def _feature_layers(head: _Reader, num_layers: int) -> tuple[int, ...]:
         raise CheckpointError(f"{head.where}: use_aux_hidden_state = False is not supported; must be true or absent")
     ids = head.values.get("eagle_aux_hidden_state_layer_ids")
     key = "eagle_aux_hidden_state_layer_ids"
-    if not ids:
+    if ids is None or ids == []:  # as in vLLM, for which an empty list names no layers
         ids, key = [2, num_layers // 2, num_layers - 3], f"the default feature layers of {num_layers} layers"
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not whole or not all(0 <= i < num_layers for i in ids):

@@ -59,28 +59,36 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings:
     CheckpointError
         When the scaling is not one of default, linear, llama3 and yarn, or lacks a parameter.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = _first_given(*(config.get(key) for key in ("rope_parameters", "rope_scaling") if config.get(key) != {}), {})
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError(f"{where}: rope_parameters = {given!r}: must be one set of parameters for all layers")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _REQUIRED:
+    kind = _first_given(given.get("rope_type"), given.get("type"), "default")
+    if not isinstance(kind, str) or kind not in _REQUIRED:
         raise CheckpointError(f"{where}: rope_type = {kind!r} is not supported; supported are {', '.join(_REQUIRED)}")
     for source in (given, config):
         if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             factor = source["partial_rotary_factor"]
             raise CheckpointError(f"{where}: partial_rotary_factor = {factor!r} is not supported; must be 1")
-    theta = given.get("rope_theta", config.get("rope_theta"))
+    theta = _first_given(given.get("rope_theta"), config.get("rope_theta"), _DEFAULT_THETA)
     parameters = {key: value for key, value in given.items() if key != "type" and value is not None}
-    parameters |= {"rope_type": kind, "rope_theta": _DEFAULT_THETA if theta is None else theta}
+    parameters |= {"rope_type": kind, "rope_theta": theta}
     for key in ("rope_theta", *_REQUIRED[kind]):
         value = parameters.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise CheckpointError(f"{where}: rope_type = {kind!r} with {key} = {value!r}: must be a positive number")
         parameters[key] = float(value)
     if kind in ("llama3", "yarn"):
-        original = config.get("original_max_position_embeddings") or max_position_embeddings
-        parameters.setdefault("original_max_position_embeddings", original)
+        key = "original_max_position_embeddings"
+        original = _first_given(parameters.get(key), config.get(key), max_position_embeddings)
+        if isinstance(original, bool) or not isinstance(original, (int, float)) or original <= 0:
+            raise CheckpointError(f"{where}: {key} = {original!r}: must be a positive number")
+        parameters[key] = original
     return RopeConfig(kind, head_dim, max_position_embeddings, parameters)
+
+
+def _first_given(*values: Any) -> Any:
+    """Return the first value that is not None: 0, "" and [] are given, and refused where they make no sense."""
+    return next(value for value in values if value is not None)
 
 
 class RotaryEmbedding:

@@ -65,7 +65,8 @@ class LevelResult:
     @property
     def tokens_per_s(self) -> float:
         """In the steady state where there was one."""
-        return self.throughput.steady or self.throughput.whole_run
+        steady = self.throughput.steady
+        return self.throughput.whole_run if steady is None else steady
 
     @property
     def requests_per_s(self) -> float:

@@ -71,7 +71,8 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
     rest = {name: value for name, value in given.items() if name not in sampling}
     timeout = rest.pop("timeout", None)
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < math.inf):
         raise InvalidArgumentError("timeout", timeout, "must be a number of seconds above 0")
     unknown = [name for name in rest if name not in Options.__annotations__]
     if unknown:

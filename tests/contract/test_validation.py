@@ -116,6 +116,10 @@ BAD_SAMPLING = [
     ({"ignore_eos": "yes"}, "ignore_eos = 'yes': must be true or false"),
     ({"logprobs": 21}, "logprobs = 21: allowed range [0, 20]"),
     ({"logprobs": -1}, "logprobs = -1: allowed range [0, 20]"),
+    ({"stop_token_ids": [True]}, "stop_token_ids = [True]: must be a list of a number (expected no true or false)"),
+    ({"logit_bias": {True: 1}}, "logit_bias = {True: 1}: "),
+    ({"logit_bias": {1: True}}, "logit_bias = {1: True}: "),
+    ({"logit_bias": {1.5: 1}}, "logit_bias = {1.5: 1}: "),
     ({"best_of": 2}, "best_of = 2: unknown name; known: frequency_penalty, ignore_eos, "),
 ]
 
@@ -224,6 +228,8 @@ BAD_CONFIGS = [
     ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5, 0.5]}, "synthetic_acceptance_rates = 1.5: allowed range [0, 1]"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, -1]}, "synthetic_acceptance_rates = -1.0: allowed range [0, 1]"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, NAN]}, "synthetic_acceptance_rates = nan: allowed range [0, 1]"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [True, 0.5]}, "rates = [True, 0.5]: allowed range "),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [1.0, False]}, "(expected no true or false)"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": 0.5}, "synthetic_acceptance_rates = 0.5: allowed range [0, 1]"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": [0] * 17}, "at most 16 entries"),
     ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length = 0.5: allowed range [1, 17]"),

@@ -140,6 +140,13 @@ def test_rope_of_older_and_newer_configurations_is_the_same(make: Callable[..., 
     assert not torch.equal(states(older.load()), states(default.load()))
 
 
+def test_a_rope_parameter_of_null_counts_as_not_given(make: Callable[..., Pair]) -> None:
+    plain, with_null = make(), make(folder="null")
+    plain.change_config(rope_theta=5e5)
+    with_null.change_config(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": None})
+    assert torch.equal(states(plain.load()), states(with_null.load()))
+
+
 def test_embedding_and_output_of_the_target(make: Callable[..., Pair]) -> None:
     """lm_head may be the target's when the vocabularies are the same, its embedding when that is tied."""
     pair = make(replace(CASES["eagle3"], options={}))
@@ -241,6 +248,18 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"layer_types": ["chunked_attention"]}, "layer_types = .*: must be full_attention or sliding_attention"),
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 is more than vocab_size 64"),
+        # Values that are false to Python are given all the same.
+        ({"eagle_config": []}, r"eagle_config must be an object, not \[\]"),
+        ({"layer_types": []}, r"layer_types = \[\]: must be full_attention or sliding_attention"),
+        ({"eagle_aux_hidden_state_layer_ids": 0}, "eagle_aux_hidden_state_layer_ids = 0: must be layers of the target"),
+        ({"rope_scaling": []}, r"rope_parameters = \[\]: must be one set of parameters"),
+        ({"rope_scaling": {"rope_type": ""}}, "rope_type = '' is not supported"),
+        ({"rope_parameters": {}, "rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic' is not supported"),
+        ({"rope_theta": 0}, "rope_theta = 0: must be a positive number"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings = 0: must be a positive number",
+        ),
     ],
 )
 def test_refused_options(make: Callable[..., Pair], config: Config, message: str) -> None:

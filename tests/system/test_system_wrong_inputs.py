@@ -479,9 +479,27 @@ def test_wrong_speculative_config_ends_the_verifier_before_it_loads(shelf, json_
         (["--device", "abacus"], "abacus"),
         (["--max-model-len", str(CONTEXT + 1)], f"max_model_len = {CONTEXT + 1}"),
         (["--kv-cache-tokens", "16"], f"must hold one request of max_model_len = {CONTEXT}"),
+        (["--kv-cache-tokens", "999999999999", "--device", "cpu"], "kv_cache_tokens = 999999999999: takes "),
     ],
 )
 def test_wrong_option_ends_the_verifier(shelf, options, message):
     status, line = run_here("verifier", "--target", shelf.target("llama"), "--listen", "127.0.0.1:0", *options)
     assert status in (1, 2)
     assert message in line
+
+
+def test_a_cache_larger_than_memory_ends_the_drafter(shelf):
+    options = ["--listen", "127.0.0.1:0", "--device", "cpu", "--kv-cache-tokens", "999999999999"]
+    head = shelf.head("llama", "good")
+    status, line = run_here("drafter", "--head", head, "--target", shelf.target("llama"), *options)
+    assert status == 2
+    assert line.startswith("Error: kv_cache_tokens = 999999999999: takes ")
+
+
+def test_a_damaged_generation_config_ends_the_verifier(shelf, tmp_path):
+    directory = tmp_path / "damaged"
+    shutil.copytree(shelf.target("llama"), directory)
+    (directory / "generation_config.json").write_text('{"eos_token_id": ', encoding="utf-8")
+    status, line = run_here("verifier", "--target", directory, "--listen", "127.0.0.1:0", "--device", "cpu")
+    assert status == 1
+    assert line.startswith(f"Error: {directory / 'generation_config.json'}: cannot be read: ")

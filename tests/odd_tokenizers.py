@@ -1,0 +1,139 @@
+"""Tokenizers that do not fit their target, and a verifier in this process that has one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from draftwire.config import speculative_config_from_mapping
+from draftwire.security import LOOPBACK
+from draftwire.v1 import config_pb2, generate_pb2
+from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service import attention_hook
+from verifier_service.engine import EngineLimits
+from verifier_service.engine_access import InProcessEngine
+from verifier_service.engine_host import EngineHost
+from verifier_service.service import GenerationServicer
+from verifier_service.target import Target
+from verifier_service.tokenizer import TextCodec
+
+VOCAB, CONTEXT = 20, 64
+END = 1
+CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
+GREEDY = config_pb2.SamplingParams(temperature=0, max_tokens=6)
+# Rust's code panics on a token of which both sides would be stripped.
+PANICKING = decoders.Strip("x", 1, 1)
+
+
+class Answer(NamedTuple):
+    """How a request ended."""
+
+    code: grpc.StatusCode
+    details: str
+    token_ids: list[int]
+    text: str
+
+
+@cache
+def tiny_target() -> Target:
+    """A Llama of random weights with 2 layers, 20 tokens and 64 positions."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.7,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
+    return Target(model.eval().requires_grad_(False), "tiny", frozenset([END]))
+
+
+def word_tokenizer(num_words: int = VOCAB, unknown: str | None = "w0", added: Sequence[str] = ()) -> Tokenizer:
+    """The words w0, w1, .. as tokens 0, 1, .., and special tokens with the ids after them."""
+    words = {f"w{i}": i for i in range(num_words)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=unknown or "no such token"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
+    return tokenizer
+
+
+def codec_of(tokenizer: Tokenizer, directory: Path, chat_template: str | None = CHAT) -> TextCodec:
+    """The tokenizer as a verifier loads it from a directory."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = chat_template
+    fast.save_pretrained(directory)
+    return TextCodec(directory)
+
+
+@asynccontextmanager
+async def served(codec: TextCodec | None) -> AsyncIterator[GenerationStub]:
+    """A verifier of the tiny target."""
+    limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
+    config = speculative_config_from_mapping({})
+    host = EngineHost(tiny_target(), codec, config, limits, [], LOOPBACK)
+    servicer = GenerationServicer(InProcessEngine(host), codec, config, lambda: None)
+    server = grpc.aio.server()
+    add_GenerationServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await servicer.start()
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield GenerationStub(channel)
+    finally:
+        await server.stop(None)
+        await servicer.stop()
+
+
+def text_request(text: str, params: config_pb2.SamplingParams = GREEDY) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(text=text, sampling_params=params)
+
+
+def chat_request(text: str, params: config_pb2.SamplingParams = GREEDY) -> generate_pb2.GenerateRequest:
+    chat = generate_pb2.Chat(messages=[generate_pb2.ChatMessage(role="user", content=text)])
+    return generate_pb2.GenerateRequest(chat=chat, sampling_params=params)
+
+
+def ids_request(
+    token_ids: Sequence[int], params: config_pb2.SamplingParams = GREEDY
+) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=token_ids), sampling_params=params)
+
+
+async def ask(stub: GenerationStub, request: generate_pb2.GenerateRequest) -> Answer:
+    """The answer to a request, whatever it is."""
+    token_ids: list[int] = []
+    text = ""
+    try:
+        async for message in stub.Generate(request, timeout=60):
+            token_ids += message.token_ids
+            text += message.text
+    except grpc.aio.AioRpcError as error:
+        return Answer(error.code(), str(error.details()), token_ids, text)
+    return Answer(grpc.StatusCode.OK, "", token_ids, text)
+
+
+def answers(codec: TextCodec | None, requests: Sequence[generate_pb2.GenerateRequest]) -> list[Answer]:
+    """The answers to requests that a verifier is sent all at once."""
+
+    async def run() -> list[Answer]:
+        async with served(codec) as stub:
+            return list(await asyncio.gather(*(ask(stub, request) for request in requests)))
+
+    return asyncio.run(run())
