@@ -78,7 +78,11 @@ class _Arrived:
 
 @dataclass(frozen=True, eq=False)
 class _Cancelled:
+    """The client's side needs no more output of a request."""
+
     request: Request
+    reason: str
+    output_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,9 +217,9 @@ class Engine:
         if self._ended is not None:
             self._refuse_arrived()
 
-    def cancel(self, request: Request) -> None:
-        """Ends a request without further output."""
-        self._events.put(_Cancelled(request))
+    def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
+        """Ends a request without further output; see `RequestOutputs.cancel`."""
+        self._events.put(_Cancelled(request, reason, output_tokens))
 
     def count_refused(self) -> None:
         """Counts a request that was not handed over."""
@@ -418,9 +422,7 @@ class Engine:
                 self._outputs.refuse(event.request, error)
                 self.metrics.count_refused()
         elif isinstance(event, _Cancelled):
-            if event.request in self.scheduler.running or event.request in self.scheduler.waiting:
-                self.metrics.count_end("abort", time.monotonic() - event.request.arrived)
-            self._outputs.forget(event.request)
+            self._outputs.cancel(event.request, event.reason, event.output_tokens)
         elif isinstance(event, _Refused):
             self.metrics.count_refused()
         elif isinstance(event, _Seen):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
-from draftwire.errors import DraftwireError, ServerError
-from draftwire.logs import fields
+from draftwire.errors import DraftwireError
 from draftwire.v1 import generate_pb2
 from verifier_service.emission import Emission, response
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
-
-logger = logging.getLogger(__name__)
 
 # What a request's sink gets.
 Item = generate_pb2.GenerateResponse | DraftwireError
@@ -46,27 +42,25 @@ class OutputQueue:
         """Whether there is an error among it."""
         return bool(self._errors)
 
-    def hand_out(self) -> list[Request]:
-        """Turns all of it into text and messages; the requests that end here, because their text cannot be made."""
+    def hand_out(self) -> None:
+        """Turn all of it into messages and deliver them."""
         emissions, self._emissions = self._emissions, []
-        written: dict[Request, list[Emission]] = {}
-        failed: dict[Request, DraftwireError] = {}
+        messages: list[list[Emission]] = []
+        latest: dict[Request, list[Emission]] = {}
         for emission in emissions:
             request = emission.work.request
             self._observe(emission)
-            if request in failed:
-                continue
-            try:
-                request.output.write(emission.piece)
-                written.setdefault(request, []).append(emission)
-            except Exception as error:
-                failed[request] = undecodable(request, error)
-        items: list[tuple[Request, Item]] = [(request, response(of_request)) for request, of_request in written.items()]
-        items += [*failed.items(), *self._errors]
+            # Statistics are as of the last token of their message.
+            if request in latest and latest[request][-1].statistics is None:
+                latest[request].append(emission)
+            else:
+                latest[request] = [emission]
+                messages.append(latest[request])
+        items: list[tuple[Request, Item]] = [(steps[0].work.request, response(steps)) for steps in messages]
+        items += self._errors
         self._errors = []
         if items:
             self._deliver(items)
-        return list(failed)
 
     def _observe(self, emission: Emission) -> None:
         request, count = emission.work.request, len(emission.piece.token_ids)
@@ -75,16 +69,11 @@ class OutputQueue:
         else:
             self._metrics.observe_next(emission.drawn_at - request.last_output, count)
         request.last_output = emission.drawn_at
-        if emission.statistics is not None:
-            reason = generate_pb2.FinishReason.Name(emission.piece.finish_reason)
+        finish_reason = emission.piece.finish_reason
+        if emission.statistics is not None and finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
+            reason = generate_pb2.FinishReason.Name(finish_reason)
             reason = reason.removeprefix("FINISH_REASON_").lower()
             self._metrics.count_end(reason, emission.drawn_at - request.arrived)
             if request.first_token is not None:
                 decode_s = emission.drawn_at - request.first_token
                 self._metrics.observe_decode(decode_s, emission.statistics.output_tokens)
-
-
-def undecodable(request: Request, error: Exception) -> ServerError:
-    """The error of a request whose tokens cannot be turned into text, which is logged."""
-    logger.error("the output cannot be decoded", extra=fields(request_id=request.request_id), exc_info=error)
-    return ServerError(f"the output cannot be decoded: {error}")

@@ -26,13 +26,13 @@ from verifier_service.expected_step import ExpectedStep
 from verifier_service.features import FeatureKind
 from verifier_service.features_ahead import Foretold
 from verifier_service.graph_inputs import GraphInputs, StagedStep
-from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.request_outputs import RequestOutputs
 from verifier_service.sampler import PendingDraw, TokenSampler
 from verifier_service.scheduler import Work
 from verifier_service.step_times import StepTimes
+from verifier_service.stop_conditions import StopConditions
 from verifier_service.target_buckets import Bucket
 from verifier_service.target_runner import HeldStep, StepRows
 
@@ -234,8 +234,8 @@ def _stream(lane: Lane) -> Stream:
 def _request(number: int) -> Request:
     """One whose first token has been drawn."""
     params = resolve_sampling_params(build_sampling_params(temperature=1.0, max_tokens=_MODEL_LEN - len(_PROMPT)))
-    output = OutputBuilder(params, frozenset(), None)
-    request = Request(f"{number}", _PROMPT, params, _DRAFTS, NoiseKeys(1, 2, 3), output, _MODEL_LEN)
+    stops = StopConditions(params, frozenset())
+    request = Request(f"{number}", _PROMPT, params, _DRAFTS, NoiseKeys(1, 2, 3), stops, _MODEL_LEN)
     request.blocks = list(range(1, 1 + _MODEL_BLOCKS))
     request.tokens.append(_EMITTED[0])
     request.num_computed = len(_PROMPT)

@@ -9,12 +9,12 @@ from draftwire.errors import DraftwireError, ServerError
 from draftwire.v1 import generate_pb2
 from verifier_service.drafting import Drafting
 from verifier_service.emission import Emission
-from verifier_service.output import Piece
-from verifier_service.output_queue import Item, OutputQueue, undecodable
+from verifier_service.output_queue import Item, OutputQueue
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.sampler import Drawn
 from verifier_service.scheduler import Scheduler, Work
+from verifier_service.stop_conditions import Piece
 
 
 class RequestOutputs:
@@ -91,19 +91,29 @@ class RequestOutputs:
         if request.first_token is None:
             request.first_token = now
         room, piece = request.max_length - len(request.tokens), None
-        if not request.output.takes_all(tokens, room):
-            try:
-                piece = request.output.take(tokens, room)
-            except Exception as error:  # a tokenizer that fails on one request's tokens
-                self.fail(request, undecodable(request, error))
-                return
+        if not request.stops.takes_all(tokens, room):
+            piece = request.stops.take(tokens, room)
             tokens = piece.token_ids
         request.tokens += tokens
-        if piece is None or piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
+        has_ended = piece is not None and piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+        if not (has_ended or request.stops.has_stop_texts):
             emitted.append((work, drawn, piece))
             return
         self._count(work, drawn)
-        self._queue.add(Emission(work, drawn, piece, now, request.statistics(self._is_synthetic)))
+        statistics = request.statistics(self._is_synthetic)
+        self._queue.add(Emission(work, drawn, Piece(tokens) if piece is None else piece, now, statistics))
+        if has_ended:
+            self.forget(request)
+
+    def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
+        """Ends a request, if it has not ended, for one of `FINISHED_REASONS` that only its client's side knows.
+
+        `output_tokens` are those that the client gets of a request that a stop text ends.
+        """
+        if request in self._scheduler.running or request in self._scheduler.waiting:
+            self._metrics.count_end(reason, time.monotonic() - request.arrived)
+            if request.first_token is not None and request.last_output is not None and output_tokens:
+                self._metrics.observe_decode(request.last_output - request.first_token, output_tokens)
         self.forget(request)
 
     def fail(self, request: Request, error: DraftwireError) -> None:
@@ -117,7 +127,7 @@ class RequestOutputs:
         self._queue.add_error(request, error)
 
     def forget(self, request: Request, *, has_failed: bool = False) -> None:
-        """Ends a request without output."""
+        """Ends a request without further output."""
         self._scheduler.remove(request, has_failed=has_failed)
         self._release(request)
 
@@ -137,10 +147,9 @@ class RequestOutputs:
                 self._drafting.count_verified(work.request, work.num_drafts, num_emitted - 1)
 
     def hand_out(self) -> None:
-        """Turns the output of steps into text and messages."""
+        """Turns the output of steps into messages."""
         self._queue_emitted()
-        for request in self._queue.hand_out():
-            self.forget(request)
+        self._queue.hand_out()
 
     def _queue_emitted(self) -> None:
         self._uncounted += self._emitted
