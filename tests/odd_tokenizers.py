@@ -86,7 +86,7 @@ async def served(codec: TextCodec | None) -> AsyncIterator[GenerationStub]:
     """A verifier of the tiny target."""
     limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
-    host = EngineHost(tiny_target(), codec, config, limits, [], LOOPBACK)
+    host = EngineHost(tiny_target(), config, limits, [], LOOPBACK)
     servicer = GenerationServicer(InProcessEngine(host), codec, config, lambda: None)
     server = grpc.aio.server()
     add_GenerationServicer_to_server(servicer, server)

@@ -14,9 +14,9 @@ from draftwire.memory import check_cache_fits
 from draftwire.v1 import config_pb2
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.options import VerifierOptions
-from verifier_service.output import OutputBuilder
 from verifier_service.request import AnswerLogits, NoiseKeys, ReadyDrafts, Request
 from verifier_service.sampler import TokenSampler
+from verifier_service.stop_conditions import StopConditions
 from verifier_service.target import Target
 from verifier_service.target_runner import TargetRunner
 
@@ -126,7 +126,7 @@ def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: i
             params=params,
             num_speculative_tokens=num_drafts,
             keys=NoiseKeys(0, 0, 0),
-            output=OutputBuilder(params, frozenset(), None),
+            stops=StopConditions(params, frozenset()),
             max_length=num_drafts + 2,
         )
         drafts = ReadyDrafts(1, 0, [0] * num_drafts, logits)

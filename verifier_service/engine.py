@@ -136,9 +136,9 @@ class Engine:
         """Hand a request over; its sink gets the output or the error."""
         self._inbox.submit(request)
 
-    def cancel(self, request: Request) -> None:
-        """End a request without further output."""
-        self._inbox.cancel(request)
+    def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
+        """End a request without further output; see `RequestOutputs.cancel`."""
+        self._inbox.cancel(request, reason, output_tokens)
 
     def count_refused(self) -> None:
         """Count a request that was not handed over."""

@@ -15,7 +15,7 @@ from verifier_service.request import NoiseKeys
 if TYPE_CHECKING:
     from verifier_service.engine_host import EngineHost
 
-# Output of a request in one step, or the error that ends it.
+# Output of a request in one step, without its text, or the error that ends it.
 Output = generate_pb2.GenerateResponse | DraftwireError
 # Takes the output of a step, each with the number of its request.
 Deliver = Callable[[Sequence[tuple[int, Output]]], None]
@@ -65,8 +65,11 @@ class EngineAccess(Protocol):
     def submit(self, submission: Submission) -> None:
         """Hands a request over; its output, or its error, is delivered."""
 
-    def cancel(self, number: int) -> None:
-        """Ends a request without further output, if it has not ended."""
+    def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
+        """Ends a request without further output, if it has not ended.
+
+        `reason` is one of `FINISHED_REASONS`: "stop" where a stop text ends the output after `output_tokens` tokens.
+        """
 
     def count_refused(self) -> None:
         """Counts a request that was not handed over."""

@@ -1,10 +1,10 @@
 """The socket between the process that has the engine and the one that has the clients.
 
 Messages are tuples, a name first, in pickle's form: both ends are started together, of one version, and nobody else has
-the socket. To the engine: ("submit", Submission), ("cancel", number), ("count_refused",), ("info",), ("end_requests",
-reason) and ("stop",). From it: ("ready", EngineFacts) or ("refused", error) once, then ("deliver", [(number, message or
-error)]) with all output of a step, ("info", message or error), ("requests_ended",) and ("failed",); protobuf messages
-are bytes.
+the socket. To the engine: ("submit", Submission), ("cancel", number, reason, output tokens), ("count_refused",),
+("info",), ("end_requests", reason) and ("stop",). From it: ("ready", EngineFacts) or ("refused", error) once, then
+("deliver", [(number, message or error)]) with all output of a step, ("info", message or error), ("requests_ended",) and
+("failed",); protobuf messages are bytes.
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ from verifier_service.drafter_pool import DrafterPool
 from verifier_service.engine import Engine, EngineLimits
 from verifier_service.engine_access import Deliver, EngineFacts, Submission
 from verifier_service.metrics import VerifierCollector
-from verifier_service.output import OutputBuilder
 from verifier_service.outputs import Item
 from verifier_service.ranks import Followers
 from verifier_service.request import Request
+from verifier_service.stop_conditions import StopConditions
 from verifier_service.target import Target
-from verifier_service.tokenizer import TextCodec
 
 
 class EngineHost:
@@ -30,7 +29,6 @@ class EngineHost:
     def __init__(
         self,
         target: Target,
-        codec: TextCodec | None,
         config: config_pb2.SpeculativeConfig,
         limits: EngineLimits,
         drafters: Sequence[str],
@@ -43,7 +41,6 @@ class EngineHost:
     ) -> None:
         """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` of `Engine`."""
         self._target = target
-        self.codec = codec
         self._config = config
         self._limits = limits
         self._followers = followers
@@ -89,7 +86,7 @@ class EngineHost:
             params=submission.params,
             num_speculative_tokens=submission.num_speculative_tokens,
             keys=submission.keys,
-            output=OutputBuilder(submission.params, self._target.eos_token_ids, self.codec, submission.prompt),
+            stops=StopConditions(submission.params, self._target.eos_token_ids),
             max_length=submission.max_length,
             traceparent=submission.traceparent,
             number=submission.number,
@@ -98,11 +95,11 @@ class EngineHost:
         self._requests[submission.number] = request
         self.engine.submit(request)
 
-    def cancel(self, number: int) -> None:
-        """Ends a request without further output, if it has not ended."""
+    def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
+        """See EngineAccess."""
         request = self._requests.get(number)
         if request is not None:
-            self.engine.cancel(request)
+            self.engine.cancel(request, reason, output_tokens)
 
     def count_refused(self) -> None:
         """Counts a request that was not handed over."""
@@ -142,7 +139,6 @@ class EngineHost:
             requests_waiting=len(scheduler.waiting),
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
-            has_tokenizer=self.codec is not None,
             counters=self.engine.counters(),
             memory=self.engine.memory,
         )

@@ -44,10 +44,10 @@ class EngineProxy:
         if self._loss is not None:
             asyncio.get_running_loop().call_soon(self._end_open)
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
         """See EngineAccess."""
         self._open.discard(number)
-        self._send(("cancel", number))
+        self._send(("cancel", number, reason, output_tokens))
 
     def count_refused(self) -> None:
         """See EngineAccess."""

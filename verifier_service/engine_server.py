@@ -50,8 +50,8 @@ def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> N
                 except Exception as error:
                     logger.exception("a request cannot be taken")
                     deliver([(submission.number, ServerError(f"the request cannot be taken: {error}"))])
-            case ("cancel", number):
-                host.cancel(number)
+            case ("cancel", number, reason, output_tokens):
+                host.cancel(number, reason, output_tokens)
             case ("count_refused",):
                 host.count_refused()
             case ("info",):

@@ -1,4 +1,4 @@
-"""From checked options to an engine: ranks, target, tokenizer, metrics."""
+"""From checked options to an engine: ranks, target, metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from verifier_service.settings import Settings
 from verifier_service.target import check_split
 from verifier_service.target_start import start_target
 from verifier_service.tensor_parallel import ALONE, Rank
-from verifier_service.tokenizer import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
         logger.info("speculation: %s", json.dumps(speculative_config_to_mapping(settings.config)))
         host = EngineHost(
             target,
-            find_tokenizer(resolve_directory(options.target)),
             settings.config,
             limits,
             settings.drafters,

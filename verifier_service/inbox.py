@@ -33,7 +33,11 @@ class _Submitted:
 
 @dataclass(frozen=True, eq=False)
 class _Cancelled:
+    """The client's side needs no more output of a request."""
+
     request: Request
+    reason: str
+    output_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +100,9 @@ class Inbox:
         if self._error is not None:
             self._refuse_submitted(self._error)
 
-    def cancel(self, request: Request) -> None:
-        """End a request without further output."""
-        self._mailbox.put(_Cancelled(request))
+    def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
+        """End a request without further output; see `RequestOutputs.cancel`."""
+        self._mailbox.put(_Cancelled(request, reason, output_tokens))
 
     def count_refused(self) -> None:
         """Count a request that was not handed over."""
@@ -184,9 +188,7 @@ class Inbox:
                 self._outputs.refuse(event.request, error)
                 self._metrics.count_refused()
         elif isinstance(event, _Cancelled):
-            if event.request in self._scheduler.running or event.request in self._scheduler.waiting:
-                self._metrics.count_end("abort", time.monotonic() - event.request.arrived)
-            self._outputs.forget(event.request)
+            self._outputs.cancel(event.request, event.reason, event.output_tokens)
         elif isinstance(event, _Refused):
             self._metrics.count_refused()
         elif isinstance(event, _EarlyDrafts):

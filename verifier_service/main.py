@@ -16,7 +16,7 @@ from verifier_service.engine_proxy import EngineProxy
 from verifier_service.options import VerifierOptions
 from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.settings import Settings, check_options
-from verifier_service.tokenizer import TextCodec, find_tokenizer, warn_of_ids_beyond
+from verifier_service.tokenizer import find_tokenizer, warn_of_ids_beyond
 
 
 def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
@@ -31,17 +31,17 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
     if engine_process is not None:
         # Its errors come first: a checkpoint that is missing is one without a tokenizer too.
         facts = engine_process.wait_until_ready()
-        codec = find_tokenizer(resolve_directory(options.target))
-        asyncio.run(_serve(options, settings, EngineProxy(engine_process, facts), codec))
+        asyncio.run(_serve(options, settings, EngineProxy(engine_process, facts)))
         return
     # Loading the target's libraries is for the process that has it.
     from verifier_service.engine_start import hosting_engine
 
     with hosting_engine(options, settings) as host:
-        asyncio.run(_serve(options, settings, InProcessEngine(host), host.codec))
+        asyncio.run(_serve(options, settings, InProcessEngine(host)))
 
 
-async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAccess, codec: TextCodec | None) -> None:
+async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAccess) -> None:
+    codec = find_tokenizer(resolve_directory(options.target))
     if codec is not None:
         warn_of_ids_beyond(codec, engine.facts.vocab_size)
     has_failed, stop = asyncio.Event(), asyncio.Event()

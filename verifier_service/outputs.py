@@ -14,11 +14,11 @@ from draftwire.logs import fields
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.drafting import Drafting
-from verifier_service.output import Piece
 from verifier_service.request import Request
 from verifier_service.request_metrics import RequestMetrics
 from verifier_service.scheduler import Scheduler
 from verifier_service.step import Step
+from verifier_service.stop_conditions import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -102,21 +102,30 @@ class RequestOutputs:
         if request.first_token is None:
             request.first_token = now
         room = request.max_length - len(request.tokens)
-        if not request.output.takes_all(tokens, room):
-            try:
-                row.piece = request.output.take(tokens, room)
-            except Exception as error:  # a tokenizer that fails on one request's tokens
-                self.fail(request, _undecodable(request, error))
-                return
+        if not request.stops.takes_all(tokens, room):
+            row.piece = request.stops.take(tokens, room)
             tokens = row.piece.token_ids
         request.tokens += tokens
         self._undelivered.append(row)
-        if row.piece is None or row.piece.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
+        has_ended = row.piece is not None and row.piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+        if not (has_ended or request.stops.has_stop_texts):
             self._uncounted.append(row)
-        else:
-            self._count(row)
-            row.statistics = request.statistics(self._is_synthetic)
+            return
+        self._count(row)
+        row.statistics = request.statistics(self._is_synthetic)
+        if has_ended:
             self.forget(request)
+
+    def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
+        """End a request, if it has not ended, for one of `FINISHED_REASONS` that only its client's side knows.
+
+        `output_tokens` are those that the client gets of a request that a stop text ends.
+        """
+        if request in self._scheduler.running or request in self._scheduler.waiting:
+            self._metrics.count_end(reason, time.monotonic() - request.arrived)
+            if request.first_token is not None and request.last_output is not None and output_tokens:
+                self._metrics.observe_decode(request.last_output - request.first_token, output_tokens)
+        self.forget(request)
 
     def fail(self, request: Request, error: DraftwireError) -> None:
         """End a request with an error."""
@@ -149,7 +158,7 @@ class RequestOutputs:
         self._deliver([(request, error)])
 
     def forget(self, request: Request, *, has_failed: bool = False) -> None:
-        """End a request without output."""
+        """End a request without further output."""
         self._scheduler.remove(request, has_failed=has_failed)
         self._release(request)
 
@@ -180,29 +189,26 @@ class RequestOutputs:
             self.deliver()
 
     def deliver(self) -> None:
-        """Turn the output of committed steps into text and messages."""
+        """Turn the output of committed steps into messages and deliver them."""
         rows, self._undelivered = self._undelivered, []
-        written: dict[Request, list[ScheduledRows]] = {}
-        failed: dict[Request, DraftwireError] = {}
+        messages: list[list[ScheduledRows]] = []
+        latest: dict[Request, list[ScheduledRows]] = {}
         for row in rows:
             if row.piece is None:
                 assert row.sampled is not None
                 row.piece = Piece(row.sampled.tokens)
             self._observe(row, row.piece)
-            if row.request in failed:
-                continue
-            try:
-                row.request.output.write(row.piece)
-                written.setdefault(row.request, []).append(row)
-            except Exception as error:
-                failed[row.request] = _undecodable(row.request, error)
-        items: list[tuple[Request, Item]] = [(request, response(own)) for request, own in written.items()]
-        items += [*failed.items(), *self._errors]
+            # Statistics are as of the last token of their message.
+            if row.request in latest and latest[row.request][-1].statistics is None:
+                latest[row.request].append(row)
+            else:
+                latest[row.request] = [row]
+                messages.append(latest[row.request])
+        items: list[tuple[Request, Item]] = [(steps[0].request, response(steps)) for steps in messages]
+        items += self._errors
         self._errors = []
         if items:
             self._deliver(items)
-        for request in failed:
-            self.forget(request)
 
     def _observe(self, row: ScheduledRows, piece: Piece) -> None:
         request, count = row.request, len(piece.token_ids)
@@ -211,7 +217,7 @@ class RequestOutputs:
         else:
             self._metrics.observe_next(row.sampled_at - request.last_output, count)
         request.last_output = row.sampled_at
-        if row.statistics is not None:
+        if row.statistics is not None and piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
             reason = generate_pb2.FinishReason.Name(piece.finish_reason).removeprefix("FINISH_REASON_").lower()
             self._metrics.count_end(reason, row.sampled_at - request.arrived)
             if request.first_token is not None:
@@ -219,12 +225,10 @@ class RequestOutputs:
 
 
 def response(steps: Sequence[ScheduledRows]) -> generate_pb2.GenerateResponse:
-    """Return the message of one request's output in one or several steps, once their text is written."""
+    """Return the message of one request's output in one or several steps, without its text."""
     token_ids: list[int] = []
     drafted: list[bool] = []
     logprobs: list[generate_pb2.TokenLogprobs] = []
-    text_ends: list[int] = []
-    text = ""
     for row in steps:
         sampled, piece = row.sampled, row.piece
         assert sampled is not None
@@ -235,23 +239,12 @@ def response(steps: Sequence[ScheduledRows]) -> generate_pb2.GenerateResponse:
         drafted += [j < num_accepted for j in range(count)]
         if sampled.logprobs is not None:
             logprobs += sampled.logprobs.messages(count)
-        text_ends += [len(text) + end for end in piece.text_ends]
-        text += piece.text
     assert piece is not None
     return generate_pb2.GenerateResponse(
         token_ids=token_ids,
-        text=text,
         drafted=drafted,
         logprobs=logprobs,
         finish_reason=piece.finish_reason,
-        stop_text=piece.stop_text,
         stop_token_id=piece.stop_token_id,
-        token_text_ends=text_ends,
         statistics=steps[-1].statistics,
     )
-
-
-def _undecodable(request: Request, error: Exception) -> ServerError:
-    """Log that a request's tokens cannot be turned into text, and return the error that ends it."""
-    logger.error("the output cannot be decoded", extra=fields(request_id=request.request_id), exc_info=error)
-    return ServerError(f"the output cannot be decoded: {error}")

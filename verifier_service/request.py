@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
-from verifier_service.output import OutputBuilder
+from verifier_service.stop_conditions import StopConditions
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Request:
     params: config_pb2.SamplingParams
     num_speculative_tokens: int
     keys: NoiseKeys
-    output: OutputBuilder
+    stops: StopConditions
     max_length: int  # tokens of prompt and output at which it ends
     traceparent: str = ""  # of its span, told to the drafters; empty without a trace
     number: int = 0  # by which its service knows it

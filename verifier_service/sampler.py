@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -14,18 +14,17 @@ from draftwire.devices import record_event, upload
 from draftwire.v1 import config_pb2
 from draftwire_kernels import (
     DraftLogits,
-    LogitBias,
     LogitsSampling,
     StreamKeys,
-    Suppression,
     acceptance_length_to_rates,
     process_logits,
     rejection_sample,
     unconditional_to_conditional_rates,
 )
 from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
+from verifier_service.logits_processor import LogitsProcessor, draft_tokens, first_rows
 from verifier_service.request import AnswerLogits, Request
-from verifier_service.token_history import TokenHistory, uses_penalties
+from verifier_service.sampling_spec import SamplingSpec
 
 # Tokens of a row whose log probabilities can be told.
 MOST_LIKELIEST = int(cfg.limits_of(config_pb2.SamplingParams(), "logprobs").max)
@@ -78,21 +77,6 @@ class _ToldRows:
         return ranks[:, 0], top_ids, values.to(torch.int32).view(torch.float32)
 
 
-@dataclass(frozen=True)
-class _Wishes:
-    """The parts of a request's parameters that change its logits; read once, for protobuf is slow to read."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    bias: tuple[tuple[int, float], ...]
-    min_tokens: int
-    end_ids: frozenset[int]  # not drawn before min_tokens
-    is_plain: bool  # nothing but the temperature, once min_tokens are out
-    logprobs: int | None  # told of the emitted token and of so many most likely ones; None tells none
-
-
 class TokenSampler:
     """Draws the tokens of a step's requests from the target's logits and their drafts."""
 
@@ -107,14 +91,12 @@ class TokenSampler:
         self._method = METHOD_NAMES[config.rejection_sample_method]
         self._use_fp64 = config.use_fp64_gumbel
         self._logits_form = config.draft_logits
-        self._eos_token_ids = eos_token_ids
         self._device = device
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
         self._most_rows = config.num_speculative_tokens + 1
-        self._history = TokenHistory(max_num_seqs, vocab_size, device)
+        self._processor = LogitsProcessor(max_num_seqs, vocab_size, eos_token_ids, device)
         self._rates = _conditional_rates(config, device)
-        self._wishes: dict[Request, _Wishes] = {}
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Draws from batches of all sizes with logits of `dtype`, and processed ones, so that no step waits for its
@@ -164,8 +146,7 @@ class TokenSampler:
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request that has ended or was preempted."""
-        self._wishes.pop(request, None)
-        self._history.release(request)
+        self._processor.forget(request)
 
     def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> SamplerOutput:
         """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
@@ -176,19 +157,19 @@ class TokenSampler:
             [R, V], the rows of the works one after another, num_logit_rows each. To be written by later work of the
             same stream alone.
         """
-        wishes = [self._wishes_of(work.request) for work in works]
-        processed = self._process(works, wishes, logits)
-        first_rows = [0, *accumulate(work.num_logit_rows for work in works)]
+        specs = [self._processor.spec(work.request) for work in works]
+        processed = self._processor.process(works, specs, logits)
+        starts = [0, *accumulate(work.num_logit_rows for work in works)]
         groups = []
         for members in _by_columns(works):
             rows = processed
             if len(members) < len(works):
-                index = [row for i in members for row in range(first_rows[i], first_rows[i + 1])]
+                index = [row for i in members for row in range(starts[i], starts[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
-            packed = self._reject([works[i] for i in members], [wishes[i].temperature for i in members], rows)
-            self._history.count([works[i] for i in members], packed[:, 1:])
+            packed = self._reject([works[i] for i in members], [specs[i].temperature for i in members], rows)
+            self._processor.count([works[i] for i in members], packed[:, 1:])
             groups.append((members, packed))
-        told, flat = self._told(works, wishes, logits, first_rows, groups)
+        told, flat = self._told(works, specs, logits, starts, groups)
         on_host = flat.to("cpu", non_blocking=True)
         return SamplerOutput(works, groups, told, on_host, record_event(self._device))
 
@@ -217,14 +198,14 @@ class TokenSampler:
     def _told(
         self,
         works: Sequence[ScheduledRows],
-        wishes: Sequence[_Wishes],
+        specs: Sequence[SamplingSpec],
         logits: torch.Tensor,
-        first_rows: Sequence[int],
+        starts: Sequence[int],
         groups: Sequence[tuple[list[int], torch.Tensor]],
     ) -> tuple[_ToldRows | None, torch.Tensor]:
         """What is told of the draw's log probabilities, and all that goes to the host: see `SamplerOutput.on_host`."""
         drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
-        told = [(i, own.logprobs) for i, own in enumerate(wishes) if own.logprobs is not None]
+        told = [(i, own.logprobs) for i, own in enumerate(specs) if own.logprobs is not None]
         if not told:
             return None, drawn
         first_places, begin = {}, 0  # of a work's first token among all drawn
@@ -235,7 +216,7 @@ class TokenSampler:
         places: list[int] = []
         for i, _ in told:
             count = works[i].num_logit_rows
-            rows += range(first_rows[i], first_rows[i] + count)
+            rows += range(starts[i], starts[i] + count)
             places += range(first_places[i], first_places[i] + count)
         row, place = upload([np.array(rows), np.array(places)], self._device)
         tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 behind a work's last one, of which nothing is told
@@ -244,63 +225,18 @@ class TokenSampler:
         most = min(MOST_LIKELIEST, self._vocab_size)
         return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
 
-    def _process(self, works: Sequence[ScheduledRows], wishes: Sequence[_Wishes], logits: torch.Tensor) -> torch.Tensor:
-        if all(
-            w.is_plain and (w.min_tokens == 0 or _num_output(work) >= w.min_tokens)
-            for w, work in zip(wishes, works, strict=True)
-        ):
-            return logits
-        penalties = self._history.penalties(works)
-        drafts = None
-        if penalties is not None:
-            drafts = torch.tensor(_draft_tokens(works), dtype=torch.int64)
-        sampling = LogitsSampling(
-            cu_rows=_cu_rows(works),
-            temperature=torch.tensor([w.temperature for w in wishes]),
-            draft_tokens=drafts,
-            top_k=_column([w.top_k for w in wishes], 0, torch.int32),
-            top_p=_column([w.top_p for w in wishes], 1, torch.float32),
-            min_p=_column([w.min_p for w in wishes], 0, torch.float32),
-            penalties=penalties,
-            bias=_bias(wishes),
-            suppression=_suppression(works, wishes),
-        )
-        # What filters leave is as it was; other results are not rounded to the target's dtype.
-        is_exact = sampling.penalties is None and sampling.bias is None
-        return process_logits(logits if is_exact else logits.float(), sampling)
-
-    def _wishes_of(self, request: Request) -> _Wishes:
-        wishes = self._wishes.get(request)
-        if wishes is None:
-            params = request.params
-            bias = tuple(params.logit_bias.items())
-            has_filter = params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1, 0)
-            wishes = self._wishes[request] = _Wishes(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                bias=bias,
-                min_tokens=params.min_tokens,
-                end_ids=frozenset(params.stop_token_ids)
-                | (frozenset() if params.ignore_eos else self._eos_token_ids),
-                is_plain=not (has_filter or bias or uses_penalties(params)),
-                logprobs=params.logprobs if params.HasField("logprobs") else None,
-            )
-        return wishes
-
     def _reject(
         self, works: Sequence[ScheduledRows], temperatures: Sequence[float], logits: torch.Tensor
     ) -> torch.Tensor:
         """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
         requests = [work.request for work in works]
         arrays: list[np.ndarray] = [
-            np.array(_draft_tokens(works), np.int64),
+            np.array(draft_tokens(works), np.int64),
             np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
             *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
             np.array(temperatures, np.float32),
         ]
-        return self._draw(logits, arrays, _cu_rows(works), self._draft_logits(works))
+        return self._draw(logits, arrays, first_rows(works), self._draft_logits(works))
 
     def _draw(
         self,
@@ -355,20 +291,6 @@ class TokenSampler:
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
-def _num_output(work: ScheduledRows) -> int:
-    """Tokens that the request has before this step's: one more than the host knows, where the step follows another."""
-    return work.request.num_output + (work.follows is not None)
-
-
-def _draft_tokens(works: Iterable[ScheduledRows]) -> list[int]:
-    return [token for work in works if work.drafts is not None for token in work.drafts.tokens]
-
-
-def _cu_rows(works: Sequence[ScheduledRows]) -> torch.Tensor:
-    """[B + 1] int32 on the CPU, where the kernels can read it without waiting for the device."""
-    return torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
-
-
 def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
     if config.rejection_sample_method != cfg.SYNTHETIC:
         return None
@@ -391,31 +313,6 @@ def _by_columns(works: Sequence[ScheduledRows]) -> list[list[int]]:
 def _logits(work: ScheduledRows) -> AnswerLogits | None:
     """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
     return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
-
-
-def _column(values: Sequence[float], off: float, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if all(value == off for value in values) else torch.tensor(values, dtype=dtype)
-
-
-def _bias(wishes: Sequence[_Wishes]) -> LogitBias | None:
-    entries = [(i, token_id, value) for i, w in enumerate(wishes) for token_id, value in w.bias]
-    if not entries:
-        return None
-    request, token, value = zip(*entries, strict=True)
-    return LogitBias(torch.tensor(request), torch.tensor(token), torch.tensor(value, dtype=torch.float32))
-
-
-def _suppression(works: Sequence[ScheduledRows], wishes: Sequence[_Wishes]) -> Suppression | None:
-    """End and stop tokens in the rows whose token comes before min_tokens."""
-    entries = []
-    row = 0
-    for work, own in zip(works, wishes, strict=True):
-        count = min(work.num_logit_rows, max(0, own.min_tokens - _num_output(work)))
-        entries += [(row + j, token_id) for j in range(count) for token_id in own.end_ids]
-        row += work.num_logit_rows
-    if not entries:
-        return None
-    return Suppression(*torch.tensor(entries, dtype=torch.int64).unbind(1))
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

@@ -16,9 +16,11 @@ from draftwire.errors import (
     DraftwireError,
     InvalidArgumentError,
     QueueFullError,
+    ServerError,
     StalledClientError,
     UnavailableError,
 )
+from draftwire.logs import fields
 from draftwire.request_id import REQUEST_ID_KEY, choose_request_id
 from draftwire.retry import retry_metadata
 from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
@@ -27,6 +29,7 @@ from verifier_service.engine_access import EngineAccess, Output, Submission
 from verifier_service.queue_pace import QueuePace
 from verifier_service.request import NoiseKeys
 from verifier_service.request_watch import RequestWatch
+from verifier_service.response_text import ResponseText
 from verifier_service.scheduler import queue_full
 from verifier_service.tokenizer import TextCodec
 from verifier_service.unread import Unread
@@ -67,6 +70,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._on_failure = on_failure
         self._numbers = itertools.count()
         self._unread: dict[int, Unread] = {}  # by the requests' numbers
+        self._texts: dict[int, ResponseText] = {}  # likewise
         self._pace = QueuePace(engine.facts.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
@@ -94,8 +98,21 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
 
     def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
         for number, output in outputs:
-            if number in self._unread:
-                self._unread[number].put(output)
+            unread = self._unread.get(number)
+            if unread is not None and not unread.has_ended:  # after a stop text the engine computes a few tokens more
+                unread.put(output if isinstance(output, DraftwireError) else self._with_text(number, output))
+
+    def _with_text(self, number: int, message: generate_pb2.GenerateResponse) -> Output:
+        """Return the message with its text, or the error that ends the request because it cannot be made."""
+        text = self._texts[number]
+        try:
+            if text.add_to(message):
+                self._engine.cancel(number, "stop", text.num_tokens)
+        except Exception as error:  # tokenizers raise bare Exception
+            logger.exception("the output cannot be decoded", extra=fields(request_id=text.request_id))
+            self._engine.cancel(number, "error")
+            return ServerError(f"the output cannot be decoded: {error}")
+        return message
 
     # It writes through the context, where a client that does not read shows, and so is no iterator.
     async def Generate(  # type: ignore[override]  # noqa: N802
@@ -132,6 +149,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             watch.failed(refusal)
             return refusal
         unread = self._unread[work.number] = Unread()
+        self._texts[work.number] = ResponseText(name, work.params, self._codec, work.prompt)
         self._engine.submit(work)
         last: generate_pb2.GenerateResponse | None = None
         failure: DraftwireError | None = None
@@ -140,7 +158,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except DraftwireError as error:
             failure = error.with_traceback(None)
         finally:
-            del self._unread[work.number]
+            del self._unread[work.number], self._texts[work.number]
             if not isinstance(failure, QueueFullError):
                 self._pace.count_end()
             if not self._unread and self._is_draining:
@@ -255,6 +273,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     ) -> generate_pb2.GetVerifierInfoResponse:
         """See proto/draftwire/v1/generate.proto."""
         try:
-            return await self._engine.info()
+            info = await self._engine.info()
+            info.has_tokenizer = self._codec is not None
+            return info
         except DraftwireError as error:
             await context.abort(_STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL), str(error))

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from draftwire.devices import upload
-from draftwire.v1 import config_pb2
 from draftwire_kernels import Penalties
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import Request
+from verifier_service.sampling_spec import NO_PENALTIES, PenaltyStrengths
 
 
 class TokenHistory:
@@ -35,9 +35,9 @@ class TokenHistory:
         if slot is not None:
             self._free.append(slot)
 
-    def penalties(self, works: Sequence[ScheduledRows]) -> Penalties | None:
-        """The penalties of a step, None when no request of it uses any."""
-        users = [work.request for work in works if uses_penalties(work.request.params)]
+    def penalties(self, requests: Sequence[Request], strengths: Sequence[PenaltyStrengths]) -> Penalties | None:
+        """Return the penalties of a step's requests, None when no request uses any."""
+        users = [request for request, own in zip(requests, strengths, strict=True) if own != NO_PENALTIES]
         if not users:
             return None
         if self._prompt_mask is None or self._output_counts is None:
@@ -47,12 +47,12 @@ class TokenHistory:
             if request not in self._slots:
                 slot = self._slots[request] = self._free.pop()
                 _fill(self._prompt_mask[slot], self._output_counts[slot], request)
-        params = [work.request.params for work in works]
+        repetition, presence, frequency = torch.tensor(strengths).unbind(1)
         return Penalties(
-            repetition=torch.tensor([p.repetition_penalty for p in params]),
-            presence=torch.tensor([p.presence_penalty for p in params]),
-            frequency=torch.tensor([p.frequency_penalty for p in params]),
-            slot=torch.tensor([self._slots.get(work.request, -1) for work in works]),
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            slot=torch.tensor([self._slots.get(request, -1) for request in requests]),
             prompt_mask=self._prompt_mask,
             output_counts=self._output_counts,
         )
@@ -82,8 +82,3 @@ def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Reque
     prompt_ids, output_ids, output = upload([prompt, tokens, counts.astype(np.int32)], prompt_mask.device)
     prompt_mask.zero_().index_fill_(0, prompt_ids, True)
     output_counts.zero_().index_copy_(0, output_ids, output)
-
-
-def uses_penalties(params: config_pb2.SamplingParams) -> bool:
-    """Whether any penalty is on."""
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)

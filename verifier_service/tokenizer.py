@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt that the first output tokens are decoded with.
 CONTEXT_TOKENS = 6
+# Pending tokens at which the text of all but the last few is given out, and those few. A character has at most 4 bytes,
+# and each token at least one.
+MOST_PENDING = 16
+KEPT_PENDING = 4
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -28,6 +32,8 @@ class TextCodec:
         No token stands for more bytes of text.
     largest_token_id
         Added tokens count.
+    silent_ids
+        Ids that decoding leaves out, wherever they stand: special tokens.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,6 +52,8 @@ class TextCodec:
             vocab = self._backend.get_vocab(with_added_tokens=True)
             self.longest_token_bytes = max(len(token.encode()) for token in vocab)
             self.largest_token_id: int = max(vocab.values())
+            added = self._backend.get_added_tokens_decoder()
+            self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -140,33 +148,58 @@ class Detokenizer:
     """Output text of one request, token by token; characters whose bytes are not complete are held back.
 
     The text of new tokens is what they add to the text of a few tokens before them: tokenizers write a token
-    differently at the beginning of a text, and a character may spread over several tokens.
+    differently at the beginning of a text, and a character may spread over several tokens. A token costs the same
+    however many have brought no text: clients choose those tokens, and all clients wait for the text of each.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
         self._codec = codec
-        self._ids = list(prompt[-CONTEXT_TOKENS:])
-        self._context = 0  # first token that is decoded again
-        self._given = len(self._ids)  # tokens whose text is out
+        self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in codec.silent_ids]
+        self._context_text: str | None = None  # decoded when it is needed
+        self._pending: list[int] = []  # tokens whose text is not out
 
     def push(self, token_id: int) -> str:
         """New text once `token_id` follows; may be empty."""
-        self._ids.append(token_id)
-        text = self._pending()
-        if not text or text.endswith(REPLACEMENT):
+        if token_id in self._codec.silent_ids:
             return ""
-        self._context, self._given = self._given, len(self._ids)
-        return text
+        self._pending.append(token_id)
+        text = self._text()
+        if text and not text.endswith(REPLACEMENT):
+            return self._give_out(text)
+        return self._shorten(text) if len(self._pending) >= MOST_PENDING else ""
 
     def flush(self) -> str:
         """What is still held back, with replacement characters for bytes that are no UTF-8."""
-        text = self._pending()
-        self._context, self._given = self._given, len(self._ids)
+        return self._give_out(self._text()) if self._pending else ""
+
+    def _give_out(self, text: str) -> str:
+        self._context, self._context_text, self._pending = self._pending, None, []
         return text
 
-    def _pending(self) -> str:
-        before = self._codec.decode(self._ids[self._context : self._given])
-        return self._codec.decode(self._ids[self._context :])[len(before) :]
+    def _text(self) -> str:
+        """Text of the pending tokens."""
+        if self._context_text is None:
+            self._context_text = self._codec.decode(self._context)
+        return self._codec.decode(self._context + self._pending)[len(self._context_text) :]
+
+    def _shorten(self, text: str) -> str:
+        """Give out the text of all pending tokens but the last `KEPT_PENDING`, which may begin a character.
+
+        The tokens given out are dropped if the kept ones have the same text without them, else they are the new
+        context. Byte fallback needs that: it writes every byte of a run that is no UTF-8 as a replacement character.
+        """
+        kept, given = self._pending[-KEPT_PENDING:], self._pending[:-KEPT_PENDING]
+        whole = [self._codec.decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
+        if not whole[-1].startswith(whole[0]):
+            return self._give_out(text)
+        expected = [one[len(whole[0]) :] for one in whole]
+        for context in (self._context, given):
+            own = [self._codec.decode(context + kept[:count]) for count in range(KEPT_PENDING + 1)]
+            if own == [own[0] + one for one in expected]:
+                free = text[: len(text) - len(expected[-1])]
+                self._context, self._context_text, self._pending = context, own[0], kept
+                return free
+        return self._give_out(text)
 
 
 class StopFinder:

@@ -55,6 +55,11 @@ class Unread:
         self._is_there.set()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has its last message, or the error that ends the output."""
+        return self._must_be_read_by < math.inf
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has its last message."""
         return self._must_be_read_by < math.inf and self._error is None

@@ -108,10 +108,12 @@ def _check(logits: Tensor, sampling: LogitsSampling) -> None:
     if sampling.draft_tokens is not None:
         validation.check_tensor("sampling.draft_tokens", sampling.draft_tokens, (num_drafts,), (torch.int64,), anywhere)
     if (b := sampling.bias) is not None:
-        validation.check_tensor("sampling.bias.request", b.request, ("M",), (torch.int64,), anywhere)
-        size = tuple(b.request.shape)
-        validation.check_tensor("sampling.bias.token", b.token, size, (torch.int64,), anywhere)
-        validation.check_tensor("sampling.bias.value", b.value, size, (torch.float32,), anywhere)
+        validation.check_tensor("sampling.bias.slot", b.slot, (num_requests,), (torch.int64,), anywhere)
+        validation.check_tensor("sampling.bias.token", b.token, ("S", "M"), (torch.int64,), (logits.device,))
+        size = tuple(b.token.shape)
+        validation.check_tensor("sampling.bias.value", b.value, size, (torch.float32,), (logits.device,))
     if (s := sampling.suppression) is not None:
-        validation.check_tensor("sampling.suppression.row", s.row, ("S",), (torch.int64,), anywhere)
-        validation.check_tensor("sampling.suppression.token", s.token, tuple(s.row.shape), (torch.int64,), anywhere)
+        validation.check_tensor("sampling.suppression.row", s.row, ("N",), (torch.int64,), anywhere)
+        size = tuple(s.row.shape)
+        validation.check_tensor("sampling.suppression.slot", s.slot, size, (torch.int64,), anywhere)
+        validation.check_tensor("sampling.suppression.token", s.token, ("S", "M"), (torch.int64,), (logits.device,))

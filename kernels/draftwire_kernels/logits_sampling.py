@@ -33,21 +33,42 @@ class Penalties:
 
 @dataclass(frozen=True)
 class LogitBias:
-    """Sparse bias: `value` [M] float32 is added to the logit of `token` [M] int64 in each row of `request` [M] int64.
+    """Sparse bias of all requests, added to each of a request's rows.
 
     Entries for the same request and token add up.
+
+    Attributes
+    ----------
+    slot : Tensor
+        [B] int64, the request's row of the two tables, -1 for a request without bias. The tables can be kept from step
+        to step, as those of `Penalties`.
+    token : Tensor
+        [S, M] int64, all of them valid ids. An entry that is not in use has the value 0.
+    value : Tensor
+        [S, M] float32, added to the logit of `token`.
     """
 
-    request: Tensor
+    slot: Tensor
     token: Tensor
     value: Tensor
 
 
 @dataclass(frozen=True)
 class Suppression:
-    """Tokens set to -inf: `token` [S] int64 in the single row `row` [S] int64 (end tokens before min_tokens)."""
+    """Tokens set to -inf in single rows (end tokens before min_tokens).
+
+    Attributes
+    ----------
+    row : Tensor
+        [N] int64, rows of the logits.
+    slot : Tensor
+        [N] int64, the row of `token` that holds the row's tokens.
+    token : Tensor
+        [S, M] int64, all of them valid ids; a short list repeats one of its tokens.
+    """
 
     row: Tensor
+    slot: Tensor
     token: Tensor
 
 
@@ -55,7 +76,8 @@ class Suppression:
 class LogitsSampling:
     """What `process_logits` does to each request's rows. A field that is None is used by nobody.
 
-    Tensors lie on the device of the logits or, all but the tables of `penalties`, on the CPU; when `cu_rows` and the
+    Tensors lie on the device of the logits or, all but the tables of `penalties`, `bias` and
+    `suppression`, on the CPU; when `cu_rows` and the
     fields in use are on the CPU, finding the rows that need work does not wait for the device.
 
     Attributes

@@ -82,7 +82,7 @@ def serve_verifier(
 
     async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
         settings = speculative_config_from_mapping(config)
-        engine = InProcessEngine(EngineHost(target, None, settings, limits, drafters, LOOPBACK))
+        engine = InProcessEngine(EngineHost(target, settings, limits, drafters, LOOPBACK))
         servicer = GenerationServicer(engine, None, settings, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)

@@ -105,13 +105,17 @@ def test_process_logits(parameters_device: str) -> None:
         top_p=torch.linspace(0.3, 1.0, B),
         min_p=torch.linspace(0.0, 0.02, B),
         penalties=penalties,
-        bias=LogitBias(torch.tensor([3, 9]), torch.tensor([5, 7]), torch.tensor([50.0, -50.0])),
-        suppression=Suppression(torch.tensor([11]), torch.tensor([4])),
+        bias=LogitBias(
+            torch.where(torch.arange(B) % 4 == 1, torch.arange(B) % 3, -1),
+            torch.randint(0, V, (3, 5), generator=G),
+            50 * torch.randn(3, 5, generator=G),
+        ),
+        suppression=Suppression(torch.tensor([11, 2]), torch.tensor([1, 0]), torch.tensor([[4, 3], [7, 7]])),
     )
 
     def moved(fields: object) -> dict[str, torch.Tensor]:
         tensors = {name: t for name, t in vars(fields).items() if isinstance(t, torch.Tensor)}
-        on_logits = ("prompt_mask", "output_counts")
+        on_logits = ("prompt_mask", "output_counts", "token", "value")
         return {name: t.to("cuda" if name in on_logits else parameters_device) for name, t in tensors.items()}
 
     assert sampling.bias is not None

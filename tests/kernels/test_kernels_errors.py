@@ -164,11 +164,15 @@ def test_rejection_sample(changes: dict[str, Any], message: str) -> None:
         ({"draft_tokens": torch.arange(3)}, r"sampling.draft_tokens: got shape \[3\], expected \[2\]"),
         ({"penalties": PENALTIES}, r"sampling.draft_tokens: got None with penalties, expected a tensor \[2\]"),
         (
-            {"bias": LogitBias(torch.zeros(1, dtype=INT), torch.zeros(2, dtype=INT), torch.zeros(1))},
-            r"sampling.bias.token: got shape \[2\], expected \[1\]",
+            {"bias": LogitBias(torch.zeros(2, dtype=INT), torch.zeros(1, 3, dtype=INT), torch.zeros(1, 2))},
+            r"sampling.bias.value: got shape \[1, 2\], expected \[1, 3\]",
         ),
         (
-            {"suppression": Suppression(torch.zeros(1, dtype=INT), torch.zeros(1))},
+            {"bias": LogitBias(torch.zeros(1, dtype=INT), torch.zeros(1, 3, dtype=INT), torch.zeros(1, 3))},
+            r"sampling.bias.slot: got shape \[1\], expected \[2\]",
+        ),
+        (
+            {"suppression": Suppression(torch.zeros(1, dtype=INT), torch.zeros(1, dtype=INT), torch.zeros(1, 1))},
             "sampling.suppression.token: got dtype torch.float32",
         ),
     ],

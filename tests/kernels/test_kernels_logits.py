@@ -194,28 +194,53 @@ def test_both_backends_keep_the_same_tokens() -> None:
     assert torch.equal(out, expected)
 
 
+def bias_of(slot: list[int], token: list[list[int]], value: list[list[float]]) -> LogitBias:
+    return LogitBias(torch.tensor(slot), torch.tensor(token), torch.tensor(value))
+
+
+def suppression_of(row: list[int], slot: list[int], token: list[list[int]]) -> Suppression:
+    return Suppression(torch.tensor(row), torch.tensor(slot), torch.tensor(token))
+
+
 class TestBiasAndSuppression:
-    def test_bias_reaches_every_row_of_its_request_and_entries_add_up(self) -> None:
-        bias = LogitBias(torch.tensor([1, 1, 0]), torch.tensor([2, 2, 0]), torch.tensor([1.5, 1.0, -INF]))
-        out = process_logits(torch.zeros(4, 3), LogitsSampling(int32(0, 1, 4), torch.zeros(2), bias=bias))
-        assert out.tolist() == [[-INF, 0, 0], [0, 0, 2.5], [0, 0, 2.5], [0, 0, 2.5]]
+    def test_bias_reaches_every_row_of_its_request_and_adds_up(self) -> None:
+        bias = bias_of([2, -1, 0], [[2, 2], [1, 1], [0, 0]], [[1.5, 1.0], [7.0, 7.0], [-INF, 0.0]])
+        out = process_logits(torch.zeros(5, 3), LogitsSampling(int32(0, 1, 2, 5), torch.zeros(3), bias=bias))
+        assert out.tolist() == [[-INF, 0, 0], [0, 0, 0], [0, 0, 2.5], [0, 0, 2.5], [0, 0, 2.5]]
+
+    @pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
+    def test_bias_of_many_tokens_is_that_of_one_by_one(self, dtype: torch.dtype) -> None:
+        g = torch.Generator().manual_seed(1)
+        logits = torch.randn(7, 50, generator=g).to(dtype)
+        tokens = torch.stack([torch.randperm(50, generator=g)[:20] for _ in range(3)])
+        values = torch.randn(3, 20, generator=g)
+        slot = torch.tensor([1, -1, 0])
+        out = process_logits(
+            logits, LogitsSampling(int32(0, 3, 4, 7), torch.zeros(3), bias=LogitBias(slot, tokens, values))
+        )
+        expected = logits.clone()
+        for rows, own in ((range(3), 1), (range(4, 7), 0)):
+            for row in rows:
+                for token, value in zip(tokens[own], values[own].to(dtype), strict=True):
+                    expected[row, token] += value
+        assert torch.equal(out, expected)
 
     def test_suppression_is_of_single_rows_and_stronger_than_bias(self) -> None:
-        bias = LogitBias(torch.tensor([0]), torch.tensor([1]), torch.tensor([100.0]))
-        suppression = Suppression(torch.tensor([0]), torch.tensor([1]))
-        sampling = LogitsSampling(int32(0, 2), torch.zeros(1), bias=bias, suppression=suppression)
-        logits = torch.zeros(2, 3)
-        assert process_logits(logits, sampling).tolist() == [[0, -INF, 0], [0, 100, 0]]
+        bias = bias_of([0], [[1]], [[100.0]])
+        suppression = suppression_of([0, 1], [1, 0], [[2, 2], [1, 1]])
+        sampling = LogitsSampling(int32(0, 3), torch.zeros(1), bias=bias, suppression=suppression)
+        logits = torch.zeros(3, 3)
+        assert process_logits(logits, sampling).tolist() == [[0, -INF, 0], [0, 100, -INF], [0, 100, 0]]
         assert logits.eq(0).all()
 
     def test_nothing_listed_returns_the_same_tensor(self) -> None:
         none = torch.zeros(0, dtype=torch.int64)
-        sampling = one_row_each(1, bias=LogitBias(none, none, torch.zeros(0)), suppression=Suppression(none, none))
+        suppression = Suppression(none, none, torch.zeros(1, 1, dtype=torch.int64))
+        sampling = one_row_each(1, bias=bias_of([-1], [[1]], [[1.0]]), suppression=suppression)
         assert process_logits(ROW, sampling) is ROW
 
     def test_filters_see_bias_and_suppression(self) -> None:
-        bias = LogitBias(torch.tensor([0]), torch.tensor([4]), torch.tensor([9.0]))
-        suppression = Suppression(torch.tensor([0]), torch.tensor([1]))
+        bias, suppression = bias_of([0], [[4]], [[9.0]]), suppression_of([0], [0], [[1]])
         sampling = one_row_each(1, bias=bias, suppression=suppression, top_k=int32(2))
         assert kept(process_logits(ROW, sampling)) == [[2, 4]]
 

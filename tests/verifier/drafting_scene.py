@@ -20,9 +20,9 @@ from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import Answered, Connected, Disconnected, HeadInfo, Stream
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.output import OutputBuilder
 from verifier_service.request import NoiseKeys, Request
 from verifier_service.step_times import StepTimes
+from verifier_service.stop_conditions import StopConditions
 
 CPU = torch.device("cpu")
 VOCAB = 20
@@ -67,7 +67,7 @@ def make_request(
         params=params,
         num_speculative_tokens=k,
         keys=NoiseKeys(keys + 1, keys + 2, keys + 3),
-        output=OutputBuilder(params, frozenset(), None),
+        stops=StopConditions(params, frozenset()),
         max_length=len(prompt) + max_tokens,
     )
 

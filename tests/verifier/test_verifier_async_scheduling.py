@@ -20,7 +20,6 @@ from draftwire.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens, SampledTokens
-from verifier_service.output import Piece
 from verifier_service.outputs import RequestOutputs, response
 from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
 from verifier_service.pacing import governor as governor_module
@@ -31,6 +30,7 @@ from verifier_service.sampler import TokenSampler
 from verifier_service.step import Stage, Step
 from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepMarks
+from verifier_service.stop_conditions import Piece
 from verifier_service.target import Target
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -501,22 +501,16 @@ def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
             assert sum(len(item.logprobs) for item in its) == len(tokens)  # type: ignore[union-attr]
 
 
-def test_a_message_of_several_steps_counts_characters_from_its_own_beginning():
-    def rows(tokens: list[int], text: str, ends: list[int], num_drafts: int = 0, **end: Any) -> Any:
-        piece = Piece(tokens, text, ends, **end)
+def test_a_message_may_have_the_tokens_of_several_steps():
+    def rows(tokens: list[int], num_drafts: int = 0, **end: Any) -> Any:
+        piece = Piece(tokens, **end)
         return SimpleNamespace(num_drafts=num_drafts, sampled=SampledTokens(tokens), piece=piece, statistics=None)
 
-    message = response(
-        [
-            rows([5], "ab", [2]),
-            rows([6, 7, 8], "cde", [0, 1, 3], num_drafts=2),
-            rows([9], "f", [1], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_text="gh"),
-        ]
-    )
-    assert (list(message.token_ids), message.text) == ([5, 6, 7, 8, 9], "abcdef")
-    assert list(message.token_text_ends) == [2, 2, 3, 5, 6]
+    last = rows([9], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_token_id=9)
+    message = response([rows([5]), rows([6, 7, 8], num_drafts=2), last])
+    assert list(message.token_ids) == [5, 6, 7, 8, 9]
     assert list(message.drafted) == [False, True, True, False, False]
-    assert (message.finish_reason, message.stop_text) == (generate_pb2.FINISH_REASON_STOP, "gh")
+    assert (message.finish_reason, message.stop_token_id) == (generate_pb2.FINISH_REASON_STOP, 9)
 
 
 def test_a_failed_step_ends_its_requests_and_the_one_that_follows_it_does_no_harm(target, monkeypatch):

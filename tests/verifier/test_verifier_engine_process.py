@@ -8,116 +8,25 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
-from engine_scene import make_target
+from service_scene import MAX_TOKENS, WAIT_S, EngineThread, make_host, outputs_of, request, served
 
-from draftwire.config import build_sampling_params, speculative_config_from_mapping
+from draftwire.config import build_sampling_params
 from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
 from draftwire.retry import retry_after_s
-from draftwire.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service import engine_process
-from verifier_service.engine import EngineLimits
-from verifier_service.engine_access import EngineAccess, InProcessEngine, Submission
+from verifier_service.engine_access import Submission
 from verifier_service.engine_channel import Outbox, pack, receive
 from verifier_service.engine_host import EngineHost
-from verifier_service.engine_proxy import EngineProxy
-from verifier_service.engine_server import run_engine
 from verifier_service.options import VerifierOptions
 from verifier_service.request import NoiseKeys
-from verifier_service.service import GenerationServicer
-
-WAIT_S = 60.0
-MAX_TOKENS = 50
-CONFIG = speculative_config_from_mapping({})
-
-
-def make_host() -> EngineHost:
-    limits = EngineLimits(max_num_seqs=2, max_queue=1, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
-    return EngineHost(make_target(), None, CONFIG, limits, [], LOOPBACK)
-
-
-class EngineThread:
-    """In place of an engine's process; `kill` does what the end of one does to its socket."""
-
-    def __init__(self, host: EngineHost) -> None:
-        self.connection, self._engine_end = socket.socketpair()
-        # Full after some messages.
-        self._engine_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self._host = host
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        outbox = Outbox(self._engine_end)
-        try:
-            run_engine(self._host, self._engine_end, outbox)
-            outbox.close()
-        except EOFError:
-            self._host.stop()
-        self._engine_end.close()
-
-    def kill(self) -> None:
-        self._engine_end.shutdown(socket.SHUT_RDWR)
-
-    def exit_status(self) -> int:
-        return -9
-
-    def join(self) -> None:
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-
-class Served:
-    """A service whose engine is behind a socket, or not."""
-
-    def __init__(self, host: EngineHost, process: EngineThread | None) -> None:
-        self.host = host
-        self.process = process
-        self.has_failed = threading.Event()
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        engine: EngineAccess = InProcessEngine(self.host)
-        if self.process is not None:
-            _, facts = receive(self.process.connection)
-            engine = EngineProxy(self.process, facts)
-        servicer = GenerationServicer(engine, None, CONFIG, self.has_failed.set)
-        await servicer.start()
-        server = grpc.aio.server()
-        add_GenerationServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            await server.stop(None)
-            await servicer.stop()
-            if self.process is not None:
-                self.process.join()
-
-
-def served(*, behind_socket: bool = True) -> Served:
-    host = make_host()
-    return Served(host, EngineThread(host) if behind_socket else None)
-
-
-def request(**params: Any) -> pb.GenerateRequest:
-    given = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **params}
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=build_sampling_params(**given))
-
-
-async def outputs_of(call: grpc.aio.UnaryStreamCall) -> list[pb.GenerateResponse]:
-    messages = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        messages.append(message)
-    return messages
 
 
 def test_output_is_the_same_behind_a_socket():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from draftwire.config import build_sampling_params, resolve_sampling_params
 from draftwire.v1 import generate_pb2 as pb
 from models import EOS, VOCAB_SIZE, make_tokenizer
-from verifier_service.output import OutputBuilder, Piece
+from verifier_service.response_text import ResponseText
+from verifier_service.stop_conditions import StopConditions
 from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
 
 TOKENIZER = make_tokenizer()
@@ -26,19 +28,114 @@ def codec(tmp_path_factory):
     return TextCodec(directory)
 
 
+@pytest.fixture(scope="module")
+def byte_codecs(tmp_path_factory):
+    """Tokenizers whose ids 0 to 255 are single bytes, 256 is special and 257 is a word."""
+    by_byte = [chr(code) for code in bytes_to_unicode_values()]
+    codecs = []
+    for names, decoder in (
+        (by_byte, decoders.ByteLevel()),
+        ([f"<0x{byte:02X}>" for byte in range(256)], decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])),
+    ):
+        vocab = {name: i for i, name in enumerate([*names, "<s>", "word"])}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="word"))
+        tokenizer.decoder = decoder
+        directory = tmp_path_factory.mktemp("bytes")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(directory)
+        codecs.append(TextCodec(directory))
+    return codecs
+
+
+def bytes_to_unicode_values() -> list[int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself if it can be seen."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [byte if byte in seen else next(others) for byte in range(256)]
+
+
+def growing(codec: TextCodec, ids: list[int]) -> str:
+    """Text of tokens that come one by one, when all without text are decoded anew with each."""
+    context: list[int] = []
+    pending: list[int] = []
+    out = text = ""
+    for token in ids:
+        pending.append(token)
+        text = codec.decode(context + pending)[len(codec.decode(context)) :]
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            out, context, pending, text = out + text, pending, [], ""
+    return out + text
+
+
+class CountingCodec:
+    """A codec that counts the tokens that it decodes."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.silent_ids = codec.silent_ids
+        self.num_decoded = 0
+        self._codec = codec
+
+    def decode(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return self._codec.decode(ids)
+
+
 def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def builder(codec: TextCodec | None, **options) -> OutputBuilder:
-    params = resolve_sampling_params(build_sampling_params(**{"max_tokens": 100, **options}))
-    return OutputBuilder(params, frozenset([EOS]), codec)
+class Said(NamedTuple):
+    """What a client gets of one step."""
+
+    token_ids: list[int]
+    text: str
+    text_ends: list[int]
+    finish_reason: pb.FinishReason
+    stop_token_id: int | None
+    stop_text: str | None
+    output_tokens: int | None  # where there are statistics
 
 
-def push(output: OutputBuilder, token_ids: list[int], room: int = ROOM) -> Piece:
-    piece = output.take(token_ids, room)
-    output.write(piece)
-    return piece
+class Output:
+    """A request's tokens on their way through the engine's rules and the service's."""
+
+    def __init__(self, codec: TextCodec | None, **options: Any) -> None:
+        params = resolve_sampling_params(build_sampling_params(**{"max_tokens": 100, **options}))
+        self._stops = StopConditions(params, frozenset([EOS]))
+        self._text = ResponseText("r", params, codec, [])
+        self._count = 0
+
+    def push(self, token_ids: list[int], room: int = ROOM) -> Said:
+        piece = self._stops.take(token_ids, room)
+        self._count += len(piece.token_ids)
+        message = pb.GenerateResponse(
+            token_ids=piece.token_ids,
+            drafted=[True] * len(piece.token_ids),
+            logprobs=[pb.TokenLogprobs(rank=token_id) for token_id in piece.token_ids],
+            finish_reason=piece.finish_reason,
+            stop_token_id=piece.stop_token_id,
+            statistics=pb.RequestStatistics(output_tokens=self._count),
+        )
+        has_stopped = self._text.add_to(message)
+        tokens = list(message.token_ids)
+        assert len(message.drafted) == len(tokens)
+        assert [one.rank for one in message.logprobs] == tokens
+        assert has_stopped == message.HasField("stop_text")
+        return Said(
+            tokens,
+            message.text,
+            list(message.token_text_ends),
+            message.finish_reason,
+            *(getattr(message, name) if message.HasField(name) else None for name in ("stop_token_id", "stop_text")),
+            message.statistics.output_tokens if message.HasField("statistics") else None,
+        )
+
+
+def builder(codec: TextCodec | None, **options: Any) -> Output:
+    return Output(codec, **options)
+
+
+def push(output: Output, token_ids: list[int], room: int = ROOM) -> Said:
+    return output.push(token_ids, room)
 
 
 def plainly(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
@@ -127,6 +224,41 @@ class TestDetokenizer:
         text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
         assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
 
+    @pytest.mark.parametrize("fallback", [False, True], ids=["byte-level", "byte-fallback"])
+    @pytest.mark.parametrize("seed", range(60))
+    def test_text_of_any_bytes_is_that_of_all_pending_tokens(self, byte_codecs, fallback, seed):
+        """Runs of bytes that are no UTF-8, with whole characters and special tokens among them."""
+        rng = Random(seed)
+        codec = byte_codecs[fallback]
+        ids: list[int] = []
+        while len(ids) < 300:
+            ids += rng.choices(
+                [
+                    [rng.randrange(256)],
+                    [rng.randrange(128, 192)] * rng.randrange(30),
+                    list("a€😀".encode()),
+                    [256],
+                    [257],
+                ],
+                weights=rng.choices((1, 4, 9), k=5),
+            )[0]
+        detokenizer = Detokenizer(codec, [])
+        text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+        assert text == growing(codec, ids)
+        if not fallback:  # whose decoder takes back characters, once their run of bytes goes on with others
+            assert text == codec.decode(ids)
+
+    @pytest.mark.parametrize("fallback", [False, True], ids=["byte-level", "byte-fallback"])
+    @pytest.mark.parametrize("ids", [[256], [0x80], [0xE2, 0x82], [999]], ids=["special", "lone", "cut", "unknown"])
+    def test_a_token_costs_the_same_however_many_bring_no_text(self, byte_codecs, fallback, ids):
+        """All tokens without text were decoded anew for each further one."""
+        codec = CountingCodec(byte_codecs[fallback])
+        detokenizer = Detokenizer(codec, [ord("a")])
+        text = "".join(detokenizer.push(token) for token in ids * 2000) + detokenizer.flush()
+        assert codec.num_decoded <= 60 * len(ids) * 2000
+        assert text == growing(byte_codecs[fallback], ids * 40)[:1] * len(text)
+        assert len(text) == {256: 0, 0x80: 2000, 0xE2: 4000 if fallback else 2000, 999: 0}[ids[0]]
+
     def test_first_token_is_written_as_it_is_behind_the_prompt(self, tmp_path):
         tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2}, unk_token="<unk>"))
         tokenizer.decoder = decoders.Metaspace()
@@ -136,7 +268,7 @@ class TestDetokenizer:
         assert Detokenizer(codec, [0]).push(1) == " two"
 
 
-class TestOutputBuilder:
+class TestOutput:
     def test_tokens_and_their_text_go_through(self, codec):
         piece = push(builder(codec), ids_of("a€b"))
         assert piece.text == "a€b"
@@ -162,8 +294,9 @@ class TestOutputBuilder:
         output = builder(codec, stop=["XYZ"])
         first = push(output, ids_of("aX"))
         assert (first.text, first.text_ends) == ("a", [1, 1])
+        assert first.output_tokens is None
         second = push(output, ids_of("Y") + ids_of("Z") + ids_of("b"))
-        assert second.token_ids == ids_of("Y") + ids_of("Z")
+        assert (second.token_ids, second.output_tokens) == (ids_of("Y") + ids_of("Z"), 4)
         assert (second.text, second.stop_text, second.finish_reason) == ("", "XYZ", pb.FINISH_REASON_STOP)
 
     def test_text_held_back_for_a_stop_comes_at_the_end(self, codec):

@@ -14,10 +14,10 @@ from draftwire.errors import QueueFullError
 from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.output import OutputBuilder
 from verifier_service.prefix_cache import PrefixCache
 from verifier_service.request import NoiseKeys, ReadyDrafts, Request
 from verifier_service.scheduler import Scheduler
+from verifier_service.stop_conditions import StopConditions
 
 Ready = Callable[[Request], bool]
 
@@ -31,7 +31,7 @@ def request(prompt_length: int = 4, max_tokens: int = 8, prompt: list[int] | Non
         params=params,
         num_speculative_tokens=4,
         keys=NoiseKeys(1, 2, 3),
-        output=OutputBuilder(params, frozenset(), None),
+        stops=StopConditions(params, frozenset()),
         max_length=len(prompt) + max_tokens,
     )
 

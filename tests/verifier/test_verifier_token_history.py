@@ -9,8 +9,10 @@ import pytest
 import torch
 from drafting_scene import make_request
 
+from draftwire_kernels import Penalties
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.request import Request
+from verifier_service.sampling_spec import SamplingSpec
 from verifier_service.token_history import TokenHistory
 
 VOCAB = 20
@@ -31,9 +33,13 @@ def drawn(*tokens: Sequence[int]) -> torch.Tensor:
     return torch.tensor([[*own, *[-1] * (most - len(own))] for own in tokens])
 
 
+def penalties_of(history: TokenHistory, *requests: Request) -> Penalties | None:
+    return history.penalties(requests, [SamplingSpec.of(one.params, frozenset()).penalties for one in requests])
+
+
 def counted(history: TokenHistory, request: Request) -> tuple[set[int], Counter[int]]:
     """Tokens of the prompt, and how often each token is in the output."""
-    found = history.penalties(works(request))
+    found = penalties_of(history, request)
     assert found is not None
     slot = int(found.slot)
     counts = {token: count for token, count in enumerate(found.output_counts[slot].tolist()) if count}
@@ -45,17 +51,17 @@ def test_draws_are_counted_for_the_requests_that_use_penalties(history):
     for one in (first, second):
         one.params.presence_penalty = 0.5
     step = works(plain, first, second)
-    history.penalties(step)
+    penalties_of(history, plain, first, second)
     history.count(step, drawn([9, 9], [7, 0, 7], [5]))
     history.count(works(second), drawn([5, 6]))
     assert counted(history, first) == ({3, 4}, Counter({7: 2, 0: 1}))
     assert counted(history, second) == ({3, 4}, Counter({5: 2, 6: 1}))
-    assert history.penalties(works(plain)) is None
+    assert penalties_of(history, plain) is None
 
 
 def test_what_was_drawn_for_a_request_as_it_was_preempted_is_forgotten(history):
     request = make_request([3, 4], frequency_penalty=0.5)
-    history.penalties(works(request))
+    penalties_of(history, request)
     history.count(works(request), drawn([7, 8]))
     request.tokens += [7, 8]
     history.count(works(request), drawn([9]))  # in flight, and not taken

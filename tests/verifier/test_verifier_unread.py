@@ -90,7 +90,7 @@ def test_an_error_comes_after_the_messages():
 async def served() -> AsyncIterator[tuple[GenerationServicer, EngineHost, str]]:
     limits = EngineLimits(max_num_seqs=4, max_queue=8, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
-    host = EngineHost(make_target(), None, config, limits, [], LOOPBACK)
+    host = EngineHost(make_target(), config, limits, [], LOOPBACK)
     servicer = GenerationServicer(InProcessEngine(host), None, config, lambda: None)
     server = grpc.aio.server()
     add_GenerationServicer_to_server(servicer, server)

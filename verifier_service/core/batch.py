@@ -13,8 +13,8 @@ from torch import Tensor
 from draftwire.devices import upload
 from draftwire.kv_cache import SequenceRows
 from draftwire.v1 import generate_pb2
-from verifier_service.output import Piece
 from verifier_service.request import ReadyDrafts, Request
+from verifier_service.stop_conditions import Piece
 
 # Stands for a token that only the device knows.
 UNKNOWN_TOKEN = 0
@@ -65,7 +65,8 @@ class ScheduledRows:
     sampled: SampledTokens | None = field(init=False, default=None)
     sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had it
     piece: Piece | None = field(init=False, default=None)  # what of it is emitted
-    statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)  # at the request's end
+    # At the request's end; where a stop text may end the output, at every step.
+    statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.is_decoding = self.request.is_decoding or self.follows is not None

@@ -9,23 +9,20 @@ from draftwire_kernels.transfer import upload
 
 
 def add_bias(logits: Tensor, bias: LogitBias, layout: Layout) -> Tensor:
-    if bias.request.shape[0] == 0:
+    rows = layout.rows_of(bias.slot >= 0)
+    if rows.shape[0] == 0:
         return logits
-    request = bias.request.to(layout.first_row.device)
-    sizes = layout.num_drafts[request] + 1
-    entry = torch.repeat_interleave(torch.arange(request.shape[0], device=request.device), sizes)
-    entry_start = (sizes.cumsum(0) - sizes)[entry]
-    row = layout.first_row[request][entry] + torch.arange(entry.shape[0], device=entry.device) - entry_start
-    token, value = (x.to(row.device)[entry] for x in (bias.token, bias.value))
-    index = (upload(row, logits.device), upload(token, logits.device))
-    return logits.index_put(index, upload(value, logits.device).to(logits.dtype), accumulate=True)
+    slot = upload(bias.slot.to(rows.device)[layout.row_request[rows]], logits.device)
+    cells = upload(rows, logits.device)[:, None] * logits.shape[1] + bias.token[slot]
+    return logits.flatten().scatter_add(0, cells.flatten(), bias.value[slot].flatten().to(logits.dtype)).view_as(logits)
 
 
 def suppress(logits: Tensor, suppression: Suppression) -> Tensor:
     if suppression.row.shape[0] == 0:
         return logits
-    index = (upload(suppression.row, logits.device), upload(suppression.token, logits.device))
-    return logits.index_put(index, torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device))
+    row, slot = (upload(x, logits.device) for x in (suppression.row, suppression.slot))
+    cells = row[:, None] * logits.shape[1] + suppression.token[slot]
+    return logits.flatten().index_fill(0, cells.flatten(), -torch.inf).view_as(logits)
 
 
 def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, layout: Layout) -> Tensor:
