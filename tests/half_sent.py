@@ -22,13 +22,14 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def header_block(path: str, extra: Sequence[tuple[str, str]]) -> bytes:
-    """Return the headers of a gRPC call as HPACK literals without indexing."""
+    """Return the headers of a gRPC call as HPACK literals without indexing; lone surrogates stand for single bytes."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "half.sent")]
     out = bytearray()
     for field in (*fields, ("te", "trailers"), ("content-type", "application/grpc"), *extra):
         out.append(0)
         for text in field:
-            out += bytes([len(text)]) + text.encode()
+            encoded = text.encode(errors="surrogateescape")
+            out += bytes([len(encoded)]) + encoded
     return bytes(out)
 
 
