@@ -86,18 +86,19 @@ class HalfSender:
 
     async def send(self, call: int, num_bytes: int, short: int) -> None:
         """Send a message of so many bytes but for the last `short`, as far as the server lets the call."""
-        data = struct.pack(">BI", 0, num_bytes) + bytes(num_bytes - short)
-        at = 0
-        while at < len(data) and call not in self.ended:
-            size = min(len(data) - at, self._window, self._windows[call], FRAME_BYTES)
+        data = struct.pack(">BI", 0, num_bytes)
+        left = len(data) + num_bytes - short
+        while left > 0 and call not in self.ended:
+            size = min(left, self._window, self._windows[call], FRAME_BYTES)
             if size <= 0:
                 self._is_changed.clear()
                 await self._is_changed.wait()
                 continue
             self._window -= size
             self._windows[call] -= size
-            self._writer.write(frame(DATA, 0, call, data[at : at + size]))
-            at += size
+            self._writer.write(frame(DATA, 0, call, data[:size].ljust(size, b"\0")))
+            data = data[size:]
+            left -= size
             self.num_sent += size
             await self._writer.drain()
 
