@@ -110,6 +110,7 @@ async def _serve(
             SERVICE_NAME,
             register,
             security,
+            service.reader,
             stop=stop,
             drain=partial(service.drain, options.drain_timeout),
             on_stop=stop_engine,

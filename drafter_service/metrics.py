@@ -43,6 +43,11 @@ class DrafterCollector(Collector):
         self._draft_tokens = 0
         self._answers: dict[int, int] = {}
         self._failures = 0
+        self._refused = 0
+
+    def count_refused(self) -> None:
+        """Count a call that found no room, on the event loop."""
+        self._refused += 1
 
     def count(self, answer: Answer | Exception) -> None:
         """Counts an answer, or a session that failed."""
@@ -96,3 +101,4 @@ class DrafterCollector(Collector):
             answers.add_metric([name.removeprefix("SEQUENCE_STATUS_").lower()], count)
         yield answers
         yield CounterMetricFamily("draftwire_draft_session_failures", "Sessions given up.", value=self._failures)
+        yield CounterMetricFamily("draftwire_draft_calls_refused", "Calls refused.", value=self._refused)

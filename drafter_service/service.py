@@ -37,17 +37,23 @@ from draftwire.carriers import (
 from draftwire.config import DENSE, NONE, TOP_N
 from draftwire.counting import CountingInterceptor
 from draftwire.errors import InvalidArgumentError, MismatchError, QueueFullError, UnavailableError
+from draftwire.message_reading import MessageReader, ReadingLimits
+from draftwire.retry import retry_metadata
 from draftwire.tensors import DTYPES, WIRE_DTYPES, encode_tensor
 from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 from draftwire.version import PROTOCOL_VERSION, VERSION
+from draftwire.wire import MAX_MESSAGE_BYTES
 from draftwire_kernels import NOISE_VERSION
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Drafting"].full_name
-HELLO_TIMEOUT_S = 10.0
+# Verifiers call seldom and one after the other. A window has room for the steps of most batches.
+READING = ReadingLimits(MAX_MESSAGE_BYTES, 2, 1, 64, 16, window_bytes=4 * 1024 * 1024)
+# When a verifier that found no room may try again.
+RETRY_S = 1.0
 # Shared memory has room for steps of so many rows of features at least: what a step with prompts brings by default.
 PROMPT_ROWS = 512
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -86,6 +92,12 @@ def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -
     )
 
 
+def _retry_metadata(error: Exception) -> tuple[tuple[str, str | bytes], ...]:
+    if isinstance(error, QueueFullError) and error.retry_after_s is not None:
+        return retry_metadata(str(error), error.retry_after_s)
+    return ()
+
+
 def feature_segment_bytes(features: pb.FeatureSpec, terms: SessionTerms) -> int:
     """Size of the shared memory for a session's features."""
     num_rows = max(terms.max_sequences * (terms.num_speculative_tokens + 1), PROMPT_ROWS)
@@ -101,6 +113,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         The drafter's metrics.
     interceptor
         Counts the messages of gRPC. The server must have it.
+    reader
+        Reads the hellos of streams; the server reads the messages of other calls with it.
     """
 
     def __init__(
@@ -128,6 +142,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self.collector = DrafterCollector(
             head_name, lambda: engine.state, self._num_unanswered, engine.times.histogram, self._traffic
         )
+        self.reader = MessageReader(READING, self.collector.count_refused)
         token_ids = engine.engine.head.draft_token_ids
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
@@ -164,8 +179,10 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             )
             return
         if self._num_fusions >= self._max_sessions:
+            self.collector.count_refused()
             text = f"{self._num_fusions} verifiers are being sent the fusion; try again later"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            logger.warning("call of %s refused: %s", context.peer(), text)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, retry_metadata(text, RETRY_S))
         self._num_fusions += 1
         try:
             chunks = head.fusion.chunks()
@@ -184,23 +201,25 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             await self._serve(context, peer)
             return
         except tuple(STATUS_CODES) as error:
-            refusal = STATUS_CODES[type(error)], str(error)
+            refusal = STATUS_CODES[type(error)], str(error), _retry_metadata(error)
         logger.warning("stream of %s ended: %s", peer, refusal[1])
         # Not above: gRPC keeps what `abort` raises, which would keep the error, its frames and the memory shared there.
         await context.abort(*refusal)
 
     async def _serve(self, context: Context, peer: str) -> None:
         try:
-            request = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
-        except TimeoutError:
-            raise TimeoutError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+            request = await self.reader.read(context)
+        except TimeoutError as error:
+            raise TimeoutError(f"no hello: {error}") from None
         if request is grpc.aio.EOF:
             raise InvalidArgumentError("message", None, "the first message must be the hello")
         terms = settle_terms(request, self._info)
         if self._drain_timeout_s is not None:
             raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
         if self._num_sessions >= self._max_sessions:
-            raise QueueFullError(f"max_sessions = {self._max_sessions}: that many verifiers are connected already")
+            self.collector.count_refused()
+            text = f"max_sessions = {self._max_sessions}: that many verifiers are connected already"
+            raise QueueFullError(text, RETRY_S)
         self._num_sessions += 1
         try:
             shared = await self._share(request.hello, terms)

@@ -1,8 +1,12 @@
 """A server of grpc.aio that no method name can stop.
 
-grpc.aio (1.84, 1.85) decodes the name of a method that nobody has registered in the loop that accepts calls. A name
-that is not UTF-8 raises there, and the port is closed for good: one HTTP/2 frame of anybody who can connect. All
-methods here are registered, so calls of others are refused before that, whatever they are called.
+grpc.aio decodes the name of a method that nobody has registered in the loop that accepts calls. A name that is not
+UTF-8 raises there, and the port is closed for good: one HTTP/2 frame of anybody who can connect. All methods here
+are registered, so calls of others are refused before that, whatever they are called.
+
+grpcio has no public way: interceptors and generic handlers run after that loop, and it asks for calls of methods
+that are not registered even where there are none. So pyproject.toml fixes the version of grpcio, and
+tests/contract/test_grpc_guard.py fails when the private class is another one.
 """
 
 from __future__ import annotations

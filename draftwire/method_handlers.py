@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 
 Behaviour = Callable[[Any, Any], Any]
+# Status, its text and trailing metadata.
+Refusal = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 def rebuild_handler(
@@ -23,3 +25,15 @@ def rebuild_handler(
         wrap(getattr(handler, name)), decode, encode
     )
     return rebuilt
+
+
+def refusing_handler(handler: Any, refusal: Refusal) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler for the same method that reads no message and answers `refusal`."""
+
+    async def refuse(_requests: Any, context: Any) -> None:
+        await context.abort(*refusal)
+
+    kinds = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    kind: Any = kinds[bool(handler.response_streaming)]
+    refusing: grpc.RpcMethodHandler[Any, Any] = kind(refuse, None, handler.response_serializer)
+    return refusing

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from draftwire.errors import InvalidArgumentError, ServerError
+from draftwire.method_handlers import refusing_handler
 from draftwire.wire import parse_address
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ def open_async_channel(address: str, security: ClientSecurity, options: Sequence
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls of one service through that carry a token of the file; UNAUTHENTICATED otherwise."""
+    """Lets calls of one service through that carry a token of the file; others are UNAUTHENTICATED, unread."""
 
     def __init__(self, token_file: Path, service_name: str) -> None:
         """
@@ -213,13 +214,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(AUTHORIZATION, "")
         if self._is_known(given):
             return handler
-
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a bearer token that this server knows is needed")
-
-        kinds = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-        kind = kinds[bool(handler.response_streaming)]
-        return kind(refuse, handler.request_deserializer, handler.response_serializer)
+        text = "a bearer token that this server knows is needed"
+        return refusing_handler(handler, (grpc.StatusCode.UNAUTHENTICATED, text, ()))
 
     def _is_known(self, given: str | bytes) -> bool:
         changed = self._watched.changed()

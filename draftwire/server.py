@@ -12,12 +12,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from draftwire.decoding import DecodingInterceptor
+from draftwire.call_admission import AdmissionInterceptor
 from draftwire.errors import ServerError
 from draftwire.grpc_guard import GuardedServer
+from draftwire.message_reading import MessageReader, ReadingLimits
 from draftwire.security import ServerSecurity, TokenInterceptor
 from draftwire.stop_signals import STOP_SIGNALS, end_at_signals
-from draftwire.wire import MAX_MESSAGE_BYTES, parse_address, receiving_at_most
+from draftwire.wire import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,12 @@ async def serve(
     service_name: str,
     register: Callable[[grpc.aio.Server], None],
     security: ServerSecurity,
+    reader: MessageReader,
     *,
     stop: asyncio.Event,
     drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], Awaitable[None]],
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
     """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
 
@@ -53,6 +54,8 @@ async def serve(
         Adds the service to the server.
     security
         Who is let in; tokens are asked for by the service, not by health and reflection.
+    reader
+        Reads the messages of the service's unary calls.
     stop
         Set by the first signal; the caller may set it too.
     drain
@@ -62,8 +65,6 @@ async def serve(
         Called once no call is left.
     interceptors
         Of the service's own.
-    max_message_bytes
-        Larger messages are refused before they are read, as RESOURCE_EXHAUSTED.
 
     Raises
     ------
@@ -74,10 +75,11 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)
-    interceptors = [DecodingInterceptor(), *interceptors]
+    others = MessageReader(limits_of_others(reader.limits), by_host=True)
+    interceptors = [AdmissionInterceptor(service_name, reader, others), *interceptors]
     if security.token_file:
         interceptors.insert(0, TokenInterceptor(security.token_file, service_name))
-    options = [*receiving_at_most(max_message_bytes), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
+    options = [*reader.limits.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
     server: Any = GuardedServer(options, interceptors)
     register(server)
     health_servicer = health.aio.HealthServicer()
@@ -109,3 +111,9 @@ async def serve(
     logger.info("stopping")
     await server.stop(STOP_GRACE_S)
     await on_stop()
+
+
+def limits_of_others(own: ReadingLimits) -> ReadingLimits:
+    """Return the limits of health and reflection, which need no token; the options of the server are the service's."""
+    max_readers = max(1, own.max_readers // 2)
+    return ReadingLimits(own.max_message_bytes, max_readers, max(1, max_readers // 4), 256, 64, own.window_bytes)

@@ -7,6 +7,7 @@ from functools import partial
 
 from draftwire.checkpoints import resolve_directory
 from draftwire.errors import ServerError
+from draftwire.message_reading import MessageReader, ReadingLimits
 from draftwire.server import serve
 from draftwire.v1 import generate_pb2_grpc
 from draftwire.wire import MAX_REQUEST_BYTES
@@ -17,6 +18,9 @@ from verifier_service.options import VerifierOptions
 from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.settings import Settings, check_options
 from verifier_service.tokenizer import find_tokenizer, warn_of_ids_beyond
+
+# Calls whose message has not come, at least; twice those that one connection may have.
+MAX_UNREAD = 1024
 
 
 def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
@@ -40,6 +44,12 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
         asyncio.run(_serve(options, settings, InProcessEngine(host)))
 
 
+def reading_limits(max_open: int) -> ReadingLimits:
+    """Return the limits on unread messages of a verifier that has `max_open` requests at most."""
+    max_unread = max(MAX_UNREAD, max_open)  # a burst that the queue has room for is not refused
+    return ReadingLimits(MAX_REQUEST_BYTES, 16, 4, max_unread, max_unread // 2)
+
+
 async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAccess) -> None:
     codec = find_tokenizer(resolve_directory(options.target))
     if codec is not None:
@@ -59,10 +69,10 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
             SERVICE_NAME,
             lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
             settings.security,
+            MessageReader(reading_limits(engine.facts.max_open), engine.count_refused),
             stop=stop,
             drain=partial(servicer.drain, options.drain_timeout),
             on_stop=servicer.stop,
-            max_message_bytes=MAX_REQUEST_BYTES,
         )
     except ServerError:
         await servicer.stop()

@@ -37,6 +37,9 @@ from verifier_service.unread import Unread
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+# Of a token id in a message, and of all that is not the prompt.
+MAX_ID_BYTES = 5
+OTHER_FIELDS_BYTES = 1024 * 1024
 
 _STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -71,6 +74,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self._numbers = itertools.count()
         self._unread: dict[int, Unread] = {}  # by the requests' numbers
         self._texts: dict[int, ResponseText] = {}  # likewise
+        self._num_preparing = 0  # requests that are being checked
         self._pace = QueuePace(engine.facts.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
@@ -135,7 +139,14 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext, name: str, watch: RequestWatch
     ) -> DraftwireError | None:
         """Has the request computed and writes its output; the error that it has ended with."""
+        if len(self._unread) + self._num_preparing >= self._facts.max_open:
+            self._engine.count_refused()
+            refusal = self._refusal()
+            watch.failed(refusal)
+            return refusal
+        self._num_preparing += 1
         try:
+            self._check_message_size(request)
             work = await asyncio.to_thread(self._prepare, request, name, watch.traceparent)
             if self._is_draining:
                 text = "the server is draining: it is about to end and takes no further request; ask another one"
@@ -143,11 +154,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             return error.with_traceback(None)
-        if len(self._unread) >= self._facts.max_open:
-            self._engine.count_refused()
-            refusal = self._refusal()
-            watch.failed(refusal)
-            return refusal
+        finally:
+            self._num_preparing -= 1
         unread = self._unread[work.number] = Unread()
         self._texts[work.number] = ResponseText(name, work.params, self._codec, work.prompt)
         self._engine.submit(work)
@@ -249,6 +257,12 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         if not request.text:
             raise InvalidArgumentError("text", request.text, "must not be empty")
         return self._codec.encode(request.text)
+
+    def _check_message_size(self, request: generate_pb2.GenerateRequest) -> None:
+        """Refuse at once what no prompt can need: such messages must not wait in memory until they are checked."""
+        per_token = max(MAX_ID_BYTES, 0 if self._codec is None else self._codec.longest_token_bytes)
+        if (num_bytes := request.ByteSize()) > self._facts.max_model_len * per_token + OTHER_FIELDS_BYTES:
+            self._refuse_length(f"a message of {num_bytes} bytes")
 
     def _check_size(self, request: generate_pb2.GenerateRequest) -> None:
         """Refuses, before it is read and tokenised, what no context can hold."""

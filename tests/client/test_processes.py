@@ -23,6 +23,7 @@ import threading
 import time
 import click
 from draftwire.errors import CheckpointError
+from draftwire.message_reading import MessageReader, ReadingLimits
 from draftwire.security import ServerSecurity
 from draftwire.server import serve
 
@@ -50,6 +51,7 @@ async def run(arguments):
         "draftwire.v1.Drafting",
         lambda server: None,
         ServerSecurity(),
+        MessageReader(ReadingLimits(1 << 20, 1, 1, 1, 1)),
         stop=asyncio.Event(),
         drain=drain,
         on_stop=stopped,

@@ -11,8 +11,9 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from draftwire.call_admission import AdmissionInterceptor
 from draftwire.counting import CountingChannel, CountingInterceptor
-from draftwire.decoding import DecodingInterceptor
+from draftwire.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 
@@ -48,7 +49,8 @@ def count_calls(call: Any) -> tuple[Counted, Counted]:
         return count
 
     async def run() -> None:
-        interceptors = [DecodingInterceptor(), CountingInterceptor("draftwire.v1.Drafting", counting(counted[1]))]
+        name, reader = "draftwire.v1.Drafting", MessageReader(ReadingLimits(1 << 20, 1, 1, 1, 1))
+        interceptors = [AdmissionInterceptor(name, reader, reader), CountingInterceptor(name, counting(counted[1]))]
         server = grpc.aio.server(interceptors=interceptors)
         draft_pb2_grpc.add_DraftingServicer_to_server(Drafter(), server)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)

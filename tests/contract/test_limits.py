@@ -10,12 +10,13 @@ from drafter_service import service as drafter
 from drafter_service import stream
 from drafter_service.limits import EngineLimits
 from drafter_service.options import MAX_SPECULATIVE_TOKENS
-from draftwire import metrics, wire
+from draftwire import message_reading, metrics, wire
 from draftwire.carriers import segment
-from draftwire.server import CONNECTION_LIMITS
+from draftwire.server import CONNECTION_LIMITS, limits_of_others
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service import drafter_link, handshake, unread
 from verifier_service.engine import EngineLimits as VerifierLimits
+from verifier_service.main import reading_limits
 from verifier_service.options import VerifierOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -36,11 +37,46 @@ def mib(size: int) -> str:
 
 SAMPLING, OPTIONS, ENGINE = config_pb2.SamplingParams, VerifierOptions(target=""), EngineLimits()
 VERIFIER = VerifierLimits(OPTIONS.max_num_seqs, OPTIONS.max_queue, 1, 1, None)
+VERIFIER_READING = reading_limits(VERIFIER.max_open)
+OTHERS = limits_of_others(VERIFIER_READING)
+READINGS = (VERIFIER_READING, drafter.READING)
+
+
+def both(name: str) -> str:
+    """A limit of the verifier and one of the drafter, in all and of one connection."""
+    return "; ".join(
+        f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} of a connection" for limits in READINGS
+    )
+
+
+def options(name: str) -> str:
+    """What both servers tell gRPC."""
+    return "; ".join(str(dict(limits.options())[name]) for limits in READINGS)
+
+
 WORDS = {
     "a message to a verifier": [mib(wire.MAX_REQUEST_BYTES)],
     "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
     "a message from a drafter": [mib(drafter_link.LEAST_ANSWER_BYTES)],
     "a connection that is not HTTP/2 yet": [f"{dict(CONNECTION_LIMITS)['grpc.server_handshake_timeout_ms'] // 1000} s"],
+    "a message that does not come, or not whole": [
+        f"{message_reading.MESSAGE_S:g} s from", f"{message_reading.CONTENDED_S:g} s of reading"
+    ],
+    "messages read at once: by a verifier; by a drafter, hellos included": [both("max_readers")],
+    "calls whose message has not come: at a verifier; at a drafter; at health and reflection of either": [
+        both("max_unread"), f"{OTHERS.max_unread}, and {OTHERS.max_unread_of_peer} of a host"
+    ],
+    "messages to health and reflection read at once: by a verifier; by a drafter": [
+        f"{OTHERS.max_readers}, and {OTHERS.max_readers_of_peer} of a host; ",
+        f"; {limits_of_others(drafter.READING).max_readers}",
+    ],
+    "what a call may send before its message is read: to a verifier; to a drafter": [
+        f"{VERIFIER_READING.window_bytes >> 10} KiB; {mib(drafter.READING.window_bytes)}"
+    ],
+    "calls of a connection to a verifier; to a drafter": [options("grpc.max_concurrent_streams")],
+    "calls that have come and are not accepted: at a verifier; at a drafter": [
+        options("grpc.server.max_pending_requests"), options("grpc.server.max_pending_requests_hard_limit")
+    ],
     "messages of a chat; a role": [
         str(field(generate_pb2.Chat, "messages").max_items),
         f"{field(generate_pb2.ChatMessage, 'role').max_bytes} bytes",
@@ -68,7 +104,7 @@ WORDS = {
         f"{stream.MAX_UNANSWERED_STEPS}, and {mib(stream.MAX_UNANSWERED_BYTES)}"
     ],
     "a stream without a hello": [
-        f"{drafter.HELLO_TIMEOUT_S:g} s from a verifier", f"{drafter_link.HELLO_TIMEOUT_S:g} s from a drafter"
+        f"{message_reading.MESSAGE_S:g} s from a verifier", f"{drafter_link.HELLO_TIMEOUT_S:g} s from a drafter"
     ],
     "a shared segment": [f"{segment.MAX_SEGMENT_BYTES >> 30} GiB", mib(segment.segment_bytes(1 << 40))],
     "layers whose states a head takes": [str(handshake.MAX_FEATURE_LAYERS)],

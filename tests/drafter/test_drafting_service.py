@@ -21,6 +21,7 @@ from drafter_service import stream as stream_module
 from drafter_service.sampling_mode import SamplingMode
 from drafter_service.service import feature_segment_bytes
 from drafter_service.session import SessionTerms
+from draftwire import message_reading
 from draftwire.config import COUPLED, DENSE, GUMBEL, TOP_N
 from draftwire.fusion import load_fusion
 from draftwire.tensors import decode_tensor, encode_tensor
@@ -465,8 +466,9 @@ class TestEnds:
             assert (code, "the device is gone" in text) == (grpc.StatusCode.INTERNAL, True)
 
     def test_a_hello_that_never_comes(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("drafter_service.service.HELLO_TIMEOUT_S", 0.05)
-        assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, "no hello within 0.05 s")
+        monkeypatch.setattr(message_reading, "MESSAGE_S", 0.2)
+        told = "no hello: the message has not come within 0.2 s"
+        assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, told)
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["lost", "refused"])
