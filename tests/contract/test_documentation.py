@@ -1,4 +1,4 @@
-"""Every part of the contract is documented where it stands, and its words agree with its limits; pages stay readable."""
+"""Every part of the contract is documented where it stands, within its limits, and pages stay readable."""
 
 from __future__ import annotations
 
@@ -161,10 +161,8 @@ def test_every_sampling_parameter_states_its_default():
         assert "Default" in COMMENTS[f"SpeculativeConfig.{field.name}"]
 
 
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "training" / "README.md", ROOT / "models" / "demo" / "README.md"]
-    + list((ROOT / "docs").rglob("*.md"))
-)
+OTHER_PAGES = ("README.md", "SECURITY.md", "training/README.md", "models/demo/README.md")
+PAGES = sorted([*(ROOT / page for page in OTHER_PAGES), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9][0-9][0-9]-*.md"))
 TABLE_LINE = re.compile(r"\s*[|┏┃┡│└]")  # of a Markdown table, or of a terminal's
 CODE_BLOCK = re.compile(r"^\s*```.*?^\s*```", re.MULTILINE | re.DOTALL)
