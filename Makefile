@@ -88,7 +88,7 @@ protos: $(STAMP)
 	$(BIN)/python proto/generate.py
 
 run-log: $(STAMP)
-	$(BIN)/python -m draftwire_bench.run_log
+	$(BIN)/python -m benchmarks.run_log
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

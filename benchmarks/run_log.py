@@ -1,6 +1,6 @@
 """Write the run log: one table row for each result file of benchmarks/results, newest first.
 
-usage: python -m draftwire_bench.run_log [--check]
+usage: python -m benchmarks.run_log [--check]
 
 Writes benchmarks/results/README.md. --check writes nothing and exits with status 1 if that file is out of date.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 HEADER = """# Results
 
 Written by `make run-log` from the files of this folder. Each file has its whole command, machine and versions.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftwire_bench import run_log
+from benchmarks import run_log
 
 MACHINE = {"cpu": "AMD EPYC", "cores": 32, "gpus": ["NVIDIA H200, 580.159.04", "NVIDIA H200, 580.159.04"]}
 
