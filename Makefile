@@ -23,7 +23,7 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos clean
+.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
 
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
@@ -36,6 +36,7 @@ help:
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make protos        generate the stubs from proto/'
+	@echo 'make run-log       list the result files of benchmarks/results in its README.md'
 	@echo 'make clean         remove the virtual environment and all caches'
 	@echo
 	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS.'
@@ -85,6 +86,9 @@ test-fuzz: $(STAMP)
 
 protos: $(STAMP)
 	$(BIN)/python proto/generate.py
+
+run-log: $(STAMP)
+	$(BIN)/python -m benchmarks.run_log
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -36,8 +36,8 @@ class Executor:
     Behind its sampling a step puts its features where they are sent from. What else drafting sends is copied on a
     stream of its own, so that nothing is sent a step late; it touches rows of committed steps alone, and each launch
     waits for what of it is not done. Kernels do not belong there, though draft logits have some: a GPU on which those
-    of a second stream have run takes longer from each kernel to the next from then on (docs/performance.md, "A pass
-    takes longer where a second stream has kernels").
+    of a second stream have run takes longer from each kernel to the next from then on
+    (docs/decisions/007-second-stream.md).
     """
 
     def __init__(

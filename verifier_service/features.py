@@ -75,7 +75,8 @@ class FeatureStore:
         """Copies the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
 
         On a GPU's default stream, that of the steps, one kernel gathers them. Another stream takes copies alone, run by
-        run of rows that lie side by side: kernels of a second one would make all passes slower (docs/performance.md).
+        run of rows that lie side by side: kernels of a second one would make all passes slower
+        (docs/decisions/007-second-stream.md).
 
         Parameters
         ----------

@@ -39,7 +39,7 @@ def with_faster_products(capture: Callable[[], GraphT]) -> Products[GraphT]:
     """Captures a graph with the products of each library, and keeps the faster one.
 
     cuBLAS and cuBLASLt choose among the same kernels by rules of their own, and neither chooses better for all sizes
-    (docs/performance.md, "Which library computes the products").
+    (docs/decisions/009-matrix-products.md).
     """
     graphs = {}
     for library in LIBRARIES:

@@ -31,7 +31,7 @@ MAX_HISTORY_BYTES = 16 * 1024 * 1024
 # more meanwhile.
 LEAST_ROWS_COPIED = 6
 # While sequences catch up there is a message no more often than this: on a GPU's host one takes the engine's thread
-# some 2 ms, whatever it has (docs/performance-history.md, "What a message takes"), and nobody waits for it.
+# some 2 ms, whatever it has (docs/decisions/018-message-cost.md), and nobody waits for it.
 CATCH_UP_EVERY_S = 8e-3
 
 # For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them: by

@@ -1,4 +1,4 @@
-"""Every part of the contract is documented where it stands, and its words agree with its limits."""
+"""Every part of the contract is documented where it stands, within its limits, and pages stay readable."""
 
 from __future__ import annotations
 
@@ -159,3 +159,51 @@ def test_every_sampling_parameter_states_its_default():
         assert "Default" in COMMENTS[f"SamplingParams.{field.name}"]
     for field in config_pb2.SpeculativeConfig.DESCRIPTOR.fields:
         assert "Default" in COMMENTS[f"SpeculativeConfig.{field.name}"]
+
+
+OTHER_PAGES = ("README.md", "SECURITY.md", "training/README.md", "models/demo/README.md")
+PAGES = sorted([*(ROOT / page for page in OTHER_PAGES), *(ROOT / "docs").rglob("*.md")])
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9][0-9][0-9]-*.md"))
+TABLE_LINE = re.compile(r"\s*[|┏┃┡│└]")  # of a Markdown table, or of a terminal's
+CODE_BLOCK = re.compile(r"^\s*```.*?^\s*```", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_lines_of_pages_are_short(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    long = [line for line in lines if len(line) > 140 and not TABLE_LINE.match(line)]
+    assert long == [], "lines have at most 140 characters, tables excepted"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_of_pages_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target} does not exist"
+        if anchor and linked.suffix == ".md":
+            assert anchor in heading_anchors(linked), f"{target} names no heading"
+
+
+def test_decision_records_are_few_and_short():
+    assert 0 < len(DECISIONS) <= 25
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    for record in DECISIONS:
+        assert len(record.read_text(encoding="utf-8").splitlines()) <= 40, record.name
+        assert f"({record.name})" in index, record.name
+
+
+def test_performance_fits_in_150_lines():
+    assert len((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -12,23 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from drafting_scene import Scene, answer_to, make_request
-from engine_scene import VOCAB, WAIT_S, K, Served, make_target
+from drafting_scene import answer_to
+from engine_scene import WAIT_S, K, Served, make_target
 
-from draftwire.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import draft_session, features_ahead, prelaunch
 from verifier_service import engine as engine_module
-from verifier_service.core.batch import ForwardInput, ForwardOutput, ScheduledRows
-from verifier_service.draft_answer import read_ahead
-from verifier_service.draft_session import AwaitedAnswer
+from verifier_service import features_ahead, prelaunch
+from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.executor import Executor
 from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Pace, Plan
-from verifier_service.prelaunch import Prelaunch
-from verifier_service.request import ReadyDrafts, Request
 from verifier_service.step import Stage, Step
 from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
@@ -50,22 +44,6 @@ def one_group(monkeypatch) -> None:
 
     monkeypatch.setattr(Pace, "make_plan", planned)
     monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
-
-
-class NoRunner:
-    """Computes nothing; `released` are the token ids of each forward pass, None of one that was given up."""
-
-    def __init__(self) -> None:
-        self.released: list[Any] = []
-
-    def prelaunch(self, _: ForwardInput) -> bool:
-        return True
-
-    def release(self, token_ids: Any) -> None:
-        self.released.append(token_ids.tolist())
-
-    def abandon(self) -> None:
-        self.released.append(None)
 
 
 class Noted(Served):
@@ -303,81 +281,6 @@ def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
     own.engine.stop()
 
 
-def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
-    awaited = scene.drafting.gate.awaited_answer()
-    assert awaited is not None
-    assert awaited.stream is stream
-    return awaited
-
-
-def test_the_awaited_answer_brings_all_drafts():
-    scene = Scene()
-    stream = scene.connect()
-    requests = [scene.decode(2 + i) for i in range(3)]
-    assert scene.drafting.gate.awaited_answer() is None
-    assert not scene.drafting.gate.all_wait(requests)
-    scene.flush()
-    awaited = awaited_by(scene, stream)
-    assert (awaited.requests, awaited.num_drafts) == (requests, [3, 3, 3])
-    assert scene.drafting.gate.all_wait(requests)
-    assert not scene.drafting.gate.all_wait([])
-    answer = answer_to(stream.steps[-1])
-    tokens = read_ahead(answer, awaited, VOCAB)
-    assert tokens is not None
-    assert tokens.tolist() == [5, 6, 7] * 3
-    assert read_ahead(answer, awaited, 7) is None  # an id beyond the vocabulary
-    for change in (
-        lambda one: setattr(one, "step_id", one.step_id + 1),
-        lambda one: one.sequence_ids.pop(),
-        lambda one: one.num_drafts.__setitem__(0, 2),
-        lambda one: setattr(one.tokens, "data", one.tokens.data[:-4]),
-    ):
-        wrong = pb.Drafts.FromString(answer.SerializeToString())
-        change(wrong)
-        assert read_ahead(wrong, awaited, VOCAB) is None
-    scene.decode(3)
-    scene.flush()  # asks for the drafts of another one by another message
-    assert scene.drafting.gate.awaited_answer() is None
-    scene.answer(stream)
-    assert not scene.drafting.gate.all_wait(requests)
-
-
-def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
-    last = len(request.tokens) - 1
-    return ScheduledRows(request, last, [request.tokens[last]] + [0] * num_drafts, None, samples=True)
-
-
-def answer_with(stream: Any, drafts: list[list[int]]) -> tuple[AwaitedAnswer, Answered]:
-    """An answer, and what is known of it before it comes."""
-    answer = pb.Drafts(step_id=1, sequence_ids=range(1, 1 + len(drafts)), num_drafts=map(len, drafts))
-    encode_tensor(torch.tensor([token for own in drafts for token in own], dtype=torch.int32), answer.tokens)
-    return AwaitedAnswer(stream, 1, [*answer.sequence_ids], [*answer.num_drafts], []), Answered(stream, answer)
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_drafts_go_where_their_requests_are_in_the_step(order):
-    requests = [make_request([1 + i] * 16) for i in range(4)]
-    for request in requests:
-        request.blocks, request.num_computed = [4, 5], 15
-    requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
-    drafts = [[11, 12, 13], [14], [15, 16]]
-    runner: Any = NoRunner()
-    step = Step([*map(awaited_rows, requests, [3, 1, 2, 3])])
-    waiting = Prelaunch(runner, VOCAB)
-    waiting.launch(step)
-    awaited, answer = answer_with(object(), [drafts[i] for i in order])
-    assert waiting.read_answer(answer) is None
-    waiting.expect(awaited._replace(requests=requests[:1], num_drafts=[4]))  # there is no room for so many
-    assert waiting.read_answer(answer) is None
-    waiting.expect(awaited._replace(requests=[requests[i] for i in order]))
-    found = waiting.read_answer(answer)
-    assert found is not None
-    waiting.release(found)
-    assert runner.released == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
-    assert step.stage is Stage.RELEASED
-    assert waiting.read_answer(answer) is None
-
-
 @pytest.mark.parametrize("count", [0, 1, K])
 def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
     own = Noted(target)
@@ -471,23 +374,6 @@ def test_a_step_costs_what_all_rows_cost_that_were_computed(target, limits):
         assert len(REQUESTS) // 2 * (1 + K) in counted[5:8]
 
 
-def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
-    monkeypatch.setattr(draft_session, "MAX_UNANSWERED_STEPS", 1)
-    scene = Scene()
-    stream = scene.connect()
-    request = scene.decode(4, max_tokens=6)
-    scene.flush()
-    scene.answer(stream)
-    assert request.drafts is not None
-    scene.compute(scene.admit(8), 8)  # rows of a prompt, which the drafter does not answer
-    scene.flush()
-    scene.verify(request, 5, 6, 7)
-    scene.flush()
-    gate = scene.drafting.gate
-    assert gate.is_waiting(request)  # until the drafter takes more
-    assert (request.num_drafts_wanted, gate.expected_drafts([request])) == (1, [1])
-
-
 def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
     own = Noted(target)
     stream = own.connect()
@@ -557,32 +443,3 @@ def test_nothing_is_prelaunched_without_async_scheduling(target):
     own.tokens(own.submit())
     own.engine.stop()
     assert own.sizes == []
-
-
-def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
-    def begun(change: Any = None, num_drafts: int = 3, drafts: tuple[int, ...] = (7, 8)) -> bool:
-        """Whether a step with so many drafts of a request of 17 tokens is begun with `drafts` after a change."""
-        request = make_request([1] * 16)
-        request.tokens.append(1)
-        request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
-        runner: Any = NoRunner()
-        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB)
-        waiting.launch(step)
-        if change is not None:
-            change(request)
-        ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
-        rows = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
-        assert waiting.confirm([rows]) is None  # what the runner gives
-        assert not waiting.is_pending
-        assert step.stage is Stage.ABANDONED
-        assert runner.released in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
-        return runner.released != [None]
-
-    assert begun()
-    assert begun(drafts=())
-    assert begun(drafts=(7, 8, 9))
-    assert not begun(num_drafts=1)
-    assert begun(lambda request: request.blocks.append(9))
-    assert not begun(lambda request: request.blocks.__setitem__(1, 9))
-    assert begun(lambda request: request.blocks.__setitem__(0, 9))  # holds none of the rows
-    assert not begun(lambda request: setattr(request, "num_preemptions", 1))
