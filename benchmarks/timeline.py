@@ -5,7 +5,7 @@
 Runs a command and records when chosen methods of its services began and ended (benchmarks/hook/calls.py), by
 the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
 their drafts, and of steps that have none, the median way of a step, mark after mark from when its tokens are on the
-verifier's host, and what the methods took. Where steps are foretold it has two ways: that of the drafts, which can
+verifier's host, and what the methods took. Where steps are announced it has two ways: that of the drafts, which can
 begin a little before that, and that of the message. A record takes a microsecond.
 """
 
@@ -24,7 +24,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD, Mark
+from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY, Mark
 from benchmarks.watched import run_watched
 from draftwire.bench.environment import describe
 
@@ -79,7 +79,7 @@ def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
 
 def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
     """Those that the steps with drafts have taken."""
-    for found in (WAYS_BY_BOARD, WAYS_AHEAD):
+    for found in (WAYS_BOTH_EARLY, WAYS_EARLY):
         if all(len(records[mark.call]) for mark in found[0]):
             return found
     return (WAY,)

@@ -12,7 +12,7 @@ import torch
 
 from drafter_service.answer import Answer, Load
 from drafter_service.draft_loop import DraftLoop
-from drafter_service.drafts_ahead import DraftsAhead, chosen
+from drafter_service.early_drafts import EarlyDrafts, chosen
 from drafter_service.heads.spec import Head
 from drafter_service.limits import EngineLimits
 from drafter_service.logits_buffers import LogitsBuffers
@@ -24,7 +24,7 @@ from drafter_service.sampling_mode import SamplingMode
 from drafter_service.scheduler import Batch, Scheduler
 from drafter_service.sequence_table import SequenceTable
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import OpenedSequence, Step, UpcomingStep
+from drafter_service.step import AnnouncedStep, OpenedSequence, Step
 from drafter_service.step_work import StepRows, StepWork
 from draftwire.block_pool import BlockPool
 from draftwire.carriers import Incoming
@@ -44,8 +44,8 @@ class DraftEngine:
 
     Attributes
     ----------
-    ahead
-        Batches that are begun before their steps have come.
+    early
+        Drafts that are computed before their step is committed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DraftEngine:
             self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
         self._row_feed = RowFeed(head, self._cache, limits, dtype, device)
         self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
-        self.ahead = DraftsAhead(head, self._loop, self._table, self._proposer)
+        self.early = EarlyDrafts(head, self._loop, self._table, self._proposer)
 
     @property
     def load(self) -> Load:
@@ -114,7 +114,7 @@ class DraftEngine:
         torch.OutOfMemoryError
             When there is no memory for the draft logits that it asks for, or for what is captured for it.
         """
-        self.ahead.settle()  # what is captured clears the inputs
+        self.early.settle()  # what is captured clears the inputs
         self._keep_buffers(terms)
         if self._graphs is not None:
             try:
@@ -130,7 +130,7 @@ class DraftEngine:
         """Drops a session with all that it holds; nothing is delivered to it any more."""
         if session not in self._sessions:
             return
-        self.ahead.forget(session)
+        self.early.forget(session)
         for sequence_id in list(session.slots):
             self._scheduler.drop(session, sequence_id)
         session.works.clear()
@@ -151,20 +151,22 @@ class DraftEngine:
     def submit(self, session: Session, step: Step) -> None:
         """Queues a step that was checked against the session's terms."""
         if session in self._sessions:
-            self.ahead.note(session, step)
+            self.early.note(session, step)
             work = StepWork(step)
             session.works.append(work)
             session.waiting_rows += len(work.tokens)
 
-    def foresee(self, session: Session, step: UpcomingStep) -> None:
-        """Takes a step that a session has foretold; it was checked against the session's terms."""
+    def announce(self, session: Session, step: AnnouncedStep) -> None:
+        """Take a step that a session has announced; it was checked against the session's terms."""
         if session in self._sessions:
-            self.ahead.foresee(session, step)
+            self.early.announce(session, step)
 
-    def look_ahead(self) -> bool:
-        """Whether drafts can be begun before their step: nobody waits for others, and their tokens are there. While
-        they are not, prepares for them."""
-        return not self.has_work and self.ahead.look()
+    def look_early(self) -> bool:
+        """Return whether early drafts can begin: no step waits, and an announced step's tokens have been written.
+
+        While they have not, prepare the step.
+        """
+        return not self.has_work and self.early.look()
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
@@ -267,18 +269,18 @@ class DraftEngine:
         meanwhile: Callable[[], None],
     ) -> None:
         """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
-        found = self.ahead.find(parts)
+        found = self.early.take(parts)
         if found is not None:
             part, batch, places = found
             part.work.pass_over(part)
             part.work.answer.compute_time_s += batch.seconds_before(began)
             num_drafts = self._table.reserve_drafts(part.slots, part.num_drafts)
             self._prepare_answers([part], part.slots, num_drafts, meanwhile)
-            add_drafts(part, chosen(self.ahead.proposal(batch), places, num_drafts))
+            add_drafts(part, chosen(self.early.proposal(batch), places, num_drafts))
             parts = [other for other in parts if other is not part]
         if not parts:
             return
-        self.ahead.settle()
+        self.early.settle()
         tokens = self._load(parts, self._loop.state_rows)
         slots, first_rows, counts = (_joined(parts, name) for name in ("slots", "first_rows", "counts"))
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))

@@ -18,7 +18,7 @@ from drafter_service.engine import DraftEngine
 from drafter_service.engine_state import EngineState
 from drafter_service.engine_times import EngineTimes, Phase
 from drafter_service.session import Session, SessionTerms
-from drafter_service.step import Step, UpcomingStep
+from drafter_service.step import AnnouncedStep, Step
 from draftwire.devices import awake_s, check_context, make_current
 from draftwire.mailbox import Mailbox
 
@@ -40,7 +40,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._look_ahead)
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._look_early)
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -61,13 +61,13 @@ class EngineThread:
     @property
     def state(self) -> EngineState:
         """What the metrics tell of it; from any thread."""
-        engine, ahead = self.engine, self.engine.ahead
+        engine, early = self.engine, self.engine.early
         return EngineState(
             engine.load,
             engine.waiting_rows,
             engine.num_evictions,
-            ahead.num_taken,
-            ahead.num_wasted,
+            early.num_taken,
+            early.num_wasted,
             self.times.read()[Phase.IDLE],
         )
 
@@ -106,17 +106,17 @@ class EngineThread:
         """Queues a step; on the engine's thread."""
         self.engine.submit(session, step)
 
-    def foresee(self, session: Session, step: UpcomingStep) -> None:
-        """Takes a step that is foretold; on the engine's thread."""
-        self.engine.foresee(session, step)
+    def announce(self, session: Session, step: AnnouncedStep) -> None:
+        """Take an announced step; on the engine's thread."""
+        self.engine.announce(session, step)
 
-    def _look_ahead(self) -> Callable[[], None] | None:
-        """What begins drafts before their step, once it can, for which it prepares; on the engine's thread."""
-        return self._begin_ahead if self._guard(self.engine.look_ahead) else None
+    def _look_early(self) -> Callable[[], None] | None:
+        """Return what begins early drafts, once they can begin; on the engine's thread."""
+        return self._begin_early if self._guard(self.engine.look_early) else None
 
-    def _begin_ahead(self) -> None:
+    def _begin_early(self) -> None:
         self.times.enter(Phase.COMPUTE)
-        self._guard(self.engine.ahead.begin)
+        self._guard(self.engine.early.begin)
 
     def _open_session(
         self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
@@ -171,7 +171,7 @@ class EngineThread:
             if self._later and not has_work:
                 self.times.enter(Phase.ANSWER)
                 self._catch_up()
-            waiting = Phase.COMPUTE if self.engine.ahead.is_computing else Phase.IDLE
+            waiting = Phase.COMPUTE if self.engine.early.is_computing else Phase.IDLE
             self.times.enter(Phase.DECODE if has_work else waiting)
             try:
                 command = self._commands.get(timeout=0 if has_work else None)

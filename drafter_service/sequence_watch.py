@@ -45,10 +45,12 @@ class SequenceWatch:
         self._open: dict[int, _Watched] = {}
         self._counts = logger.isEnabledFor(logging.DEBUG) or is_exporting()
 
-    def take_step(self, step: pb.DraftStep) -> None:
+    def take_step(self, step: pb.DraftStep | pb.Commit) -> None:
         """A step that was checked closes and opens sequences."""
         for sequence_id in step.closed_ids:
             self._end(sequence_id, "closed")
+        if isinstance(step, pb.Commit):
+            return
         nothing = [""] * len(step.opened.ids)
         request_ids = step.opened.request_ids or nothing
         traceparents = step.opened.traceparents or nothing

@@ -24,14 +24,13 @@ from drafter_service.step_decoder import StepDecoder
 from drafter_service.stream import Context, DraftStream, last_read_bytes
 from draftwire.carriers import (
     ALL_CARRIERS,
-    DrafterBoard,
     SharedSegments,
     TensorReceiver,
     TensorSender,
-    board_bytes,
     carrier_name,
     meet,
     offered_carriers,
+    ring_bytes,
     segment_bytes,
 )
 from draftwire.config import DENSE, NONE, TOP_N
@@ -235,9 +234,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         if carriers == [pb.CARRIER_BYTES] or not hello.HasField("rendezvous"):
             return SharedSegments()
         size = feature_segment_bytes(hello.features, terms)
-        board = board_bytes(terms.max_sequences, terms.num_speculative_tokens)
+        rings = ring_bytes(terms.max_sequences, terms.num_speculative_tokens)
         return await asyncio.to_thread(
-            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, board
+            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, rings
         )
 
     async def _run(
@@ -251,7 +250,6 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             DTYPES[features.dtype],
             terms.num_speculative_tokens,
             receiver,
-            None if shared.board is None else DrafterBoard(shared.board, self._device),
             is_fused=bool(features.fused_for),
         )
         stream = DraftStream(
@@ -263,7 +261,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             SequenceWatch(terms.verifier),
             self._traffic,
             terms.mode.row_bytes(self._info.draft_vocab_size),
-            shared.lane,
+            shared.channel,
         )
 
         def deliver(answer: Answer | Exception) -> None:
@@ -280,9 +278,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 "fused" if features.fused_for else "raw",
                 carrier_name(receiver.carrier),
                 carrier_name(sender.carrier),
-                "direct" if shared.lane else "by the stream",
+                "direct" if shared.channel else "by the stream",
             )
-            answer = self._hello(receiver.carrier, sender.carrier, is_direct=shared.lane is not None)
+            answer = self._hello(receiver.carrier, sender.carrier, is_direct=shared.channel is not None)
             await context.write(answer)
             self._streams.add(stream)
             if self._drain_timeout_s is not None:  # it began after this session was let in

@@ -30,6 +30,6 @@ class Session:
     slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
     works: deque[StepWork] = field(default_factory=deque)
     waiting_rows: int = 0
-    # Batches that may be begun before their step: one for each step that has come. Negative while they were in vain.
+    # Early batches that may begin: one for each step that has come. Negative after one was dropped.
     steps_ahead: int = 0
     has_claimed: bool = False  # what others had to give up for it is free in the next batch

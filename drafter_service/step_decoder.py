@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence as List
 
 import numpy as np
 import torch
 
-from drafter_service.step import OpenedSequence, Step, UpcomingStep
-from draftwire.carriers import DrafterBoard, Incoming, TensorReceiver
-from draftwire.errors import InvalidArgumentError
+from drafter_service.step import AnnouncedStep, OpenedSequence, Step
+from draftwire.carriers import Body, Incoming, TensorReceiver
+from draftwire.errors import InvalidArgumentError, QueueFullError
 from draftwire.request_id import check_request_id
 from draftwire.tensors import decode_id_array
 from draftwire.tracing import check_traceparent
 from draftwire.v1 import draft_pb2 as pb
 
+# Announced steps that may be neither committed nor dropped.
+MAX_ANNOUNCED = 4
+
 
 class StepDecoder:
-    """Checks the messages of one stream, in order."""
+    """Checks the messages of one stream, in order, and keeps announced steps until they are committed or dropped."""
 
     def __init__(
         self,
@@ -27,37 +31,40 @@ class StepDecoder:
         dtype: torch.dtype,
         max_drafts: int,
         receiver: TensorReceiver,
-        board: DrafterBoard | None = None,
         *,
         is_fused: bool = False,
     ) -> None:
-        """`receiver` takes the features, which are of width `feature_width`, fused or not; `board` has what upcoming
-        steps have drawn."""
+        """`receiver` takes the features, which are of width `feature_width`, fused or not."""
         self._target_vocab_size = target_vocab_size
         self._feature_width = feature_width
         self._dtype = dtype
         self._max_drafts = max_drafts
         self._receiver = receiver
-        self._board = board
         self._is_fused = is_fused
+        self.row_bytes = feature_width * dtype.itemsize  # of the features
         self._last_step_id = 0
+        self._announced: deque[AnnouncedStep] = deque()
+        self._last_announced_id = 0
         # Ids rise within a stream, which is how "never reused" is enforced without remembering them all.
         self._last_opened_id = -1
 
     def decode(self, request: pb.DraftRequest) -> Step:
-        """The step of a message; its tensors lie in the message's bytes or in shared memory.
+        """Return the step of a DraftStep or of a Commit; its tensors lie in the message's bytes or in shared memory.
 
         Raises
         ------
         InvalidArgumentError
             Names the field that is malformed.
         """
-        if request.WhichOneof("message") != "step":
-            raise InvalidArgumentError("message", request.WhichOneof("message"), "must be a step after the hello")
+        kind = request.WhichOneof("message")
+        if kind == "commit":
+            return self._decode_commit(request.commit)
+        if kind != "step":
+            raise InvalidArgumentError("message", kind, "must be a step after the hello")
         step = request.step
-        if step.step_id != self._last_step_id + 1:
-            raise InvalidArgumentError("step_id", step.step_id, f"must be {self._last_step_id + 1}: it rises by 1")
-        self._last_step_id = step.step_id
+        self._count_step(step.step_id)
+        if step.replaces:
+            self._drop_announced(step.replaces, "replaces")
         opened = self._decode_opened(step.opened) if step.HasField("opened") else []
         # Lists, because each look at a repeated field costs as much as one of these conversions.
         sequence_ids, num_rows = step.sequence_ids[:], step.num_rows[:]
@@ -78,42 +85,110 @@ class StepDecoder:
             self._is_fused,
         )
 
-    def decode_upcoming(self, upcoming: pb.UpcomingStep) -> UpcomingStep:
-        """What a step will be; what is on the board then, and in the features' memory, is checked when it is there.
+    def decode_announce(self, announce: pb.Announce, body: Body | None) -> AnnouncedStep:
+        """Return an announced step, whose record has the `body`; what is written there later is not checked yet.
 
         Raises
         ------
         InvalidArgumentError
             Names the field that is malformed.
+        QueueFullError
+            When as many steps as may be are announced, and neither committed nor dropped.
         """
-        if self._board is None:
-            raise InvalidArgumentError("upcoming", upcoming.drawn.offset, "no board was agreed on")
-        sequence_ids, num_drafts = upcoming.sequence_ids[:], upcoming.num_drafts[:]
-        columns = (upcoming.first_rows[:], [1] * len(sequence_ids), num_drafts)
-        self._check_sequences(sequence_ids, *columns, message="upcoming.")
+        if len(self._announced) == MAX_ANNOUNCED:
+            raise QueueFullError(f"{MAX_ANNOUNCED} announced steps are neither committed nor replaced")
+        if announce.announced_id != self._last_announced_id + 1:
+            allowed = f"must be {self._last_announced_id + 1}: it rises by 1"
+            raise InvalidArgumentError("announce.announced_id", announce.announced_id, allowed)
+        sequence_ids, first_rows = announce.sequence_ids[:], announce.first_rows[:]
+        num_rows, num_drafts = announce.num_rows, announce.num_drafts
+        count = len(sequence_ids)
+        self._check_sequences(sequence_ids, first_rows, [1] * count, [num_drafts] * count, "announce.")
+        _check_range("announce.num_drafts", num_drafts, 1, self._max_drafts, "num_speculative_tokens")
+        _check_range("announce.columns", announce.columns, 2, self._max_drafts + 2, "num_speculative_tokens + 2")
         if not sequence_ids:
-            raise InvalidArgumentError("upcoming.sequence_ids", "none", "must be at least 1")
-        if min(num_drafts) < 1:
-            raise InvalidArgumentError("upcoming.num_drafts", min(num_drafts), f"allowed range [1, {self._max_drafts}]")
-        if not 2 <= upcoming.columns <= self._max_drafts + 2:
-            allowed = f"allowed range [2, num_speculative_tokens + 2 = {self._max_drafts + 2}]"
-            raise InvalidArgumentError("upcoming.columns", upcoming.columns, allowed)
-        self._board.check(upcoming.drawn, "upcoming.drawn", len(sequence_ids) * upcoming.columns)
-        first_rows, _, wanted = np.array(columns, np.int64)
-        return UpcomingStep(
-            sequence_ids,
-            first_rows,
-            wanted,
-            self._board,
-            upcoming.drawn.generation,
-            upcoming.drawn.offset,
-            upcoming.columns,
-            self._receiver,
-            upcoming.features_offset,
-            self._dtype,
-            self._feature_width,
-            self._is_fused,
+            raise InvalidArgumentError("announce.sequence_ids", "none", "must be at least 1")
+        most = count * (announce.columns - 1)
+        _check_range("announce.num_rows", num_rows, count, most, "sequences * (columns - 1)")
+        num_numbers = count * announce.columns
+        if body is None or body.num_numbers != num_numbers:
+            given = "no body" if body is None else f"{body.num_numbers} numbers"
+            raise InvalidArgumentError("announce", given, f"must have {num_numbers}, sequences * columns")
+        features = self._receiver.claim_span(
+            announce.features, "announce.features", self._dtype, (num_rows, self._feature_width)
         )
+        self._last_announced_id = announce.announced_id
+        announced = AnnouncedStep(
+            announced_id=announce.announced_id,
+            sequence_ids=sequence_ids,
+            first_rows=np.array(first_rows, np.int64),
+            num_drafts=num_drafts,
+            columns=announce.columns,
+            body=body,
+            features=features,
+            vocab_size=self._target_vocab_size,
+            is_fused=self._is_fused,
+        )
+        self._announced.append(announced)
+        return announced
+
+    def _decode_commit(self, commit: pb.Commit) -> Step:
+        """Return the step of the announced sequences that are not closed."""
+        self._count_step(commit.step_id)
+        self._drop_announced(min(commit.announced_id - 1, self._last_announced_id), "commit.announced_id")
+        if not self._announced or self._announced[0].announced_id != commit.announced_id:
+            known = [one.announced_id for one in self._announced]
+            allowed = f"must be announced, and neither committed nor replaced: {known or 'none is'}"
+            raise InvalidArgumentError("commit.announced_id", commit.announced_id, allowed)
+        announced = self._announced.popleft()
+        announced.is_resolved = True
+        drawn = announced.read() if announced.is_written else None
+        if drawn is None:
+            raise InvalidArgumentError(
+                "commit.announced_id", commit.announced_id, "must have rows and tokens, written before the commit"
+            )
+        closed = set(commit.closed_ids)
+        is_open = [one not in closed for one in announced.sequence_ids]
+        places, (counts, tokens), rows = np.flatnonzero(is_open), drawn, None
+        if len(places) < len(is_open):
+            rows = np.flatnonzero(np.repeat(is_open, counts))
+            tokens = tokens[rows]
+        num_drafts = commit.num_drafts[:]
+        _check_length("commit.num_drafts", num_drafts, len(places), "the announced sequences that are not closed")
+        if num_drafts:
+            _check_range("commit.num_drafts", max(num_drafts), 0, announced.num_drafts, "num_drafts as announced")
+        return Step(
+            step_id=self._last_step_id,
+            opened=[],
+            closed_ids=commit.closed_ids[:],
+            sequence_ids=[announced.sequence_ids[place] for place in places.tolist()],
+            first_rows=announced.first_rows[places],
+            num_rows=counts[places],
+            num_drafts=np.array(num_drafts, np.int64),
+            tokens=tokens,
+            features=announced.features,
+            is_fused=self._is_fused,
+            announced=announced,
+            places=places,
+            rows=rows,
+        )
+
+    def _count_step(self, step_id: int) -> None:
+        if step_id != self._last_step_id + 1:
+            raise InvalidArgumentError("step_id", step_id, f"must be {self._last_step_id + 1}: it rises by 1")
+        self._last_step_id = step_id
+
+    def _drop_announced(self, announced_id: int, name: str) -> None:
+        """Drop the announced steps up to that id."""
+        if announced_id > self._last_announced_id:
+            allowed = f"must be at most {self._last_announced_id}, announced so far"
+            raise InvalidArgumentError(name, announced_id, allowed)
+        while self._announced and self._announced[0].announced_id <= announced_id:
+            self._announced.popleft().drop()
+
+    def close(self) -> None:
+        """Drop all announced steps."""
+        self._drop_announced(self._last_announced_id, "")
 
     def _decode_opened(self, opened: pb.OpenSequences) -> list[OpenedSequence]:
         count = len(opened.ids)
@@ -176,6 +251,11 @@ class StepDecoder:
         if num_rows == 0 and not step.HasField("features"):
             return self._receiver.empty(self._dtype, (0, self._feature_width))
         return self._receiver.claim(step.features, "features", self._dtype, (num_rows, self._feature_width))
+
+
+def _check_range(name: str, value: int, low: int, high: int, what: str) -> None:
+    if not low <= value <= high:
+        raise InvalidArgumentError(name, value, f"allowed range [{low}, {what} = {high}]")
 
 
 def _check_length(name: str, values: List[object], length: int, ids: str) -> None:

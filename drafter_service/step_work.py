@@ -109,6 +109,7 @@ class StepWork:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.is_admitted = False
+        self.is_split = False  # a batch has taken some of its rows and left others
         self.rows_left = 0
         self._unread_rows = len(step.tokens)  # whose features have not been read
         # Indices, slots, ends of the rows, rows and drafts wanted of the sequences with rows left, in order.
@@ -123,13 +124,8 @@ class StepWork:
     def read(self, rows: StepRows) -> tuple[np.ndarray, torch.Tensor]:
         """Tokens [n] of rows of the step, and their features [n, width] where they have arrived; once for each row."""
         self.pass_over(rows)
-        tokens, features = self.tokens, self.step.features.tensor
-        if rows.num_rows == len(tokens):
-            return tokens, features
-        places = rows.places()
-        if isinstance(places, slice):
-            return tokens[places], features[places]
-        return tokens[places], features[torch.from_numpy(places).to(features.device)]
+        places = slice(0, len(self.tokens)) if rows.num_rows == len(self.tokens) else rows.places()
+        return self.tokens[places], self.step.features_at(places)
 
     def pass_over(self, rows: StepRows) -> None:
         """Counts rows as read, whose features are needed no more."""
@@ -176,6 +172,7 @@ class StepWork:
         num_rows = min(self.rows_left, limit)
         self.rows_left -= num_rows
         if self.rows_left:
+            self.is_split = True
             sums = np.cumsum(counts)
             last = int(np.searchsorted(sums, limit))  # of the sequences touched
             beyond = int(sums[last]) - limit

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from functools import partial
 
 import grpc
+import torch
 from google.protobuf.message import DecodeError
 
 from drafter_service.answer import Answer
@@ -17,7 +18,7 @@ from drafter_service.engine_thread import EngineFailureError, EngineThread
 from drafter_service.sequence_watch import SequenceWatch
 from drafter_service.session import Session
 from drafter_service.step_decoder import StepDecoder
-from draftwire.carriers import Lane, TensorReceiver, TensorSender
+from draftwire.carriers import Body, Channel, Record, TensorReceiver, TensorSender
 from draftwire.encoding import Encoded
 from draftwire.errors import InvalidArgumentError, QueueFullError
 from draftwire.traffic import Traffic
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
-# Steps that are foretold while none comes: a verifier foretells one for each that it launches.
-MAX_FORETOLD_STEPS = 16
 
 Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse | Encoded]
 # Of the message that the running task has read last. gRPC decodes it in that task, where the service counts it, and
@@ -39,7 +38,7 @@ last_read_bytes: ContextVar[int] = ContextVar("last_read_bytes")
 class DraftStream:
     """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered.
 
-    Steps come over the stream or over the lane, and are checked on the engine's thread. Answers go over the lane until
+    Steps come over the stream or the channel, and are checked on the engine's thread. Answers go over the channel until
     one does not fit: on the engine's thread, or on the event loop where their logits must be waited for.
     """
 
@@ -53,10 +52,10 @@ class DraftStream:
         watch: SequenceWatch,
         traffic: Traffic,
         answer_row_bytes: int,
-        lane: Lane | None = None,
+        channel: Channel | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
-        becomes of the sequences, `traffic` counts the bytes of both and of the lane's messages.
+        becomes of the sequences, `traffic` counts the bytes of both and of the channel's messages.
         """
         self._context = context
         self._decoder = decoder
@@ -66,10 +65,9 @@ class DraftStream:
         self._watch = watch
         self._traffic = traffic
         self._answer_row_bytes = answer_row_bytes
-        self._lane = lane
-        self._is_direct = lane is not None
+        self._channel = channel
+        self._is_direct = channel is not None
         self._session: Session | None = None
-        self._num_foretold = 0  # since the last step came
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         # None: all have been written.
@@ -112,8 +110,9 @@ class DraftStream:
             When the engine gave up the session.
         """
         self._session = session
-        if self._lane is not None:
-            self._engine.post(partial(self._engine.watch, self._lane.fileno(), partial(self._read_lane, self._lane)))
+        if self._channel is not None:
+            read = partial(self._read_channel, self._channel)
+            self._engine.post(partial(self._engine.watch, self._channel.fileno(), read))
         writer = asyncio.create_task(self._write_answers())
         reader = asyncio.create_task(self._read_steps())
         try:
@@ -137,21 +136,23 @@ class DraftStream:
     def _close(self) -> None:
         # Both hold this stream, and with it memory that is shared.
         error, self._error, self._session = self._error, None, None
+        self._decoder.close()
         self._engine.later(partial(self._watch.end, error))
-        if self._lane is not None:
-            self._engine.unwatch(self._lane.fileno())
-            self._lane.close()
+        if self._channel is not None:
+            self._engine.unwatch(self._channel.fileno())
+            self._channel.close()
 
-    def _read_lane(self, lane: Lane) -> list[Callable[[], None]] | None:
-        """Commands that take the steps which have come over the lane; on the engine's thread."""
+    def _read_channel(self, channel: Channel) -> list[Callable[[], None]] | None:
+        """Return commands that take the messages which have come; on the engine's thread."""
         try:
-            return None if self._has_failed else [partial(self._take_message, one) for one in lane.receive()]
+            return None if self._has_failed else [partial(self._take_record, one) for one in channel.receive()]
         except ConnectionError:
             return None
 
     async def _read_steps(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._make_room(request.step.step_id, last_read_bytes.get())
+            step = request.commit if request.WhichOneof("message") == "commit" else request.step
+            self._make_room(step.step_id, last_read_bytes.get())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)
 
@@ -159,33 +160,44 @@ class DraftStream:
         self._all_read = True
         self._settle(0)
 
-    def _take_message(self, message: bytes) -> None:
+    def _take_record(self, record: Record) -> None:
+        message, body = record.message, record.body
         try:
             request = pb.DraftRequest.FromString(message)
         except DecodeError:
             self._fail(InvalidArgumentError("message", f"{len(message)} bytes", "must be a DraftRequest"))
-        else:
-            self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
-            if request.WhichOneof("message") == "upcoming":
-                self._foresee(request.upcoming)
-            else:
-                self._take(request, len(message))
+            return
+        self._engine.later(partial(self._traffic.count_message, "direct", "received", request, len(message)))
+        if request.WhichOneof("message") == "announce":
+            self._announce(request.announce, body)
+            return
+        if body is not None:
+            body.release()
+        self._take(request, len(message))
 
-    def _foresee(self, upcoming: pb.UpcomingStep) -> None:
-        """Checks what a step will be and has it foreseen, on the engine's thread."""
+    def _announce(self, announce: pb.Announce, body: Body | None) -> None:
+        """Check an announced step and hand it to the engine, on the engine's thread."""
         if self._has_failed:
             return
         try:
-            self._num_foretold += 1
-            if self._num_foretold > MAX_FORETOLD_STEPS:
-                raise QueueFullError(f"{MAX_FORETOLD_STEPS} steps were foretold and did not come")
             assert self._session is not None
-            self._engine.foresee(self._session, self._decoder.decode_upcoming(upcoming))
+            step = self._decoder.decode_announce(announce, body)
+            step.show = partial(self._show_early, step.announced_id)
+            self._engine.announce(self._session, step)
         except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
         except Exception as error:  # as in `_take`
-            logger.exception("an upcoming step could not be read")
-            self._fail(EngineFailureError(f"an upcoming step could not be read: {error}"))
+            logger.exception("an announced step could not be read")
+            self._fail(EngineFailureError(f"an announced step could not be read: {error}"))
+
+    def _show_early(self, announced_id: int, drafts: torch.Tensor) -> None:
+        """Have early drafts written where the verifier looks for them, on the engine's thread."""
+        if not self._is_direct or self._channel is None or not self._channel.takes_numbers:
+            return
+        response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
+        message = response.SerializeToString()
+        if self._channel.send(message, drafts):
+            self._engine.later(partial(self._traffic.count_message, "direct", "sent", response, len(message)))
 
     def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
         """Checks a step and queues it, on the engine's thread; bytes of its message that room was made for count no
@@ -194,8 +206,7 @@ class DraftStream:
             return
         try:
             step = self._decoder.decode(request)
-            self._num_foretold = 0
-            carrier, num_bytes = step.features.carrier, step.features.num_bytes
+            carrier, num_bytes = step.features.carrier, len(step.tokens) * self._decoder.row_bytes
             # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
             size = message_bytes
             if self._answer_row_bytes:
@@ -203,18 +214,19 @@ class DraftStream:
             if carrier != pb.CARRIER_BYTES:
                 size += num_bytes
             self._make_room(step.step_id, size)
-            self._sender.release(request.step.logits_read, "logits_read")
+            message = request.step if step.announced is None else request.commit
+            self._sender.release(message.logits_read, "logits_read")
             assert self._session is not None
             self._engine.submit(self._session, step)
-            self._engine.later(partial(self._tell, request.step, carrier, num_bytes))
+            self._engine.later(partial(self._note_step, message, carrier, num_bytes))
         except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
         except Exception as error:  # one stream's, whatever it is: the engine goes on with the others
             logger.exception("a step could not be read")
             self._fail(EngineFailureError(f"a step could not be read: {error}"))
 
-    def _tell(self, step: pb.DraftStep, carrier: pb.Carrier, num_bytes: int) -> None:
-        """Counts and tells what was taken, features of so many bytes among it."""
+    def _note_step(self, step: pb.DraftStep | pb.Commit, carrier: pb.Carrier, num_bytes: int) -> None:
+        """Count a step's features, and note its sequences for logs and traces."""
         self._traffic.count_tensor(carrier, "received", "features", num_bytes)
         self._watch.take_step(step)
 
@@ -244,9 +256,9 @@ class DraftStream:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, None)
 
     def _send_directly(self, response: Encoded) -> bool:
-        """Sends a response over the lane unless one has not fitted before; False when it must go over the stream."""
-        if self._is_direct and self._lane is not None:
-            self._is_direct = self._lane.send(response.data)
+        """Sends a response over the channel unless one has not fitted before; False when it must go over the stream."""
+        if self._is_direct and self._channel is not None:
+            self._is_direct = self._channel.send(response.data)
             if self._is_direct:
                 self._traffic.count_message("direct", "sent", response.message, len(response.data))
         return self._is_direct

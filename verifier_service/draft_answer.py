@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from draftwire import config as cfg
-from draftwire.carriers import TensorReceiver, VerifierBoard
+from draftwire.carriers import TensorReceiver
 from draftwire.errors import Described, InvalidArgumentError
-from draftwire.tensors import decode_id_array, decode_ids
+from draftwire.tensors import decode_ids
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.request import AnswerLogits, ReadyDrafts, Request
 
 CPU = torch.device("cpu")
@@ -69,37 +67,6 @@ def decode_answer(
     total = sum(num_drafts)
     tokens, logits = _decode_tensors(answer, total, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
     return DecodedAnswer(sequence_ids, statuses, lengths, last_tokens, num_drafts, tokens, logits)
-
-
-def read_ahead(answer: draft_pb2.Drafts, awaited: AwaitedAnswer, vocab_size: int) -> np.ndarray | None:
-    """The draft tokens, int32 [D], of an answer that is the awaited one; None of any other.
-
-    Nothing else of it is checked, so they are good for work that comes to nothing should it turn out to be wrong.
-    """
-    if answer.step_id != awaited.step_id or answer.sequence_ids[:] != awaited.sequence_ids:
-        return None
-    if answer.num_drafts[:] != awaited.num_drafts:
-        return None
-    try:
-        tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(awaited.num_drafts))
-    except InvalidArgumentError:
-        return None
-    return tokens if _are_ids(tokens, vocab_size) else None
-
-
-def read_board(board: VerifierBoard, awaited: AwaitedAnswer, vocab_size: int) -> np.ndarray | None:
-    """The draft tokens, int32 [D], that have come on the board before the answer that is awaited; None where they are
-    fewer than were asked for. They are good for what those of `read_ahead` are."""
-    told = awaited.foretold
-    assert told is not None
-    tokens = board.drafts(told.drawn, (len(awaited.num_drafts), told.num_drafts))
-    tokens = tokens[np.arange(told.num_drafts) < np.array(awaited.num_drafts)[:, None]]
-    return tokens if _are_ids(tokens, vocab_size) else None
-
-
-def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
-    """Whether all are; read without its sign, a negative id is above all others."""
-    return int(tokens.view(np.uint32).max(initial=0)) < vocab_size
 
 
 def _decode_tensors(

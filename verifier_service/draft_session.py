@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from draftwire.carriers import Outgoing
+from draftwire.errors import InvalidArgumentError
+from draftwire.tensors import decode_id_array
 from draftwire.v1 import draft_pb2
 from verifier_service.breaker import Breaker, Circuit
-from verifier_service.draft_stream import Stream
+from verifier_service.draft_stream import AnnouncedStep, Stream
 from verifier_service.pacing import NUM_SCOUTS, Message, Pace
 from verifier_service.request import Request
-
-if TYPE_CHECKING:
-    from verifier_service.features_ahead import FeaturesAhead, Foretold
 
 # Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
 LOST_AFTER_S = 10.0
+# Announced steps that may be neither committed nor replaced; a drafter takes no more.
+MAX_ANNOUNCED = 4
 
 
 @dataclass(eq=False)
@@ -48,31 +50,53 @@ class DraftSession:
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
-    ahead: FeaturesAhead | None = None  # of the step that has landed last, until they are sent or given up
-    foretold: ForetoldStep | None = None  # the last step that was sent as it was foretold, until it is answered
-    # Features that were foretold and then not sent, by the step until whose answer the drafter may read them: the last
-    # one that was sent, or the next one.
-    unsent: deque[tuple[int, Outgoing]] = field(default_factory=deque)
+    early: EarlyFeatures | None = None  # of the step that was committed last, until they are sent or given up
+    committed: CommittedStep | None = None  # the last Commit, until it is answered
+    last_announced: int = 0  # id of an announced step
+    last_resolved: int = 0  # id up to which all announced steps are committed, or are to be replaced
+    has_replaced: bool = False  # an announced step that was not committed, and no message was sent since
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
         """Notes what the drafter tells of its load."""
         self.others = max(0, load.sequences - len(self.sequences))
         self.kv_cache_usage = load.kv_cache_usage
 
-    def give_up_ahead(self) -> None:
-        """Gives up features that are there before their message and do not go with it."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is None:
+    def give_up_early(self) -> None:
+        """Give up early features that go with no message. The next step drops the step, if it was announced."""
+        early, self.early = self.early, None
+        if early is None:
             return
-        if ahead.foretold is not None:
-            self.unsent.append((self.step_id + (self.step_id not in self.unanswered), ahead.features))
+        if early.announced is not None:
+            # The drafter gives the room of features and tokens back, which the device must not write any more.
+            early.features.wait()
+            self.last_resolved = early.announced.announced_id
+            self.has_replaced = True
         else:
-            ahead.features.give_up()
+            early.features.give_up()
 
-    def give_up_unsent(self, step_id: float = math.inf) -> None:
-        """Gives up what a drafter does not read any more that has answered a step; by default all, when it is gone."""
-        while self.unsent and self.unsent[0][0] <= step_id:
-            self.unsent.popleft()[1].give_up()
+    @property
+    def may_announce(self) -> bool:
+        """Whether the drafter takes a step that is announced now."""
+        is_full = self.last_announced - self.last_resolved >= MAX_ANNOUNCED
+        return self.has_room and not is_full and self.stream.may_announce
+
+    def awaited_answer(self) -> AwaitedAnswer | None:
+        """Return the answer that brings all drafts that are waited for here; None when it takes several."""
+        step_id = next(reversed(self.unanswered))
+        waiting = [binding for binding in self.bindings if binding.wait_until is not None]
+        if any(binding.asked_step != step_id for binding in waiting):
+            return None
+        committed = self.committed
+        if committed is not None and (committed.step_id != step_id or committed.bindings != waiting):
+            committed = None
+        return AwaitedAnswer(
+            self.stream,
+            step_id,
+            [binding.sequence_id for binding in waiting],
+            [binding.asked_drafts for binding in waiting],
+            [binding.request for binding in waiting],
+            committed,
+        )
 
     @property
     def load(self) -> float:
@@ -139,6 +163,11 @@ class Binding:
     wait_until: float | None = None  # monotonic time until which the request waits for drafts
 
     @property
+    def is_open(self) -> bool:
+        """Whether the drafter has been sent the sequence, and it was not closed since."""
+        return self.session.sequences.get(self.sequence_id) is self
+
+    @property
     def rows_behind(self) -> int:
         """Rows that the drafter has not been sent."""
         return self.request.num_feature_rows - self.next_row
@@ -153,20 +182,89 @@ class Binding:
         return self.wait_until is not None and now < self.wait_until and not self.session.is_late
 
 
-class ForetoldStep(NamedTuple):
-    """A step whose drafts may stand on the board before its answer comes."""
+class EarlyFeatures(NamedTuple):
+    """Features of a step's accepted rows, which the device writes before the host has the step's tokens.
+
+    They are those of a message with these sequences and first rows, when each has as many rows as tokens were drawn.
+    What is decided after the draw, such as the end of a request, changes the message.
+    """
+
+    bindings: list[Binding]
+    first_rows: list[int]
+    features: Outgoing
+    announced: AnnouncedStep | None
+
+    def is_unchanged(self, bindings: Sequence[Binding], first_rows: Sequence[int], num_drafts: Sequence[int]) -> bool:
+        """Return whether a step that is to be sent is the one that these features were written for.
+
+        This alone decides whether an announced step is committed. Sequences may have been closed since it was sent,
+        and fewer drafts may be wanted. Of a step that was not announced, no sequence may have been closed: its features
+        would lie between the others.
+        """
+        left = [place for place, binding in enumerate(self.bindings) if binding.is_open]
+        if [self.bindings[place] for place in left] != bindings:
+            return False
+        if [self.first_rows[place] for place in left] != first_rows:
+            return False
+        if self.announced is None:
+            return len(left) == len(self.bindings)
+        return 0 < max(num_drafts, default=0) <= self.announced.num_drafts
+
+
+class CommittedStep(NamedTuple):
+    """A step that was committed, whose drafts may come early."""
 
     step_id: int
-    bindings: list[Binding]
-    told: Foretold
+    bindings: list[Binding]  # that want drafts
+    places: list[int]  # of those among the announced sequences
+    announced: AnnouncedStep
 
 
-class AwaitedAnswer(NamedTuple):
-    """What the one answer that brings all drafts that are waited for will be, if each sequence gets what was asked."""
+@dataclass(eq=False)
+class AwaitedAnswer:
+    """The one answer that brings all drafts that are waited for, if each sequence gets what was asked."""
 
     stream: Stream
     step_id: int
     sequence_ids: list[int]
-    num_drafts: list[int]
+    num_drafts: list[int]  # that were asked of each
     requests: list[Request]
-    foretold: Foretold | None = None  # where its drafts may come on the stream's board before
+    committed: CommittedStep | None = None  # whose drafts may come early, in shared memory; None once they were read
+
+    def has_early_drafts(self) -> bool:
+        """Return whether early drafts are there and have not been read."""
+        committed = self.committed
+        return committed is not None and self.stream.has_early_drafts(committed.announced)
+
+    def read_early_drafts(self, vocab_size: int) -> np.ndarray | None:
+        """Return the early drafts, int32 [D]; None where they are fewer than were asked for, or no tokens.
+
+        Only the answer says that they are the step's drafts: a pass that begins with them is dropped if it does not.
+        """
+        committed, is_there = self.committed, self.has_early_drafts()
+        self.committed = None  # they are read once
+        if committed is None or not is_there:
+            return None
+        tokens = self.stream.read_early_drafts(committed.announced)[committed.places]
+        tokens = tokens[np.arange(tokens.shape[1]) < np.array(self.num_drafts)[:, None]]
+        return tokens if _are_ids(tokens, vocab_size) else None
+
+    def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> np.ndarray | None:
+        """Return the draft tokens, int32 [D], of an answer that has not been checked; None when it is another one.
+
+        Nothing else of it is checked: a pass that begins with them is dropped if the answer turns out to be wrong.
+        """
+        if answer.step_id != self.step_id or answer.sequence_ids[:] != self.sequence_ids:
+            return None
+        if answer.num_drafts[:] != self.num_drafts:
+            return None
+        try:
+            tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(self.num_drafts))
+        except InvalidArgumentError:
+            return None
+        return tokens if _are_ids(tokens, vocab_size) else None
+
+
+def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Return whether all are token ids; read without its sign, a negative id is above all others."""
+    return int(tokens.view(np.uint32).max(initial=0)) < vocab_size

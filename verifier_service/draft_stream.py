@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from draftwire.carriers import Lane, Outgoing, TensorReceiver, TensorSender, VerifierBoard
+from draftwire.carriers import Body, Channel, Outgoing, TensorReceiver, TensorSender
 from draftwire.encoding import Encoded, encode_step
+from draftwire.errors import InvalidArgumentError
 from draftwire.fusion import FeatureFusion
 from draftwire.traffic import Direction, Traffic
 from draftwire.v1 import draft_pb2, generate_pb2
@@ -84,13 +87,23 @@ class Loaded:
     load: draft_pb2.DrafterLoad
 
 
+StepMessage = draft_pb2.DraftStep | draft_pb2.Commit
 LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
+
+
+class AnnouncedStep(NamedTuple):
+    """A step that was announced to a drafter."""
+
+    announced_id: int
+    num_drafts: int  # of each sequence
+    num_sequences: int
 
 
 class Stream:
     """One open stream, as the engine's thread sees it, which calls all methods that do not say otherwise.
 
-    Messages go over the lane, where there is one and they fit, without another thread; see `Rendezvous` in draft.proto.
+    Messages go through the channel, where there is one and they fit, without another thread; see `Rendezvous` in
+    draft.proto.
 
     Attributes
     ----------
@@ -98,8 +111,6 @@ class Stream:
         Gives room for the features of a step.
     receiver
         Takes the draft logits of an answer.
-    board
-        Where drawn tokens are written for the drafter; None where it has none.
     on_trial
         Whether the drafter was expelled on the stream before.
     """
@@ -113,22 +124,19 @@ class Stream:
         receiver: TensorReceiver,
         report: Callable[[Stream, generate_pb2.DrafterState], None],
         traffic: Traffic,
-        lane: Lane | None = None,
-        board: VerifierBoard | None = None,
+        channel: Channel | None = None,
         *,
         on_trial: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all that go over lanes. The
+        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all channels. The
         `loop` is by default the one that runs."""
         self.address = status.address
         self.head = head
         self.sender = sender
         self.receiver = receiver
-        self.lane = lane
-        self.board = board
         # None: nothing more is sent.
-        self.outbox: asyncio.Queue[tuple[draft_pb2.DraftStep, Outgoing | None] | None] = asyncio.Queue()
+        self.outbox: asyncio.Queue[tuple[StepMessage, Outgoing | None] | None] = asyncio.Queue()
         self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
@@ -141,20 +149,32 @@ class Stream:
         self._lock = threading.Lock()  # of the counts
         self._last_queued = 0  # step
         self._last_answered = 0
-        self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []  # read from the lane, with their bytes
+        self._channel = channel
+        self._last_announced = 0  # id of a step
+        self._resolved = (0, 0)  # the last step that was sent, and up to which announced ones are resolved by it
+        self._early: tuple[int, Body] | None = None  # of the announced step that the drafter has begun last
+        self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []  # read from the channel, with their bytes
 
-    def send(self, step: draft_pb2.DraftStep, features: Outgoing | None = None) -> None:
+    def send(self, step: StepMessage, features: Outgoing | None = None) -> None:
         """Sends a step and the features that go with it; never waits for the drafter."""
         with self._lock:
             self._num_unanswered += 1
-        if self.is_direct_next and (features is None or features.carrier != draft_pb2.CARRIER_BYTES):
+        self._resolved = step.step_id, step.announced_id if isinstance(step, draft_pb2.Commit) else step.replaces
+        is_shared = features is None or features.carrier != draft_pb2.CARRIER_BYTES
+        if self.is_direct_next and is_shared:
             request, features = self.encode(step, features), None
-            if self.lane is not None and self.lane.send(request.data):
-                self._traffic.count_message("direct", "sent", request.message, len(request.data))
-                self.count_bytes("sent", len(request.data))
+            if self._send_direct(request):
                 return
         self._last_queued = step.step_id
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
+
+    def _send_direct(self, request: Encoded, numbers: torch.Tensor | None = None) -> bool:
+        """Sends a message through the channel; False when it does not fit."""
+        if self._channel is None or not self._channel.send(request.data, numbers):
+            return False
+        self._traffic.count_message("direct", "sent", request.message, len(request.data))
+        self.count_bytes("sent", len(request.data))
+        return True
 
     def report(self, state: generate_pb2.DrafterState) -> None:
         """Has the drafter shown in that state for as long as the stream is open; from any thread."""
@@ -164,24 +184,78 @@ class Stream:
         """Sends nothing more, upon which the drafter ends the stream."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
-    def foretell(self, upcoming: draft_pb2.UpcomingStep) -> None:
-        """Tells the drafter what a step will be, if the lane takes it."""
-        request = draft_pb2.DraftRequest(upcoming=upcoming)
-        message = request.SerializeToString()
-        if self.lane is not None and self.lane.send(message):
-            self._traffic.count_message("direct", "sent", request, len(message))
-            self.count_bytes("sent", len(message))
+    @property
+    def may_announce(self) -> bool:
+        """Whether the next step may be announced."""
+        return self._channel is not None and self._channel.takes_numbers and self.is_direct_next
+
+    def announce(
+        self, message: draft_pb2.Announce, numbers: torch.Tensor, features: Outgoing
+    ) -> AnnouncedStep | None:
+        """Announces a step, and has its `numbers` written for the drafter when the current stream comes to it.
+
+        Returns
+        -------
+        None when it was not announced, and the features are still the caller's.
+        """
+        features.announce(message.features)
+        request = draft_pb2.DraftRequest(announce=message)
+        if not self._send_direct(Encoded(request, request.SerializeToString()), numbers):
+            features.take_back()
+            return None
+        self._last_announced = message.announced_id
+        return AnnouncedStep(message.announced_id, message.num_drafts, len(message.sequence_ids))
+
+    def has_early_drafts(self, announced: AnnouncedStep) -> bool:
+        """Whether the drafts of an announced step have been written."""
+        if self._early is None:
+            return False
+        announced_id, body = self._early
+        num_numbers = announced.num_sequences * announced.num_drafts
+        return announced_id == announced.announced_id and body.num_numbers == num_numbers and body.is_written
+
+    def read_early_drafts(self, announced: AnnouncedStep) -> np.ndarray:
+        """A copy of them, int32 [S, k], which is not checked."""
+        assert self._early is not None
+        return self._early[1].read((announced.num_sequences, announced.num_drafts))
+
+    def _take_early(self, early: draft_pb2.EarlyDrafts, body: Body | None) -> None:
+        """The drafter has begun an announced step; it gives up what it had begun before."""
+        if body is None or not 1 <= early.announced_id <= self._last_announced:
+            raise InvalidArgumentError("early.announced_id", early.announced_id, "must be announced, and have a body")
+        if self._early is not None:
+            self._early[1].release()
+        self._early = early.announced_id, body
 
     @property
     def is_direct_next(self) -> bool:
-        """Whether the next step may go over the lane: it must not overtake those that were sent over the stream."""
-        return self.lane is not None and self._last_answered >= self._last_queued
+        """Whether the next step may go through the channel: it must not overtake those sent over the stream."""
+        return self._channel is not None and self._last_answered >= self._last_queued
 
-    def encode(self, step: draft_pb2.DraftStep, features: Outgoing | None) -> Encoded:
+    def encode(self, step: StepMessage, features: Outgoing | None) -> Encoded:
         """The message of a step and its features, for which it waits."""
-        elements = None if features is None else features.finish(step.features)
         step.logits_read = self.receiver.generation_read
-        return encode_step(step, elements)
+        if isinstance(step, draft_pb2.Commit):
+            if features is not None:
+                features.wait()
+            request = draft_pb2.DraftRequest(commit=step)
+            return Encoded(request, request.SerializeToString())
+        return encode_step(step, None if features is None else features.finish(step.features))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether messages may come without the stream's help, when `fileno` is readable."""
+        return self._channel is not None
+
+    def fileno(self) -> int:
+        """Of what is readable when messages have come directly."""
+        assert self._channel is not None
+        return self._channel.fileno()
+
+    def close_direct(self) -> None:
+        """Reads no more messages that come directly."""
+        if self._channel is not None:
+            self._channel.close()
 
     def count_bytes(self, direction: Direction, num_bytes: int) -> None:
         """Counts the message of a step or of an answer in the drafter's status; from any thread."""
@@ -206,30 +280,40 @@ class Stream:
             When it has read features that were not sent.
         """
         self._last_answered = drafts.step_id
+        step_id, announced_id = self._resolved
+        if self._early is not None and step_id <= drafts.step_id and self._early[0] <= announced_id:
+            self._early[1].release()  # else all that comes later would lie behind it
+            self._early = None
         self.sender.release(drafts.features_read, "drafts.features_read")
 
-    def read_lane(self) -> list[LinkEvent] | None:
-        """The answers that have come over the lane; None when no more will."""
-        if self.failure is not None or self.lane is None:
+    def read_direct(self) -> list[LinkEvent] | None:
+        """The answers that have come through the channel; None when no more will."""
+        if self.failure is not None or self._channel is None:
             return None
         events: list[LinkEvent] = []
         try:
-            for message, received in self.lane.receive_timed():
+            for message, received, body in self._channel.receive():
                 answer = draft_pb2.DraftResponse.FromString(message)
-                events.append(Answered(self, answer.drafts, received))
                 self._uncounted.append((answer, len(message)))
+                if answer.WhichOneof("message") == "early":
+                    self._take_early(answer.early, body)
+                    continue
+                if body is not None:
+                    body.release()
+                events.append(Answered(self, answer.drafts, received))
                 if not self.count_answer():
                     self.fail("answered more steps than it was sent", expel=True)
                     return None
         except ConnectionError:
             return None
-        except DecodeError:
-            self.fail("wrong answer: not a DraftResponse", expel=True)
+        except (DecodeError, InvalidArgumentError) as error:
+            text = "not a DraftResponse" if isinstance(error, DecodeError) else str(error)
+            self.fail(f"wrong answer: {text}", expel=True)
             return None
         return events
 
     def count_received(self) -> None:
-        """Counts the messages that `read_lane` has read; later, because a step may begin with what they bring."""
+        """Counts the messages that `read_direct` has read; later, because a step may begin with what they bring."""
         for answer, num_bytes in self._uncounted:
             self._traffic.count_message("direct", "received", answer, num_bytes)
             self.count_bytes("received", num_bytes)

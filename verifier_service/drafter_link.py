@@ -22,11 +22,9 @@ from draftwire.carriers import (
     ALL_CARRIERS,
     Rendezvous,
     Segment,
-    SegmentError,
     SharedSegments,
     TensorReceiver,
     TensorSender,
-    VerifierBoard,
     carrier_name,
     offered_carriers,
     segment_bytes,
@@ -255,8 +253,8 @@ class DrafterLink:
         # What the other side could not make use of is given up again.
         outgoing = _agreed(shared.outgoing, answer.hello.carrier)
         incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
-        lane = shared.lane if answer.hello.direct else None
-        if answer.hello.direct and lane is None:
+        channel = shared.channel if answer.hello.direct else None
+        if answer.hello.direct and channel is None:
             raise MismatchError("the drafter's hello says direct, but it has not come to the rendezvous")
         sender = TensorSender(self._target.device, outgoing)
         receiver = TensorReceiver(self._target.device, incoming)
@@ -265,7 +263,7 @@ class DrafterLink:
         self.status.features_are_fused = fusion is not None
         self.status.features_carrier = sender.carrier
         self.status.logits_carrier = receiver.carrier
-        self.status.is_direct = lane is not None
+        self.status.is_direct = channel is not None
         self._note_memory(answer.hello.info)
         logger.info(
             "drafter %s: connected, head %s; %s features by %s, draft logits by %s, messages %s",
@@ -274,21 +272,12 @@ class DrafterLink:
             "fused" if fusion else "raw",
             carrier_name(sender.carrier),
             carrier_name(receiver.carrier),
-            "direct" if lane else "by the stream",
+            "direct" if channel else "by the stream",
         )
         return Stream(
-            *(self.status, head, call.cancel, sender, receiver, self._show, self._traffic, lane),
-            self._board(shared.board if lane is not None else None),
+            *(self.status, head, call.cancel, sender, receiver, self._show, self._traffic, channel),
             on_trial=self._on_trial,
         )
-
-    def _board(self, segment: Segment | None) -> VerifierBoard | None:
-        """What drawn tokens are written on, if there is something."""
-        try:
-            return None if segment is None else VerifierBoard(segment, self._target.device)
-        except SegmentError as error:
-            logger.info("drafter %s: steps are not foretold: %s", self._address, error)
-            return None
 
     @property
     def _largest_answer(self) -> int:

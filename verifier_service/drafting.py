@@ -16,11 +16,11 @@ from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_answer import decode_answer
-from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession
+from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession, EarlyFeatures
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.early_features import begin_early
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.features_ahead import FeaturesAhead, begin_features
 from verifier_service.pacing import NUM_SCOUTS, Load, Message, Pace, Profile
 from verifier_service.redraws import Audit
 from verifier_service.request import ReadyDrafts, Request
@@ -97,6 +97,11 @@ class Drafting:
         self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self.gate = StepGate(self._sessions, self._bindings, profile or Profile())
         self._sender = StepSender(config, times, self.gate)
+
+    @property
+    def sessions(self) -> Mapping[Stream, DraftSession]:
+        """The connected drafters."""
+        return self._sessions
 
     @property
     def feature_kinds(self) -> set[FeatureKind]:
@@ -194,42 +199,46 @@ class Drafting:
             if session.unanswered_bytes > MAX_UNANSWERED_BYTES:
                 self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
         for session in self._sessions.values():
-            session.give_up_ahead()
+            session.give_up_early()
         self._sender.note_rows(requests)
         self._plan(requests, now)
 
-    def begin_features(
+    def announce(
         self,
         works: Sequence[ScheduledRows],
         drawn: torch.Tensor,
         stores: Mapping[FeatureKind, FeatureStore],
-    ) -> dict[DraftSession, FeaturesAhead]:
-        """Has the features of a step that was launched put where they are sent from, so that its message needs nothing
-        of the device when it has landed, and foretells it; see `features_ahead`. Of each of `works` the tokens are
-        `drawn`."""
+    ) -> dict[DraftSession, EarlyFeatures]:
+        """Announce a step that was launched to the drafters of its requests; see `early_features`.
+
+        The device puts the step's features where they are sent from, so that the step's message waits for nothing of
+        the device. The tokens of `works` are `drawn`.
+        """
         verified = {work.request: (place, work) for place, work in enumerate(works) if work.is_decoding}
-        begun: dict[DraftSession, FeaturesAhead] = {}
+        begun: dict[DraftSession, EarlyFeatures] = {}
         try:
             for session in self._sessions.values():
                 if not session.is_draining and session.is_counted_on:
-                    ahead = begin_features(session, stores[session.stream.head.kind], verified, drawn)
-                    if ahead is not None:
-                        begun[session] = ahead
+                    early = begin_early(session, stores[session.stream.head.kind], verified, drawn)
+                    if early is not None:
+                        begun[session] = early
         except BaseException:
-            for session in begun:
-                begun[session].features.give_up()
+            self.commit(begun)
             raise
         return begun
 
-    def take_ahead(self, begun: dict[DraftSession, FeaturesAhead]) -> None:
-        """Takes what `begin_features` gave of a step that is landing, for the next `flush`; all of it, because a landed
-        step is kept for a while, and must not keep memory that is shared with a drafter that has gone."""
+    def commit(self, begun: dict[DraftSession, EarlyFeatures]) -> None:
+        """Take what `announce` returned of a step that is committed, for the next `flush`.
+
+        All of it is taken out of `begun`: a step is kept for a while, and must not keep memory that is shared with a
+        drafter that has gone.
+        """
         while begun:
-            session, ahead = begun.popitem()
-            session.give_up_ahead()
-            session.ahead = ahead
+            session, early = begun.popitem()
+            session.give_up_early()
+            session.early = early
             if session.stream not in self._sessions:
-                session.give_up_ahead()
+                session.give_up_early()
 
     def _leave_drained(self) -> None:
         """Ends the streams of draining drafters that have answered everything; their sequences are free to move."""
@@ -453,9 +462,8 @@ class Drafting:
             return
         for step_id in [s for s in session.unanswered if s <= drafts.step_id]:
             del session.unanswered[step_id]
-        if session.foretold is not None and session.foretold.step_id <= drafts.step_id:
-            session.foretold = None
-        session.give_up_unsent(drafts.step_id)
+        if session.committed is not None and session.committed.step_id <= drafts.step_id:
+            session.committed = None
         session.is_late = session.is_late and bool(session.unanswered)
         try:
             session.stream.take(drafts)
@@ -548,9 +556,8 @@ class Drafting:
         for other in self._sessions.values():
             other.pace.pause()
         session.stream.count_received()
-        session.foretold = None  # it keeps the session, as those do, which keeps them and the memory that is shared
-        session.give_up_ahead()
-        session.give_up_unsent()
+        session.committed = None  # it keeps the session, as early features do, and with it memory that is shared
+        session.give_up_early()
         for binding in session.bindings:
             del self._bindings[binding.request]
         session.bindings.clear()

@@ -236,7 +236,7 @@ class Engine:
     def _commit(self, step: Step) -> bool:
         """Wait for a step, commit its tokens and tell the drafters; return whether that succeeded."""
         self.drafting.gate.note_landing()
-        self.drafting.take_ahead(step.announced)
+        self.drafting.commit(step.announced)
         try:
             self._executor.wait(step)
             self.times.land()

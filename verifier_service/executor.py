@@ -120,7 +120,7 @@ class Executor:
         if forward.began is not None and computed is not None and sampled is not None:
             step.marks = StepMarks(forward.began, computed, sampled)
         if output is not None and output.packed is not None:
-            step.announced = self._drafting.begin_features(sampling, output.packed, self._stores.by_kind)
+            step.announced = self._drafting.announce(sampling, output.packed, self._stores.by_kind)
         step.num_rows = len(forward.slots_on_host)
         step.sampler_output, step.forward = output, None
 

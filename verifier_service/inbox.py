@@ -202,7 +202,7 @@ class Inbox:
             self._executor.drop_prepared()
             if isinstance(event, Connected) and not self._executor.need_features(event.stream):
                 return
-            self._watch_lane(event)
+            self._watch_stream(event)
         has_started = False
         if isinstance(event, Answered):
             if any(event.drafts.num_drafts):  # no step waits for an answer without drafts
@@ -222,11 +222,11 @@ class Inbox:
             self._outputs.fail_step(self._scheduler.running, error)
             return True
 
-    def _watch_lane(self, event: Connected | Disconnected) -> None:
-        """Have answers that come over a stream's lane reach this thread without another one."""
-        lane = event.stream.lane
-        if lane is not None and isinstance(event, Connected):
-            self._mailbox.watch(lane.fileno(), event.stream.read_lane)
-        elif lane is not None:
-            self._mailbox.unwatch(lane.fileno())
-            lane.close()
+    def _watch_stream(self, event: Connected | Disconnected) -> None:
+        """Have answers that come directly reach this thread without another one."""
+        stream = event.stream
+        if stream.is_direct and isinstance(event, Connected):
+            self._mailbox.watch(stream.fileno(), stream.read_direct)
+        elif stream.is_direct:
+            self._mailbox.unwatch(stream.fileno())
+            stream.close_direct()

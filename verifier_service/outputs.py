@@ -76,7 +76,7 @@ class RequestOutputs:
     def commit(self, step: Step) -> None:
         """Append what was sampled for the rows of a step; drafts past the accepted ones are rolled back by length."""
         for row in step.rows:
-            row.request.is_foretold = False
+            row.request.is_announced = False
             if not row.is_current:
                 continue
             row.request.num_in_flight -= 1

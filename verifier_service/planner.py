@@ -106,7 +106,7 @@ class Planner:
             return {}
         held_back = self._drafting.held_back(output.rows)
         # A continuing request may be preempted; its sampled token must not have been announced to a drafter.
-        if held_back is None or any(row.request.is_foretold for row in output.rows):
+        if held_back is None or any(row.request.is_announced for row in output.rows):
             return {}
         following: dict[Request, int] = {}
         for place, row in enumerate(output.rows):

@@ -10,7 +10,6 @@ import numpy as np
 
 from draftwire.kv_cache import BLOCK_SIZE, SequenceRows
 from verifier_service.core.batch import ForwardInput, ScheduledRows
-from verifier_service.draft_answer import read_ahead, read_board
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered
 from verifier_service.request import Request
@@ -111,24 +110,17 @@ class Prelaunch:
         awaited = self._awaited
         if awaited is None or awaited.stream is not answer.stream or not self._can_be_filled:
             return None
-        return read_ahead(answer.drafts, awaited, self._vocab_size)
+        return awaited.read_answer(answer.drafts, self._vocab_size)
 
     @property
     def has_early_drafts(self) -> bool:
         """Whether the drafts lie in shared memory before their answer has come."""
-        awaited = self._awaited
-        if awaited is None or awaited.foretold is None or not self._can_be_filled:
-            return False
-        board = awaited.stream.board
-        return board is not None and board.has_drafts(awaited.foretold.drawn)
+        return self._awaited is not None and self._can_be_filled and self._awaited.has_early_drafts()
 
     def read_early_drafts(self) -> np.ndarray | None:
         """Return the drafts in shared memory, int32 [D]; None when they are not valid. They are read once."""
-        awaited = self._awaited
-        assert awaited is not None
-        assert awaited.stream.board is not None
-        self._awaited = awaited._replace(foretold=None)
-        return read_board(awaited.stream.board, awaited, self._vocab_size)
+        assert self._awaited is not None
+        return self._awaited.read_early_drafts(self._vocab_size)
 
     def release(self, drafts: np.ndarray) -> None:
         """Release the step with the drafts of the awaited answer."""

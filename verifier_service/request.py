@@ -78,7 +78,7 @@ class Request:
     num_preemptions: int = 0
     num_in_flight: int = 0  # steps with rows of it that were launched and have not landed
     # Whether a drafter sees what a step in flight draws. That must count: who has seen it could bias another draw.
-    is_foretold: bool = False
+    is_announced: bool = False
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
     verify_tokens: int = 0

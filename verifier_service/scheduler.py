@@ -186,7 +186,7 @@ class Scheduler:
             request.num_published = full
 
     def _grow(self, request: Request, length: int) -> None:
-        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest one that is not foretold,
+        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest one that is not announced,
         itself in the end."""
         while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
@@ -196,7 +196,7 @@ class Scheduler:
                 request.blocks += block
 
     def _preempt(self) -> None:
-        request = next(one for one in reversed(self.running) if not one.is_foretold)
+        request = next(one for one in reversed(self.running) if not one.is_announced)
         self.running.remove(request)
         self.num_preemptions += 1
         request.num_preemptions += 1

@@ -13,8 +13,7 @@ from verifier_service.sampler import SamplerOutput
 from verifier_service.step_times import StepMarks
 
 if TYPE_CHECKING:
-    from verifier_service.draft_session import DraftSession
-    from verifier_service.features_ahead import FeaturesAhead
+    from verifier_service.draft_session import DraftSession, EarlyFeatures
 
 
 class Stage(Enum):
@@ -57,7 +56,7 @@ class Step:
     forward: ForwardOutput | None = None  # from RELEASED to SAMPLED
     sampler_output: SamplerOutput | None = None  # of the rows that sample, from SAMPLED to COMMITTED
     marks: StepMarks | None = None  # on a GPU
-    announced: dict[DraftSession, FeaturesAhead] = field(default_factory=dict)  # what drafters were sent of it
+    announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # what drafters were sent of it
     # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
     verified: Counter[tuple[str, int]] = field(default_factory=Counter)
     committed_at: float = 0.0  # monotonic time

@@ -234,22 +234,7 @@ class StepGate:
         sessions = [session for session in self._sessions.values() if session.unanswered]
         if len(sessions) != 1 or sessions[0].is_late:
             return None
-        session, step_id = sessions[0], next(reversed(sessions[0].unanswered))
-        waiting = [binding for binding in session.bindings if binding.wait_until is not None]
-        if any(binding.asked_step != step_id for binding in waiting):
-            return None
-        num_drafts, step, foretold = [binding.asked_drafts for binding in waiting], session.foretold, None
-        # More drafts than it was told of are drafted anew.
-        if step is not None and step.step_id == step_id and step.bindings == waiting:
-            foretold = step.told if max(num_drafts, default=0) <= step.told.num_drafts else None
-        return AwaitedAnswer(
-            session.stream,
-            step_id,
-            [binding.sequence_id for binding in waiting],
-            num_drafts,
-            [binding.request for binding in waiting],
-            foretold,
-        )
+        return sessions[0].awaited_answer()
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
         """How many drafts each request brings to the next step, at most, if that step waits for drafts and is one of

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from draftwire import config as cfg
 from draftwire.carriers import Outgoing
@@ -14,7 +15,7 @@ from draftwire.logs import fields
 from draftwire.tensors import encode_ids
 from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2
-from verifier_service.draft_session import Binding, DraftSession, ForetoldStep
+from verifier_service.draft_session import Binding, CommittedStep, DraftSession, EarlyFeatures
 from verifier_service.features import FeatureStore
 from verifier_service.pacing import MOST_ROWS
 from verifier_service.request import Request
@@ -40,6 +41,16 @@ LONGEST_CATCH_UP_S, LATEST_CATCH_UP_S = 1.0, 2.0
 
 # Rows to send of a sequence.
 _Piece = tuple[Binding, int]
+
+
+class _Rows(NamedTuple):
+    """Rows of a message, sequence after sequence."""
+
+    bindings: list[Binding]
+    first_rows: list[int]
+    num_rows: list[int]
+    num_drafts: list[int]  # wanted after them
+    tokens: list[int]  # of all rows
 
 
 class StepSender:
@@ -166,84 +177,87 @@ class StepSender:
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
-        tokens: list[int] = []
-        first_rows: list[int] = []
-        wanted: list[int] = []
-        for binding, rows in pieces:
-            request = binding.request
+        for binding, _ in pieces:
             if not binding.sequence_id:
                 self._open(step, binding)
-            first, known = binding.next_row, request.tokens
-            binding.next_row = last = first + rows
-            first_rows.append(first)
-            tokens += known[first + 1 : last + 1]
-            drafts = 0
-            # All rows are there, and the request decodes.
-            if len(request.prompt) <= last == len(known) - 1 and not (waits and request.is_in_flight):
-                drafts = request.num_drafts_wanted
-                if drafts > num_drafts:
-                    drafts = num_drafts
-                binding.wait_until = None
-            wanted.append(drafts)
-        num_bytes = num_rows = 0
-        features, carrier = None, draft_pb2.CARRIER_BYTES
-        if pieces:
-            step.sequence_ids.extend([binding.sequence_id for binding, _ in pieces])
-            step.first_rows.extend(first_rows)
-            step.num_rows.extend([rows for _, rows in pieces])
-            step.num_drafts.extend(wanted)
-            encode_ids(tokens, step.tokens)
-            num_rows = len(tokens)
-            features = self._features(session, store, pieces, first_rows, num_rows)
-            num_bytes, carrier = features.tensor.nbytes, features.carrier
-        sent = time.monotonic()
-        session.stream.send(step, features)
+        rows = _take_rows(pieces, num_drafts, waits=waits)
+        early, num_rows = session.early, len(rows.tokens)
+        if early is not None and not early.is_unchanged(rows.bindings, rows.first_rows, rows.num_drafts):
+            session.give_up_early()
+            early = None
+        if early is not None and early.announced is not None:
+            sent, features = time.monotonic(), early.features
+            self._commit(session, early, rows, list(step.closed_ids))
+        else:
+            features = self._fill(step, session, store, rows, early)
+            sent = time.monotonic()
+            session.stream.send(step, features)
+        session.early = None
         # The rest is done while the drafter computes.
-        asked = [(binding, drafts) for (binding, _), drafts in zip(pieces, wanted, strict=True) if drafts > 0]
+        num_bytes = num_rows * session.stream.head.row_bytes
+        carrier = draft_pb2.CARRIER_BYTES if features is None else features.carrier
+        num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
+        most = max(rows.num_drafts, default=0)
         message = session.pace.send(
-            sent,
-            num_bytes,
-            num_rows,
-            max(wanted, default=0),
-            len(asked),
-            has_histories=has_histories,
-            waits=waits,
+            sent, num_bytes, num_rows, most, num_asked, has_histories=has_histories, waits=waits
         )
-        if _is_in_vain(session, any(wanted)):
+        if session.has_replaced:  # the drafter may be busy with early drafts that it has to drop
             message = replace(message, is_behind=True)
-        session.unanswered[step.step_id] = message
-        for binding, drafts in asked:
-            binding.asked_step, binding.asked_length = step.step_id, len(binding.request.tokens)
-            binding.asked_drafts = drafts
-            binding.wait_until = message.wait_until if waits else None
+            session.has_replaced = False
+        session.unanswered[session.step_id] = message
+        for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True):
+            if drafts > 0:
+                binding.asked_step, binding.asked_length = session.step_id, len(binding.request.tokens)
+                binding.asked_drafts = drafts
+                binding.wait_until = message.wait_until if waits else None
         self._times.count_sent(carrier, num_rows, num_bytes)
         copied_bytes = num_bytes if carrier == draft_pb2.CARRIER_BYTES else 0
         self._gate.count_sent(num_rows, has_histories=has_histories, copied_bytes=copied_bytes)
-        return bool(asked)
+        return num_asked > 0
 
-    def _features(
+    def _commit(self, session: DraftSession, early: EarlyFeatures, rows: _Rows, closed_ids: list[int]) -> None:
+        """Commit the step that was announced: the drafter has its tokens and features."""
+        assert early.announced is not None
+        session.last_resolved = early.announced.announced_id
+        asked = [binding for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True) if drafts > 0]
+        places = {binding: place for place, binding in enumerate(early.bindings)}
+        # A sequence that the drafter has lost is not among those to be closed, but has no rows in the step either.
+        lost = [one.sequence_id for one in early.bindings if not one.is_open and one.sequence_id not in closed_ids]
+        session.committed = CommittedStep(
+            session.step_id, asked, [places[binding] for binding in asked], early.announced
+        )
+        commit = draft_pb2.Commit(
+            step_id=session.step_id,
+            announced_id=early.announced.announced_id,
+            closed_ids=closed_ids + lost,
+            num_drafts=rows.num_drafts,
+        )
+        session.stream.send(commit, early.features)
+
+    def _fill(
         self,
+        step: draft_pb2.DraftStep,
         session: DraftSession,
         store: FeatureStore,
-        pieces: list[_Piece],
-        first_rows: list[int],
-        num_rows: int,
-    ) -> Outgoing:
-        """The features of the rows of `pieces`, which begin at `first_rows` and are `num_rows` in all."""
-        if session.ahead is not None:
-            features = session.ahead.of([binding for binding, _ in pieces], first_rows, num_rows)
-            if features is not None:
-                ahead, session.ahead = session.ahead, None
-                if ahead.foretold is not None:
-                    session.foretold = ForetoldStep(session.step_id, ahead.bindings, ahead.foretold)
-                return features
+        rows: _Rows,
+        early: EarlyFeatures | None,
+    ) -> Outgoing | None:
+        """Write rows into a step's message, and return their features: the `early` ones, if there are."""
+        step.replaces = session.last_resolved
+        if not rows.bindings:
+            return None
+        step.sequence_ids.extend([binding.sequence_id for binding in rows.bindings])
+        step.first_rows.extend(rows.first_rows)
+        step.num_rows.extend(rows.num_rows)
+        step.num_drafts.extend(rows.num_drafts)
+        encode_ids(rows.tokens, step.tokens)
+        if early is not None:
+            early.features.keep(len(rows.tokens))
+            return early.features
         head = session.stream.head
-        features = session.stream.sender.begin(head.dtype, (num_rows, head.width))
-        spans = [
-            (binding.request.blocks, first, first + rows)
-            for (binding, rows), first in zip(pieces, first_rows, strict=True)
-        ]
-        store.read(spans, features.tensor)
+        features = session.stream.sender.begin(head.dtype, (len(rows.tokens), head.width))
+        columns = zip(rows.bindings, rows.first_rows, rows.num_rows, strict=True)
+        store.read([(one.request.blocks, first, first + count) for one, first, count in columns], features.tensor)
         features.seal()
         return features
 
@@ -309,8 +323,21 @@ def _in_flight(session: DraftSession) -> list[bool]:
     return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
 
 
-def _is_in_vain(session: DraftSession, wants_drafts: bool) -> bool:
-    """Whether a drafter was told of another step than that which has just been sent, or of drafts that nobody wants."""
-    if session.foretold is not None and session.foretold.step_id == session.step_id:
-        return not wants_drafts
-    return bool(session.unsent) or (session.ahead is not None and session.ahead.foretold is not None)
+def _take_rows(pieces: Sequence[_Piece], num_drafts: int, *, waits: bool) -> _Rows:
+    """Count rows as sent, and say how many drafts are wanted after them, at most `num_drafts` of each sequence."""
+    taken = _Rows([], [], [], [], [])
+    for binding, rows in pieces:
+        request = binding.request
+        first, known = binding.next_row, request.tokens
+        binding.next_row = last = first + rows
+        drafts = 0
+        # All rows are there, and the request decodes.
+        if len(request.prompt) <= last == len(known) - 1 and not (waits and request.is_in_flight):
+            drafts = min(request.num_drafts_wanted, num_drafts)
+            binding.wait_until = None
+        taken.bindings.append(binding)
+        taken.first_rows.append(first)
+        taken.num_rows.append(rows)
+        taken.num_drafts.append(drafts)
+        taken.tokens.extend(known[first + 1 : last + 1])
+    return taken

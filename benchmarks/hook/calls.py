@@ -17,15 +17,15 @@ CALLS = {
     "verifier_service.outputs": ("RequestOutputs.commit", "RequestOutputs.deliver"),
     "verifier_service.step_sender": ("StepSender._send_step",),
     "draftwire.carriers.sender": ("Outgoing.finish",),
-    "draftwire.carriers.lane": ("Lane.send",),
-    "verifier_service.draft_stream": ("Stream.send", "Stream.read_lane"),
+    "draftwire.carriers.channel": ("Channel.send",),
+    "verifier_service.draft_stream": ("Stream.send", "Stream.read_direct"),
     "verifier_service.prelaunch": ("Prelaunch.launch", "Prelaunch.release", "Prelaunch.release_with_known_drafts"),
     "verifier_service.target_runner": ("_Graph._launch",),
     "verifier_service.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
-    "drafter_service.stream": ("DraftStream._take_message", "DraftStream.deliver", "DraftStream._send_directly"),
+    "drafter_service.stream": ("DraftStream._take_record", "DraftStream.deliver", "DraftStream._send_directly"),
     "drafter_service.step_decoder": ("StepDecoder.decode",),
     "drafter_service.engine": ("DraftEngine.iterate", "DraftEngine._draft", "DraftEngine._feed"),
-    "drafter_service.drafts_ahead": ("DraftsAhead.begin",),
+    "drafter_service.early_drafts": ("EarlyDrafts.begin",),
     "drafter_service.proposer": ("Proposer.launch", "Proposer.start", "Proposer.take"),
     "drafter_service.loop_graphs": ("LoopGraphs.replay",),
 }
@@ -45,7 +45,7 @@ WAY = (
     Mark("StepSender._send_step", "begin"),
     Mark("Stream.send", "begin"),
     Mark("Stream.send", "end"),
-    Mark("DraftStream._take_message", "end"),
+    Mark("DraftStream._take_record", "end"),
     Mark("DraftEngine.iterate", "begin"),
     Mark("Proposer.launch", "begin"),
     Mark("Proposer.launch", "end"),
@@ -53,27 +53,27 @@ WAY = (
     Mark("Proposer.take", "end"),
     Mark("DraftStream.deliver", "begin"),
     Mark("DraftStream._send_directly", "end"),
-    Mark("Stream.read_lane", "end"),
+    Mark("Stream.read_direct", "end"),
     Mark("Prelaunch.release", "end"),
 )
-"""Where steps are not foretold: all waits for the message."""
+"""Where steps are not announced: all waits for the message."""
 
-_BEGUN_AHEAD = (
-    Mark("DraftsAhead.begin", "begin"),  # the drafter sees that the tokens have been drawn
+_BEGUN_EARLY = (
+    Mark("EarlyDrafts.begin", "begin"),  # the drafter sees that the tokens have been drawn
     Mark("Proposer.start", "begin"),
-    Mark("DraftsAhead.begin", "end"),
+    Mark("EarlyDrafts.begin", "end"),
 )
-WAYS_AHEAD = (
-    (*_BEGUN_AHEAD, *WAY[10:]),
+WAYS_EARLY = (
+    (*_BEGUN_EARLY, *WAY[10:]),
     (*WAY[:7], Mark("Proposer.take", "begin")),
 )
 """Where they are: the drafts' way, and beside it that of the message."""
 
-WAYS_BY_BOARD = (
-    (*_BEGUN_AHEAD, Mark("Executor.take_early_drafts", "begin"), WAY[-1]),
+WAYS_BOTH_EARLY = (
+    (*_BEGUN_EARLY, Mark("Executor.take_early_drafts", "begin"), WAY[-1]),
     (*WAY[:7], *WAY[9:14]),
 )
-"""And where the pass begins with drafts on the board, before their answer has come: the message's way ends with that.
+"""And where the pass begins with early drafts, before their answer has come: the message's way ends with that.
 """
 
 WAY_WITHOUT_DRAFTS = (

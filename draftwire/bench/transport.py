@@ -1,7 +1,7 @@
 """How long tensors travel from one process of this host to another, by every carrier.
 
 The sender has a verifier's part and the receiver a drafter's: a stream of `Drafting.Draft`, and the rendezvous, the
-segments and the lane of `draftwire.carriers`. One step is under way at a time. Its time is one-way, from the tensor in
+segments and the rings of `draftwire.carriers`. One step is under way at a time. Its time is one-way, from the tensor in
 the sender's device memory to the tensor in the receiver's, on the monotonic clock that all processes of a host share.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from draftwire.bench.transport_receiver import DTYPE, pattern, serve
 from draftwire.carriers import (
-    Lane,
+    Channel,
     Outgoing,
     Rendezvous,
     SharedSegments,
@@ -35,7 +35,7 @@ from draftwire.carriers import (
     offered_carriers,
     segment_bytes,
 )
-from draftwire.carriers.lane import MAX_MESSAGE_BYTES
+from draftwire.carriers.ring import MAX_MESSAGE_BYTES
 from draftwire.carriers.segment import SegmentError
 from draftwire.carriers.segment_kinds import create_segment
 from draftwire.counting import CountingChannel
@@ -54,7 +54,7 @@ TIMEOUT_S = 60.0
 
 
 class Way(NamedTuple):
-    """Where the elements of a tensor are, and what the message goes by: the lane or the stream."""
+    """Where the elements of a tensor are, and what the message goes by: the ring or the stream."""
 
     carrier: pb.Carrier
     is_direct: bool
@@ -62,7 +62,7 @@ class Way(NamedTuple):
     @property
     def message_by(self) -> str:
         """In words."""
-        return "lane" if self.is_direct else "gRPC"
+        return "ring" if self.is_direct else "gRPC"
 
 
 WAYS = (
@@ -159,7 +159,7 @@ def _measure_way(way: Way, connection: Connection, address: str, options: Transp
     rows = []
     for size, departed in departures.items():
         if not departed:
-            missing = f"a message of the lane has at most {MAX_MESSAGE_BYTES} bytes"
+            missing = f"a message of the ring has at most {MAX_MESSAGE_BYTES} bytes"
             rows.append(Row(name, way.message_by, size, missing=missing))
             continue
         arrived, arrivals = arrivals[: len(departed)], arrivals[len(departed) :]
@@ -217,7 +217,7 @@ def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class _Stream:
-    """The sender's end, as a verifier's: messages are written and read on the event loop, or go over the lane."""
+    """The sender's end, as a verifier's: messages are written and read on the event loop, or go through the ring."""
 
     def __init__(self, way: Way, device: torch.device, loop: asyncio.AbstractEventLoop) -> None:
         self._way = way
@@ -225,18 +225,18 @@ class _Stream:
         self._loop = loop
         self._inbox: Mailbox[pb.DraftResponse | Exception] = Mailbox()
         self._outbox: asyncio.Queue[tuple[pb.DraftStep, Outgoing] | None] = asyncio.Queue()
-        self._lane: Lane | None = None
+        self._channel: Channel | None = None
         self._sender = TensorSender(device)
         self._last_step = 0
 
     def use(self, shared: SharedSegments, hello: pb.DrafterHello) -> bool:
         """Takes what the rendezvous gave; whether it is what the way needs."""
         self._sender = TensorSender(self._device, shared.outgoing)
-        if shared.lane is not None:
-            self._lane = shared.lane
-            self._inbox.watch(shared.lane.fileno(), self._read_lane)
-        has_lane = self._lane is not None or not self._way.is_direct
-        return has_lane and self._sender.carrier == hello.carrier == self._way.carrier
+        if shared.channel is not None:
+            self._channel = shared.channel
+            self._inbox.watch(shared.channel.fileno(), self._read_channel)
+        has_channel = self._channel is not None or not self._way.is_direct
+        return has_channel and self._sender.carrier == hello.carrier == self._way.carrier
 
     async def talk(self, address: str, hello: pb.VerifierHello) -> None:
         """Opens the stream, and reads and writes until both sides have ended it."""
@@ -260,10 +260,10 @@ class _Stream:
             await call.write(encode_step(step, features.finish(step.features)))
         await call.done_writing()
 
-    def _read_lane(self) -> list[pb.DraftResponse] | None:
-        assert self._lane is not None
+    def _read_channel(self) -> list[pb.DraftResponse] | None:
+        assert self._channel is not None
         try:
-            return [pb.DraftResponse.FromString(message) for message in self._lane.receive()]
+            return [pb.DraftResponse.FromString(record.message) for record in self._channel.receive()]
         except ConnectionError:
             return None
 
@@ -311,15 +311,15 @@ class _Stream:
         if not self._way.is_direct:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, (step, features))
             return True
-        assert self._lane is not None
-        return self._lane.send(encode_step(step, features.finish(step.features)).data)
+        assert self._channel is not None
+        return self._channel.send(encode_step(step, features.finish(step.features)).data)
 
     def end(self) -> None:
         """Sends nothing more."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, None)
 
     def close(self) -> None:
-        """Lets go of the lane."""
-        if self._lane is not None:
-            self._inbox.unwatch(self._lane.fileno())
-            self._lane.close()
+        """Lets go of the rings."""
+        if self._channel is not None:
+            self._inbox.unwatch(self._channel.fileno())
+            self._channel.close()

@@ -60,7 +60,7 @@ class _Receiver(draft_pb2_grpc.DraftingServicer):
             shared = await asyncio.to_thread(meet, hello.rendezvous, list(hello.carriers), size, self._device)
         loader = _Loader(self._device, shared, hello.features.width)
         await context.write(
-            pb.DraftResponse(hello=pb.DrafterHello(carrier=loader.receiver.carrier, direct=shared.lane is not None))
+            pb.DraftResponse(hello=pb.DrafterHello(carrier=loader.receiver.carrier, direct=shared.channel is not None))
         )
         thread = threading.Thread(target=loader.run)
         thread.start()
@@ -84,7 +84,7 @@ async def _read(context: Context, loader: _Loader) -> None:
 
 
 class _Loader:
-    """Loads the features of steps in a thread of its own, which the lane wakes, as a drafter's engine does.
+    """Loads the features of steps in a thread of its own, which the channel wakes, as a drafter's engine does.
 
     Attributes
     ----------
@@ -100,15 +100,15 @@ class _Loader:
         self.answers: asyncio.Queue[pb.DraftResponse | str | None] = asyncio.Queue()
         self.arrivals: list[float] = []
         self._device = device
-        self._lane = shared.lane
+        self._channel = shared.channel
         self._expected = pattern(num_elements).to(device)
         self._loop = asyncio.get_running_loop()
 
     def run(self) -> None:
         """Until the stream ends or something arrives that was not sent."""
         make_current(self._device)
-        if self._lane is not None:
-            self.inbox.watch(self._lane.fileno(), self._read_lane)
+        if self._channel is not None:
+            self.inbox.watch(self._channel.fileno(), self._read_channel)
         wrong = None
         while wrong is None and (message := self.inbox.get()) is not None:
             try:
@@ -116,14 +116,14 @@ class _Loader:
             except Exception as error:
                 wrong = f"{type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self.answers.put_nowait, wrong)
-        if self._lane is not None:
-            self.inbox.unwatch(self._lane.fileno())
-            self._lane.close()
+        if self._channel is not None:
+            self.inbox.unwatch(self._channel.fileno())
+            self._channel.close()
 
-    def _read_lane(self) -> list[bytes] | None:
-        assert self._lane is not None
+    def _read_channel(self) -> list[bytes] | None:
+        assert self._channel is not None
         try:
-            return self._lane.receive()
+            return [record.message for record in self._channel.receive()]
         except ConnectionError:
             return None
 
@@ -142,6 +142,6 @@ class _Loader:
         answer = pb.DraftResponse(drafts=pb.Drafts(step_id=step_id, features_read=self.receiver.generation_read))
         if not isinstance(message, bytes):
             self._loop.call_soon_threadsafe(self.answers.put_nowait, answer)
-        elif self._lane is None or not self._lane.send(answer.SerializeToString()):
-            return f"step {step_id}: its answer does not go over the lane"
+        elif self._channel is None or not self._channel.send(answer.SerializeToString()):
+            return f"step {step_id}: its answer does not go through the ring"
         return None

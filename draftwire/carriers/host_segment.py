@@ -7,19 +7,17 @@ import fcntl
 import logging
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Sequence
 
 import torch
 
-from draftwire.carriers.segment import ALIGNMENT, Segment, SegmentError
+from draftwire.carriers.segment import Segment, SegmentError
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_STAMP = struct.Struct("<QQ")  # generation and size of a span, in the bytes before it
 _HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context of the process
 
 
@@ -92,14 +90,6 @@ class HostSegment(Segment):
             return
         finalizer = weakref.finalize(self, _unpin, self.mapping, address, device)
         finalizer.atexit = False
-
-    def stamp(self, offset: int, generation: int, num_bytes: int) -> None:
-        """See `Segment.stamp`."""
-        _STAMP.pack_into(self.mapping, offset - ALIGNMENT, generation, num_bytes)
-
-    def is_stamped(self, offset: int, generation: int, num_bytes: int) -> bool:
-        """See `Segment.is_stamped`."""
-        return _STAMP.unpack_from(self.mapping, offset - ALIGNMENT) == (generation, num_bytes)
 
 
 def _unpin(_mapping: mmap.mmap, address: int, device: torch.device) -> None:

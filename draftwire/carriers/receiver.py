@@ -107,27 +107,15 @@ class TensorReceiver:
         """Stands for a tensor that a message need not have."""
         return Incoming(torch.empty(shape, dtype=dtype), self._device)
 
-    def look(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Elements in the segment that no message has named yet: nothing says that they are there, or stay.
-
-        Raises
-        ------
-        InvalidArgumentError
-            When they would not lie in the segment.
-        """
-        if self._segment is None:
-            raise InvalidArgumentError("offset", offset, "no shared memory was agreed on")
-        check_span("offset", offset, math.prod(shape) * dtype.itemsize, self._segment.size)
-        return self._segment.tensor(offset, dtype, shape)
-
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:
         """The tensor of a message; parameters and errors are those of `draftwire.tensors.decode_tensor`."""
         if message.WhichOneof("storage") != "span":
             return Incoming(decode_tensor(message, name, dtype, shape), self._device)
         given = check_tensor(message, name, dtype, shape)
-        return self._claim_span(message.span, f"{name}.span", dtype, given)
+        return self.claim_span(message.span, f"{name}.span", dtype, given)
 
-    def _claim_span(self, span: pb.SharedSpan, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
+    def claim_span(self, span: pb.SharedSpan, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
+        """The tensor of a span, which the sender's device may still write; errors as for `claim`."""
         if self._segment is None:
             raise InvalidArgumentError(name, span.offset, "no shared memory was agreed on")
         segment, size = self._segment, math.prod(shape) * dtype.itemsize
@@ -141,8 +129,6 @@ class TensorReceiver:
             for other_begin, other_end, _ in self._unread:
                 if begin < other_end and other_begin < end:
                     raise InvalidArgumentError(f"{name}.offset", begin, "lies in a span that has not been read yet")
-            if not segment.is_stamped(begin, span.generation, size):
-                raise InvalidArgumentError(f"{name}.generation", span.generation, "is not what stands in the memory")
             incoming = Incoming(segment.tensor(begin, dtype, shape), self._device, segment)
             self._last_generation += 1
             self._unread.append((begin, end, incoming))

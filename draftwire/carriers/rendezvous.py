@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from draftwire.carriers.lane import Lane
+from draftwire.carriers.channel import Channel, drafter_channel, verifier_channel
+from draftwire.carriers.ring import ring_bytes
 from draftwire.carriers.segment import NONCE_BYTES, Segment, SegmentError
 from draftwire.carriers.segment_kinds import attach_segment, create_segment
 from draftwire.devices import make_current
@@ -36,7 +37,7 @@ _SOCKET_NAME = re.compile(r"draftwire-[0-9a-f]{32}")
 _TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FILES = 2  # of a segment
-_BOARD_CARRIERS = (pb.CARRIER_SHM,)
+_RING_CARRIERS = (pb.CARRIER_SHM,)
 _CPU = torch.device("cpu")
 # A socket's path has at most 107 bytes, of which its name takes 43.
 _MAX_DIRECTORY_BYTES = 64
@@ -48,8 +49,7 @@ class SharedSegments:
 
     outgoing: Segment | None = None
     incoming: Segment | None = None
-    lane: Lane | None = None
-    board: Segment | None = None
+    channel: Channel | None = None
 
 
 def check_rendezvous_dir(directory: Path | None) -> None:
@@ -117,9 +117,11 @@ class Rendezvous:
                         continue
                     outgoing = _attach(connection, carriers, device)
                     incoming = _offer(connection, logits_carriers, logits_bytes, device)
-                    board = _attach(connection, _BOARD_CARRIERS, device)
-                    stack.pop_all()
-                    return SharedSegments(outgoing, incoming, Lane(connection), board)
+                    rings = _attach(connection, _RING_CARRIERS, device)
+                    channel = None if rings is None else verifier_channel(connection, rings, device)
+                    if channel is not None:
+                        stack.pop_all()
+                    return SharedSegments(outgoing, incoming, channel)
                 except (OSError, DecodeError, SegmentError) as error:
                     logger.warning("nothing is shared with the drafter: %s", str(error) or type(error).__name__)
         return SharedSegments()
@@ -152,7 +154,7 @@ def meet(
     features_bytes: int,
     device: torch.device,
     directory: Path | None = None,
-    num_board_bytes: int = 0,
+    num_ring_bytes: int = ring_bytes(1, 1),
 ) -> SharedSegments:
     """The drafter's side; nothing is shared when the verifier is not to be found on this host.
 
@@ -166,8 +168,8 @@ def meet(
         Size of the segment for features.
     directory
         Where the verifier's socket is a file; of its path the verifier tells the name alone.
-    num_board_bytes
-        Size of the board; 0 for none, as where features come in messages.
+    num_ring_bytes
+        Size of the rings; 0 for none, so that all messages go over the stream.
     """
     if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
         return SharedSegments()
@@ -184,9 +186,11 @@ def meet(
             connection.send(rendezvous.token)
             incoming = _offer(connection, carriers, features_bytes, device)
             outgoing = _attach(connection, carriers, device)
-            board = _offer(connection, _BOARD_CARRIERS, num_board_bytes if incoming is not None else 0, device)
-            stack.pop_all()
-            return SharedSegments(outgoing, incoming, Lane(connection), board)
+            rings = _offer(connection, _RING_CARRIERS, num_ring_bytes, device)
+            channel = None if rings is None else drafter_channel(connection, rings, device)
+            if channel is not None:
+                stack.pop_all()
+            return SharedSegments(outgoing, incoming, channel)
         except (OSError, DecodeError, SegmentError) as error:
             logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
             return SharedSegments()

@@ -134,11 +134,3 @@ class Segment(ABC):
                 torch.cuda.current_stream(self.memory.device).synchronize()
         except RuntimeError as error:
             raise SegmentError(f"the memory cannot be written: {error}") from error
-
-    @abstractmethod
-    def stamp(self, offset: int, generation: int, num_bytes: int) -> None:
-        """Marks a span that is complete."""
-
-    @abstractmethod
-    def is_stamped(self, offset: int, generation: int, num_bytes: int) -> bool:
-        """Whether the span has that mark, so that it is not an older or an unfinished one."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwire.carriers.ring import Ring, Span
 from draftwire.carriers.segment import Segment
+from draftwire.carriers.span_room import Span, SpanRoom
 from draftwire.errors import InvalidArgumentError
 from draftwire.tensors import WIRE_DTYPES, tensor_view
 from draftwire.v1 import draft_pb2 as pb
@@ -28,7 +28,7 @@ class Outgoing:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, device: torch.device, shared: tuple[Segment, Ring, Span] | None = None
+        self, tensor: torch.Tensor, device: torch.device, shared: tuple[Segment, SpanRoom, Span] | None = None
     ) -> None:
         """`shared` is where the tensor is, when it is in shared memory."""
         self.tensor = tensor
@@ -55,10 +55,27 @@ class Outgoing:
     def give_up(self) -> None:
         """Gives the room back; waits for the writes."""
         if self._shared is not None:
-            if self._event is not None:
-                self._event.synchronize()
-            _, ring, span = self._shared
-            ring.give_up(span)
+            self.wait()
+            _, room, span = self._shared
+            room.give_up(span)
+
+    def announce(self, span: pb.SharedSpan) -> None:
+        """Fills in the span of a tensor in shared memory that is still to be written. It is then the receiver that
+        gives the room back: neither `finish` nor `give_up` is called."""
+        assert self._shared is not None
+        _, room, own = self._shared
+        span.generation, span.offset = room.number(own), own.offset
+
+    def take_back(self) -> None:
+        """Undoes `announce`: its message has not been sent, and no tensor was numbered since."""
+        assert self._shared is not None
+        _, room, span = self._shared
+        room.unnumber(span)
+
+    def wait(self) -> None:
+        """Waits for the writes."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def finish(self, message: pb.Tensor) -> memoryview | None:
         """Waits for the writes, which the GPU has done by then as a rule, and fills in the message.
@@ -71,17 +88,14 @@ class Outgoing:
         The elements where they are still to be put into `message.data`, see `encoding`; None where they are in shared
         memory.
         """
-        if self._event is not None:
-            self._event.synchronize()
+        self.wait()
         message.dtype = WIRE_DTYPES[self.tensor.dtype]
         message.shape.extend(self.tensor.shape)
         if self._shared is None:
             message.data = b""
             return tensor_view(self.tensor)
-        segment, ring, span = self._shared
-        generation = ring.number(span)
-        segment.stamp(span.offset, generation, self.tensor.nbytes)
-        message.span.generation, message.span.offset = generation, span.offset
+        _, room, span = self._shared
+        message.span.generation, message.span.offset = room.number(span), span.offset
         return None
 
 
@@ -95,7 +109,7 @@ class TensorSender:
         """`device` is where the tensors are computed."""
         self._device = device
         self._segment = segment
-        self._ring = Ring(0 if segment is None else segment.size)
+        self._room = SpanRoom(0 if segment is None else segment.size)
 
     @property
     def carrier(self) -> pb.Carrier:
@@ -105,11 +119,11 @@ class TensorSender:
     def begin(self, dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
         """Room for a tensor that goes into a message; never waits."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        span = self._ring.allocate(num_bytes) if self._segment is not None and num_bytes else None
+        span = self._room.allocate(num_bytes) if self._segment is not None and num_bytes else None
         if self._segment is None or span is None:
             pinned = self._device.type == "cuda" and num_bytes > 0
             return Outgoing(torch.empty(*shape, dtype=dtype, pin_memory=pinned), self._device)
-        shared = self._segment, self._ring, span
+        shared = self._segment, self._room, span
         return Outgoing(self._segment.tensor(span.offset, dtype, shape), self._device, shared)
 
     def release(self, generation: int, name: str) -> None:
@@ -122,4 +136,4 @@ class TensorSender:
         """
         if self._segment is None and generation:
             raise InvalidArgumentError(name, generation, "no tensor was sent in shared memory")
-        self._ring.release(generation, name)
+        self._room.release(generation, name)

@@ -92,24 +92,28 @@ class SegmentVerdict(_message.Message):
     def __init__(self, shared: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("hello", "step", "upcoming")
+    __slots__ = ("hello", "step", "announce", "commit")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    UPCOMING_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     hello: VerifierHello
     step: DraftStep
-    upcoming: UpcomingStep
-    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ..., upcoming: _Optional[_Union[UpcomingStep, _Mapping]] = ...) -> None: ...
+    announce: Announce
+    commit: Commit
+    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("hello", "drafts", "draining")
+    __slots__ = ("hello", "drafts", "draining", "early")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     hello: DrafterHello
     drafts: Drafts
     draining: Draining
-    def __init__(self, hello: _Optional[_Union[DrafterHello, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    early: EarlyDrafts
+    def __init__(self, hello: _Optional[_Union[DrafterHello, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., early: _Optional[_Union[EarlyDrafts, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("timeout_s",)
@@ -210,7 +214,7 @@ class DrafterHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., info: _Optional[_Union[GetDrafterInfoResponse, _Mapping]] = ..., draft_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., logits_carrier: _Optional[_Union[Carrier, str]] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class DraftStep(_message.Message):
-    __slots__ = ("step_id", "opened", "closed_ids", "sequence_ids", "first_rows", "num_rows", "num_drafts", "tokens", "features", "logits_read")
+    __slots__ = ("step_id", "opened", "closed_ids", "sequence_ids", "first_rows", "num_rows", "num_drafts", "tokens", "features", "logits_read", "replaces")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +225,7 @@ class DraftStep(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     LOGITS_READ_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     opened: OpenSequences
     closed_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -231,23 +236,40 @@ class DraftStep(_message.Message):
     tokens: Tensor
     features: Tensor
     logits_read: int
-    def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ..., logits_read: _Optional[int] = ...) -> None: ...
+    replaces: int
+    def __init__(self, step_id: _Optional[int] = ..., opened: _Optional[_Union[OpenSequences, _Mapping]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., features: _Optional[_Union[Tensor, _Mapping]] = ..., logits_read: _Optional[int] = ..., replaces: _Optional[int] = ...) -> None: ...
 
-class UpcomingStep(_message.Message):
-    __slots__ = ("sequence_ids", "first_rows", "num_drafts", "drawn", "columns", "features_offset")
+class Announce(_message.Message):
+    __slots__ = ("announced_id", "sequence_ids", "first_rows", "num_drafts", "columns", "num_rows", "features")
+    ANNOUNCED_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    DRAWN_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    announced_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     first_rows: _containers.RepeatedScalarFieldContainer[int]
-    num_drafts: _containers.RepeatedScalarFieldContainer[int]
-    drawn: SharedSpan
+    num_drafts: int
     columns: int
-    features_offset: int
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., drawn: _Optional[_Union[SharedSpan, _Mapping]] = ..., columns: _Optional[int] = ..., features_offset: _Optional[int] = ...) -> None: ...
+    num_rows: int
+    features: SharedSpan
+    def __init__(self, announced_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[int] = ..., columns: _Optional[int] = ..., num_rows: _Optional[int] = ..., features: _Optional[_Union[SharedSpan, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("step_id", "announced_id", "closed_ids", "num_drafts", "logits_read")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_READ_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    announced_id: int
+    closed_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    logits_read: int
+    def __init__(self, step_id: _Optional[int] = ..., announced_id: _Optional[int] = ..., closed_ids: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., logits_read: _Optional[int] = ...) -> None: ...
 
 class OpenSequences(_message.Message):
     __slots__ = ("ids", "temperatures", "proposal_keys", "first_rows", "request_ids", "traceparents")
@@ -292,6 +314,12 @@ class Drafts(_message.Message):
     compute_time_s: float
     features_read: int
     def __init__(self, step_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., statuses: _Optional[_Iterable[_Union[SequenceStatus, str]]] = ..., committed_lengths: _Optional[_Iterable[int]] = ..., last_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., logits_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., compute_time_s: _Optional[float] = ..., features_read: _Optional[int] = ...) -> None: ...
+
+class EarlyDrafts(_message.Message):
+    __slots__ = ("announced_id",)
+    ANNOUNCED_ID_FIELD_NUMBER: _ClassVar[int]
+    announced_id: int
+    def __init__(self, announced_id: _Optional[int] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
     __slots__ = ("sessions", "sequences", "kv_cache_usage")

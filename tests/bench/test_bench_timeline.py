@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_AHEAD, WAYS_BY_BOARD
+from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY
 from benchmarks.timeline import NAMES, main, read, stretches, summaries, way, ways, without_drafts
 from benchmarks.watched import run_watched
 
@@ -25,7 +25,7 @@ def test_every_method_that_is_recorded_exists():
         for name in names:
             owner, method = name.split(".")
             assert callable(getattr(getattr(importlib.import_module(module), owner), method))
-    every = (WAY, WAY_WITHOUT_DRAFTS, [DRAFTED], *WAYS_AHEAD, *WAYS_BY_BOARD)
+    every = (WAY, WAY_WITHOUT_DRAFTS, [DRAFTED], *WAYS_EARLY, *WAYS_BOTH_EARLY)
     assert {mark.call for marks in every for mark in marks} <= set(NAMES)
 
 
@@ -50,7 +50,7 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lead", [0.0, 0.2e-3])
-@pytest.mark.parametrize("marks", [WAY, *WAYS_AHEAD, *WAYS_BY_BOARD])
+@pytest.mark.parametrize("marks", [WAY, *WAYS_EARLY, *WAYS_BOTH_EARLY])
 def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):
     """200 steps, 10 ms apart; the marks of each are half a millisecond apart, and may begin before its tokens."""
     starts = 100 + 0.01 * np.arange(200)
@@ -68,8 +68,8 @@ def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):
     ("calls", "expected"),
     [
         ((), (WAY,)),
-        (("DraftsAhead.begin", "Proposer.start"), WAYS_AHEAD),
-        (("DraftsAhead.begin", "Proposer.start", "Executor.take_early_drafts"), WAYS_BY_BOARD),
+        (("EarlyDrafts.begin", "Proposer.start"), WAYS_EARLY),
+        (("EarlyDrafts.begin", "Proposer.start", "Executor.take_early_drafts"), WAYS_BOTH_EARLY),
     ],
 )
 def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):

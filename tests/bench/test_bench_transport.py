@@ -37,9 +37,9 @@ def run(tmp_path_factory):
 def test_every_size_is_measured_by_every_way_that_carries_it(run):
     rows = run[1]["rows"]
     found = {(row["carrier"], row["message_by"], row["num_bytes"]) for row in rows if row["median_us"]}
-    ways = [("bytes", "gRPC"), ("bytes", "lane"), ("shm", "gRPC"), ("shm", "lane")]
+    ways = [("bytes", "gRPC"), ("bytes", "ring"), ("shm", "gRPC"), ("shm", "ring")]
     every = {(*way, size) for way in ways for size in (132, 8 * KIB, 256 * KIB)}
-    assert found == every - {("bytes", "lane", 256 * KIB)}
+    assert found == every - {("bytes", "ring", 256 * KIB)}
     for row in rows:
         if row["median_us"]:
             assert row["repeats"] == 10
@@ -51,8 +51,8 @@ def test_a_way_that_is_not_there_has_a_row_that_says_why(run):
     output, document = run
     missing = {(row["carrier"], row["message_by"]): row["missing"] for row in document["rows"] if row["missing"]}
     assert missing == {
-        ("bytes", "lane"): "a message of the lane has at most 131072 bytes",
-        ("cuda_ipc", "lane"): "does not take tensors of cpu",
+        ("bytes", "ring"): "a message of the ring has at most 131072 bytes",
+        ("cuda_ipc", "ring"): "does not take tensors of cpu",
     }
     assert "not available: does not take tensors of cpu" in output
 
@@ -110,7 +110,7 @@ def test_tensors_of_gpus_arrive_as_they_were_sent(devices):
     sender, receiver = map(torch.device, devices)
     rows = measure_transport(TransportOptions(sender, receiver, [8 * KIB, 1 << 20], 10))
     found = {(row.carrier, row.message_by, row.num_bytes) for row in rows if row.median_us}
-    assert {("bytes", "gRPC", 1 << 20), ("shm", "gRPC", 1 << 20), ("shm", "lane", 1 << 20)} <= found
+    assert {("bytes", "gRPC", 1 << 20), ("shm", "gRPC", 1 << 20), ("shm", "ring", 1 << 20)} <= found
     assert all(row.median_us or row.missing for row in rows)
     if "cpu" not in devices:
-        assert ("cuda_ipc", "lane", 1 << 20) in found
+        assert ("cuda_ipc", "ring", 1 << 20) in found

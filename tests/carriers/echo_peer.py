@@ -36,21 +36,22 @@ def take(receiver: TensorReceiver, message: pb.Tensor, device: torch.device) -> 
 def main() -> None:
     rendezvous, device = pb.Rendezvous.FromString(bytes.fromhex(sys.argv[1])), torch.device(sys.argv[2])
     shared = meet(rendezvous, ALL_CARRIERS, int(sys.argv[3]), device)
-    lane, receiver, sender = shared.lane, TensorReceiver(device, shared.incoming), TensorSender(device, shared.outgoing)
-    assert lane is not None
+    channel, receiver = shared.channel, TensorReceiver(device, shared.incoming)
+    sender = TensorSender(device, shared.outgoing)
+    assert channel is not None
     while True:
-        select.select([lane], [], [])
+        select.select([channel], [], [])
         try:
-            messages = lane.receive()
+            records = channel.receive()
         except ConnectionError:
             return
-        for message in messages:
-            step = pb.DraftStep.FromString(message)
+        for record in records:
+            step = pb.DraftStep.FromString(record.message)
             sender.release(step.logits_read, "logits_read")
             answer = pb.Drafts(step_id=step.step_id)
             send(sender, take(receiver, step.features, device) + 1, answer.logits)
             answer.features_read = receiver.generation_read
-            assert lane.send(answer.SerializeToString())
+            assert channel.send(answer.SerializeToString())
 
 
 if __name__ == "__main__":

@@ -137,9 +137,6 @@ def test_a_segment_is_one_memory_for_both_and_is_given_up_with_its_last_referenc
     assert made.size == attached.size == SIZE
     attached.write_nonce(bytes(range(32)))
     assert made.read_nonce() == bytes(range(32))
-    attached.stamp(128, 5, 64)
-    assert made.is_stamped(128, 5, 64)
-    assert not any((made.is_stamped(192, 5, 64), made.is_stamped(128, 6, 64), made.is_stamped(128, 5, 65)))
     assert (len(driver.handles), len(driver.mappings)) == (0, 2)
     del made, attached
     assert not open_files() - files
@@ -164,11 +161,9 @@ def null(_fds: list[int]) -> list[int]:
 
 
 UNSAFE: dict[str, tuple[Callable[[list[int]], list[int]], int, str]] = {
-    "no file": (lambda _: [], SIZE, "described by 2 files, not 0"),
-    "memory alone": (lambda fds: fds[:1], SIZE, "described by 2 files, not 1"),
-    "stamps for memory": (lambda fds: [fds[1], fds[1]], SIZE, "cuMemImportFromShareableHandle"),
-    "memory for stamps": (lambda fds: [fds[0], fds[0]], SIZE, "not sealed"),
-    "devices": (lambda fds: 2 * null(fds), SIZE, "cannot be mapped"),
+    "no file": (lambda _: [], SIZE, "described by 1 file, not 0"),
+    "two files": (lambda fds: 2 * fds, SIZE, "described by 1 file, not 2"),
+    "a device": (null, SIZE, "cuMemImportFromShareableHandle"),
     "smaller than said": (lambda fds: fds, GRANULARITY + 1, "cuMemMap"),
 }
 

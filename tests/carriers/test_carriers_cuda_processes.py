@@ -38,13 +38,13 @@ class Echo:
     """A verifier's part, with a drafter in another process that sends back what it is sent."""
 
     def __init__(self, device: torch.device, process: subprocess.Popen[bytes], shared: SharedSegments) -> None:
-        assert shared.lane is not None
+        assert shared.channel is not None
         self.process = process
         self.carriers = {one.carrier for one in (shared.outgoing, shared.incoming) if one is not None}
         self.sender = TensorSender(device, shared.outgoing)
         self._device = device
         self._receiver = TensorReceiver(device, shared.incoming)
-        self._lane = shared.lane
+        self._channel = shared.channel
         self._last_step = 0
 
     def exchange(self, num_elements: int) -> str:
@@ -53,9 +53,9 @@ class Echo:
         tensor = torch.arange(num_elements, dtype=DTYPE, device=self._device) * self._last_step
         step = pb.DraftStep(step_id=self._last_step, logits_read=self._receiver.generation_read)
         send(self.sender, tensor, step.features)
-        assert self._lane.send(step.SerializeToString())
-        assert select.select([self._lane], [], [], PATIENCE_S)[0], "no answer"
-        (message,) = self._lane.receive()
+        assert self._channel.send(step.SerializeToString())
+        assert select.select([self._channel], [], [], PATIENCE_S)[0], "no answer"
+        ((message, _, _),) = self._channel.receive()
         answer = pb.Drafts.FromString(message)
         self.sender.release(answer.features_read, "features_read")
         assert torch.equal(take(self._receiver, answer.logits, self._device), tensor + 1)
@@ -89,8 +89,8 @@ def echo(device: torch.device, peer: str, size: int = 4 * MIB, **environment: st
     finally:
         process.kill()
         process.wait()
-        if shared.lane is not None:
-            shared.lane.close()
+        if shared.channel is not None:
+            shared.channel.close()
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

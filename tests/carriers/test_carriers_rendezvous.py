@@ -74,10 +74,11 @@ def nothing_is_shared(*sides: SharedSegments) -> bool:
 def test_the_connection_stays_for_messages_whatever_is_shared(pool):
     for carriers in ((SHM, BYTES), (BYTES,)):
         verifier, drafter = both(pool, carriers)
-        assert verifier.lane.send(b"step")
-        assert drafter.lane.receive() == [b"step"]
-        assert drafter.lane.send(b"drafts")
-        assert verifier.lane.receive() == [b"drafts"]
+        for here, there in ((verifier.channel, drafter.channel), (drafter.channel, verifier.channel)):
+            assert here.send(b"step", torch.ones(1, 3, dtype=torch.int32))
+            (record,) = there.receive()
+            assert record.message == b"step"
+            assert record.body.read((1, 3)).tolist() == [[1, 1, 1]]
 
 
 def test_both_directions_are_shared(pool):

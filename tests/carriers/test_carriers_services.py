@@ -168,7 +168,7 @@ class Load:
 def test_a_killed_drafter_leaves_nothing(services):
     before = leftovers()
     with Load(services.auto.address) as load:
-        assert mappings(services.auto.pid) == mappings(services.drafter.pid) == 3  # both directions and the board
+        assert mappings(services.auto.pid) == mappings(services.drafter.pid) == 3  # both directions and the rings
         services.drafter.kill()
         wait_for(lambda: mappings(services.auto.pid) == 0, "the verifier has let go of the memory")
         done = load.num_done

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from random import Random
@@ -13,12 +11,12 @@ from typing import Any
 
 import grpc
 import numpy as np
+import torch
 from fuzz_carriers import CARRIERS, CPU
 from fuzz_noise import EDGES, hostile_message
 from fuzz_steps import LAYERS, WIDTH, hostile_features, set_hostile, tensor
 
-from draftwire.carriers import Lane, Segment, SharedSegments, meet, segment_bytes
-from draftwire.carriers.lane import MAX_MESSAGE_BYTES
+from draftwire.carriers import Body, Channel, Segment, SharedSegments, meet, segment_bytes
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.version import PROTOCOL_VERSION, VERSION
@@ -220,7 +218,7 @@ class FakeDrafter:
             info=describe(),
             carrier=_carrier(shared.incoming),
             logits_carrier=_carrier(shared.outgoing),
-            direct=shared.lane is not None,
+            direct=shared.channel is not None,
         )
         if self._hello is not None and not self._hello[1].done():
             rng, done = self._hello
@@ -238,7 +236,7 @@ class FakeDrafter:
                 yield pb.DraftResponse(hello=hello)
         else:
             yield pb.DraftResponse(hello=hello)
-        with _filled(inbox, requests, shared.lane):
+        with _filled(inbox, requests, shared.channel):
             features_read = 0
             while (step := await inbox.get()) is not None:
                 good = answer(self._rng, step, self._top_n)
@@ -246,13 +244,14 @@ class FakeDrafter:
                 wrong: list[pb.Drafts | bytes] | None = None
                 if self._steps and good.sequence_ids:
                     rng, done = self._steps.popleft()
-                    done.set_result("direct answer" if shared.lane else "answer")  # before the verifier can end it all
+                    # Before the verifier can end it all.
+                    done.set_result("direct answer" if shared.channel else "answer")
                     wrong = hostile_answers(rng, good, self._old)
-                    if shared.lane is not None and rng.random() < 0.1:
-                        _send_too_much(shared.lane)
+                    if shared.channel is not None and rng.random() < 0.2:
+                        _lie_in_the_ring(rng, shared.channel)
                 for one in [good] if wrong is None else wrong:
                     message = one if isinstance(one, bytes) else pb.DraftResponse(drafts=one).SerializeToString()
-                    if shared.lane is None or not shared.lane.send(message):
+                    if shared.channel is None or not shared.channel.send(message):
                         yield message
                 self._old.append(good)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone for a while")
@@ -266,9 +265,9 @@ class FakeDrafter:
 
 @contextlib.contextmanager
 def _filled(
-    inbox: asyncio.Queue[pb.DraftStep | None], requests: AsyncIterator[pb.DraftRequest], lane: Lane | None
+    inbox: asyncio.Queue[pb.DraftStep | None], requests: AsyncIterator[pb.DraftRequest], channel: Channel | None
 ) -> Iterator[None]:
-    """Fills the inbox with what comes over the stream and over the lane, which is closed in the end."""
+    """Fills the inbox with what comes over the stream and through the ring, which is closed in the end."""
     loop = asyncio.get_running_loop()
 
     async def read() -> None:
@@ -276,29 +275,65 @@ def _filled(
             inbox.put_nowait(request.step)
         inbox.put_nowait(None)
 
-    def read_lane() -> None:
+    announced: dict[int, tuple[pb.Announce, Body]] = {}
+
+    def read_channel() -> None:
+        assert channel is not None
         try:
-            for message in lane.receive():
-                inbox.put_nowait(pb.DraftRequest.FromString(message).step)
+            for record in channel.receive():
+                request = pb.DraftRequest.FromString(record.message)
+                if record.body is not None:
+                    announced[request.announce.announced_id] = request.announce, record.body
+                elif request.WhichOneof("message") == "commit":
+                    inbox.put_nowait(_committed(request.commit, *announced.pop(request.commit.announced_id)))
+                else:
+                    inbox.put_nowait(request.step)
         except ConnectionError:
-            loop.remove_reader(lane)
+            loop.remove_reader(channel)
 
     reading = asyncio.ensure_future(read())
-    if lane is not None:
-        loop.add_reader(lane, read_lane)
+    if channel is not None:
+        loop.add_reader(channel, read_channel)
     try:
         yield
     finally:
         reading.cancel()
-        if lane is not None:
-            loop.remove_reader(lane)
-            lane.close()
+        if channel is not None:
+            loop.remove_reader(channel)
+            channel.close()
 
 
-def _send_too_much(lane: Lane) -> None:
-    """A message that is larger than the lane's messages may be."""
-    with socket.socket(fileno=os.dup(lane.fileno())) as raw, contextlib.suppress(OSError):
-        raw.send(bytes(MAX_MESSAGE_BYTES + 1))
+def _committed(commit: pb.Commit, announce: pb.Announce, body: Body) -> pb.DraftStep:
+    """The step that a commit stands for."""
+    numbers = body.read((len(announce.sequence_ids), announce.columns))
+    body.release()
+    left = [place for place, one in enumerate(announce.sequence_ids) if one not in commit.closed_ids]
+    step = pb.DraftStep(
+        step_id=commit.step_id,
+        closed_ids=commit.closed_ids,
+        sequence_ids=[announce.sequence_ids[place] for place in left],
+        first_rows=[announce.first_rows[place] for place in left],
+        num_rows=[int(numbers[place, 0]) for place in left],
+        num_drafts=commit.num_drafts,
+    )
+    tokens = [numbers[place, 1 : 1 + numbers[place, 0]] for place in left]
+    step.tokens.CopyFrom(tensor(np.concatenate([np.empty(0, np.int32), *tokens])))
+    step.features.span.CopyFrom(announce.features)
+    return step
+
+
+def _lie_in_the_ring(rng: Random, channel: Channel) -> None:
+    """A record that no writer writes, or early drafts of any step."""
+    if rng.random() < 0.5:
+        early = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=rng.choice((0, 1, 2, 3, 10**6, 2**64 - 1))))
+        numbers = torch.randint(-2, 2 * VOCAB_SIZE, (rng.choice((1, 2, 7)), rng.choice((1, 4))), dtype=torch.int32)
+        channel.send(early.SerializeToString(), numbers if rng.random() < 0.8 else None)
+        return
+    rings = channel._writer._segment.memory
+    at = rng.randrange(len(rings) // 2, len(rings) - 64)
+    if rng.random() < 0.5:
+        at = len(rings) // 2 + rng.randrange(-64, 512)
+    rings[at : at + 8] = torch.frombuffer(bytearray(rng.randbytes(8)), dtype=torch.uint8)
 
 
 def _carrier(segment: Segment | None) -> pb.Carrier:

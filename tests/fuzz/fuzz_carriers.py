@@ -1,5 +1,5 @@
-"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, about spans, and about what
-it foretells."""
+"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, about spans, in the rings,
+and about the steps that it announces and commits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from random import Random
 
 import torch
 from fuzz_noise import EDGES, mutated
-from fuzz_steps import WIDTH
+from fuzz_steps import WIDTH, set_hostile
 
-from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, VerifierBoard, segment_bytes
+from draftwire.carriers import Channel, Rendezvous, SharedSegments, TensorSender, segment_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -114,45 +114,98 @@ class LyingRendezvous:
         self._socket.close()
 
 
-def lie_about_span(rng: Random, features: pb.Tensor) -> None:
+def lie_about(rng: Random, span: pb.SharedSpan) -> None:
     """Changes where a tensor in shared memory is said to be."""
-    span = features.span
-    kind = rng.randrange(4)
+    kind = rng.randrange(3)
     if kind == 0:
         span.offset = rng.choice((*EDGES, span.offset + 1, span.offset + 64, span.offset - 64, 128))
     elif kind == 1:
         span.generation = rng.choice((*EDGES, span.generation - 1, span.generation + 1))
-    elif kind == 2:
+    else:
         span.offset, span.generation = rng.choice(EDGES), rng.choice(EDGES)
+
+
+def lie_about_span(rng: Random, features: pb.Tensor) -> None:
+    """Changes where a tensor in shared memory is said to be, or its size."""
+    if rng.randrange(4):
+        lie_about(rng, features.span)
     else:
         features.shape[:] = [features.shape[0], WIDTH * rng.choice((2, 1000, 2**20))]
 
 
-def foretold(rng: Random, board: VerifierBoard, step: pb.DraftStep) -> bytes:
-    """A message that foretells a step, truly or not; what it says is on the board may be anything."""
-    tokens = torch.frombuffer(bytearray(step.tokens.data or b"\0\0\0\0"), dtype=torch.int32).tolist()
-    columns = 1 + max(step.num_rows, default=1)
-    numbers = torch.full((max(len(step.num_rows), 1), columns), -1, dtype=torch.int32)
+class Announcer:
+    """Announces and commits steps of one stream, truly or not."""
+
+    def __init__(self, rng: Random, channel: Channel, sender: TensorSender) -> None:
+        self._rng = rng
+        self._channel = channel
+        self._sender = sender
+        self._last_id = 0
+
+    def announce(self, step: pb.DraftStep) -> bool:
+        """Announces a step whose features are in its message; whether it did so truly."""
+        rng, numbers = self._rng, _numbers(step)
+        features = self._sender.begin(torch.float32, tuple(step.features.shape))
+        if features.carrier != pb.CARRIER_SHM:
+            return False
+        data = torch.frombuffer(bytearray(step.features.data), dtype=torch.float32)
+        features.tensor.copy_(data.view_as(features.tensor))
+        self._last_id += 1
+        announce = pb.Announce(
+            announced_id=self._last_id,
+            sequence_ids=step.sequence_ids,
+            first_rows=step.first_rows,
+            num_drafts=max(*step.num_drafts, 1),
+            columns=numbers.shape[1],
+            num_rows=len(features.tensor),
+        )
+        features.announce(announce.features)
+        kind = rng.randrange(12)
+        if kind == 0:  # tokens or counts that there are not
+            place = rng.randrange(len(numbers)), rng.randrange(numbers.shape[1])
+            numbers[place] = rng.choice((-1, 0, 2**31 - 1, 10**6))
+        elif kind == 1:
+            set_hostile(rng, announce)
+        elif kind == 2:
+            lie_about(rng, announce.features)
+        elif kind == 3:  # that are not open
+            announce.sequence_ids[0] = rng.choice((0, 999, 2**63, *EDGES)) & (2**64 - 1)
+        elif kind == 4:
+            numbers = numbers[: rng.randrange(len(numbers) + 1)]
+        message = pb.DraftRequest(announce=announce).SerializeToString()
+        if kind == 5:
+            message = mutated(rng, message) or b"\0"
+        is_sent = self._channel.send(message, numbers if len(numbers) else None)
+        return is_sent and kind > 5
+
+    def commit(self, step: pb.DraftStep) -> tuple[pb.Commit, bool]:
+        """A commit of the step announced last, and whether it is true if that is."""
+        rng = self._rng
+        commit = pb.Commit(step_id=step.step_id, announced_id=self._last_id, num_drafts=step.num_drafts)
+        kind = rng.randrange(12)
+        if kind == 0:  # unknown, or committed before
+            commit.announced_id = rng.choice((0, max(self._last_id - 1, 0), self._last_id + 1, 2**64 - 1))
+        elif kind == 1:
+            commit.closed_ids.extend([*step.sequence_ids[:1], rng.choice((0, 2**64 - 1))])
+        elif kind == 2:
+            set_hostile(rng, commit)
+        return commit, kind > 2
+
+    @property
+    def last_id(self) -> int:
+        """Id of the step announced last."""
+        return self._last_id
+
+
+def _numbers(step: pb.DraftStep) -> torch.Tensor:
+    """What a verifier's device writes of a step: rows and tokens of each sequence."""
+    tokens = torch.frombuffer(bytearray(step.tokens.data), dtype=torch.int32).tolist()
+    numbers = torch.full((len(step.num_rows), 1 + max(step.num_rows)), -1, dtype=torch.int32)
     begin = 0
-    for row, count in zip(numbers, step.num_rows, strict=False):
-        own = tokens[begin : begin + count]
-        row[: 1 + len(own)] = torch.tensor([count, *own])
+    for row, count in zip(numbers, step.num_rows, strict=True):
+        row[: 1 + count] = torch.tensor([count, *tokens[begin : begin + count]])
         begin += count
-    if rng.random() < 0.3:
-        numbers[rng.randrange(len(numbers)), rng.randrange(columns)] = rng.choice((-1, 0, 2**31 - 1, 5, 10**6))
-    span = board.post(numbers)
-    upcoming = pb.UpcomingStep(
-        sequence_ids=step.sequence_ids,
-        first_rows=step.first_rows,
-        num_drafts=[max(count, 1) for count in step.num_drafts],
-        drawn=span,
-        columns=columns,
-        features_offset=rng.choice((step.features.span.offset,) * 4 + (0, 64, 130, *EDGES)),
-    )
-    if rng.random() < 0.2:
-        upcoming.drawn.offset = rng.choice((*EDGES, 128, 130))
-    message = pb.DraftRequest(upcoming=upcoming).SerializeToString()
-    return mutated(rng, message) or b"\0" if rng.random() < 0.2 else message
+    return numbers
 
 
 def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
@@ -161,6 +214,11 @@ def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
         memory = shared.outgoing.memory
         at = rng.randrange(len(memory) - 4096)
         memory[at : at + 4096] = torch.frombuffer(bytearray(rng.randbytes(4096)), dtype=torch.uint8)
+    if shared.channel is not None and rng.random() < 0.5:
+        rings = shared.channel._writer._segment.memory
+        at = rng.randrange(64, len(rings) // 2 if rng.random() < 0.5 else 4096)
+        size = rng.choice((1, 4, 8, 64, 1000))
+        rings[at : at + size] = torch.frombuffer(bytearray(rng.randbytes(size)), dtype=torch.uint8)
     sender.begin(torch.float32, (rng.choice((1, 1000)), WIDTH)).finish(pb.Tensor())
 
 

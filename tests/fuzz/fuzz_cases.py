@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import torch
-from fuzz_carriers import CARRIERS, CPU, LyingRendezvous, foretold, lie_about_span, scribble, share
+from fuzz_carriers import CARRIERS, CPU, Announcer, LyingRendezvous, lie_about_span, scribble, share
 from fuzz_noise import hostile_connection, hostile_message, hostile_scrape
 from fuzz_requests import hostile_request
 from fuzz_requests import seeds as request_seeds
@@ -22,7 +22,7 @@ from fuzz_theft import steal
 from fuzz_world import OWNERS, PATIENCE_S, World
 from outgoing import finish
 
-from draftwire.carriers import Lane, Rendezvous, TensorSender, VerifierBoard
+from draftwire.carriers import Channel, Rendezvous, SharedSegments, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 
@@ -233,51 +233,90 @@ async def sharing(world: World, rng: Random) -> Outcomes:
         call, answer = await _open(world, first)
     shared = await settled
     sender = TensorSender(CPU, shared.outgoing)
-    board = None if shared.board is None else VerifierBoard(shared.board, CPU)
+    channel = shared.channel
+    announcer = None if channel is None else Announcer(rng, channel, sender)
     writer, ledger = Writer(rng), Ledger()
     outcomes: Outcomes = Counter()
     for _ in range(4):
-        step = writer.step()
-        if step.HasField("features"):
-            data = step.features.data
-            outgoing = sender.begin(torch.float32, tuple(step.features.shape))
-            outgoing.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view_as(outgoing.tensor))
-            step.features.Clear()
-            finish(outgoing, step.features)
-            if rng.random() < 0.5:
-                lie_about_span(rng, step.features)
-            if rng.random() < 0.3:
-                scribble(rng, sender, shared)
-        if board is not None and shared.lane is not None and rng.random() < 0.6:
-            for _ in range(rng.choice((1, 1, 1, 2, 5))):
-                shared.lane.send(foretold(rng, board, step))
-        data = pb.DraftRequest(step=step).SerializeToString()
-        if shared.lane is None:
+        commits = announcer is not None and bool(writer.rows) and rng.random() < 0.5
+        step = writer.step(new=0 if commits else 1)
+        if channel is None or announcer is None:
+            _share_features(rng, step, sender, shared)
             answer = await _say(call, pb.DraftRequest(step=step), ledger)
+        elif commits and step.sequence_ids:
+            answer = await _announce(call, rng, channel, announcer, step, ledger)
         else:
+            if step.sequence_ids and rng.random() < 0.4:
+                for _ in range(rng.choice((1, 1, 1, 2, 5))):
+                    announcer.announce(step)
+                step.replaces = rng.choice((0, announcer.last_id, announcer.last_id, 1, 2**64 - 1))
+            _share_features(rng, step, sender, shared)
+            data = pb.DraftRequest(step=step).SerializeToString()
             one = (hostile_message(rng, [data]) or b"\0") if rng.random() < 0.2 else data
-            answer = await _say_directly(call, shared.lane, one, ledger)
+            answer = await _say_directly(call, channel, one, ledger, pb.DraftRequest.FromString(one).step)
         if answer is None:
+            if not call.done():
+                outcomes["unread"] += 1
+                break
             outcomes[judged(await call.code(), await call.details())] += 1
             break
         outcomes["accepted"] += 1
-    if shared.lane is not None:
-        shared.lane.close()
+    if channel is not None:
+        channel.close()
     call.cancel()
     return outcomes
 
 
-async def _say_directly(call: Any, lane: Lane, one: bytes, ledger: Ledger) -> pb.DraftResponse | None:
-    """As `_say`, from engine to engine; what ends the stream is told by the call."""
-    if not lane.send(one):
+def _share_features(rng: Random, step: pb.DraftStep, sender: TensorSender, shared: SharedSegments) -> None:
+    """Puts a step's features into shared memory, and lies about some of them."""
+    if not step.HasField("features"):
+        return
+    data = step.features.data
+    outgoing = sender.begin(torch.float32, tuple(step.features.shape))
+    outgoing.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view_as(outgoing.tensor))
+    step.features.Clear()
+    finish(outgoing, step.features)
+    if rng.random() < 0.5:
+        lie_about_span(rng, step.features)
+    if rng.random() < 0.3:
+        scribble(rng, sender, shared)
+
+
+async def _announce(
+    call: Any, rng: Random, channel: Channel, announcer: Announcer, step: pb.DraftStep, ledger: Ledger
+) -> pb.DraftResponse | None:
+    """Announces a step and commits it; what is answered to a commit that lies is not judged, and ends the case."""
+    is_true = announcer.announce(step)
+    await asyncio.sleep(rng.choice((0, 0.01)))
+    commit, is_right = announcer.commit(step)
+    data = pb.DraftRequest(commit=commit).SerializeToString()
+    answer = await _say_directly(call, channel, data, ledger, step if is_true and is_right else None)
+    if not (is_true and is_right):
+        call.cancel()
+        await asyncio.sleep(0)
+    return answer
+
+
+async def _say_directly(
+    call: Any, channel: Channel, one: bytes, ledger: Ledger, step: pb.DraftStep | None
+) -> pb.DraftResponse | None:
+    """As `_say`, from engine to engine; what ends the stream is told by the call. A message that was written over
+    before it was read is never answered."""
+    if not channel.send(one):
         return None
-    while not call.done():
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S / 4
+    while not call.done() and asyncio.get_running_loop().time() < deadline:
         try:
-            answers = [pb.DraftResponse.FromString(answer) for answer in lane.receive()]
+            records = channel.receive()
         except ConnectionError:
             return None
-        for answer in answers:
-            ledger.judge(pb.DraftRequest.FromString(one).step, answer.drafts)
+        for record in records:
+            answer = pb.DraftResponse.FromString(record.message)
+            if record.body is not None:
+                record.body.release()
+                continue
+            if step is not None:
+                ledger.judge(step, answer.drafts)
             return answer
         await asyncio.sleep(0.005)
     return None

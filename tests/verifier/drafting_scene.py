@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from outgoing import finish
@@ -13,11 +14,19 @@ from draftwire.block_pool import BlockPool, blocks_for
 from draftwire.carriers import Outgoing, TensorReceiver, TensorSender
 from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
 from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
-from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.tensors import decode_tensor, encode_ids, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import drafting, step_gate, step_sender
 from verifier_service.core.batch import ForwardOutput
-from verifier_service.draft_stream import Answered, Connected, Disconnected, HeadInfo, Stream
+from verifier_service.draft_stream import (
+    AnnouncedStep,
+    Answered,
+    Connected,
+    Disconnected,
+    HeadInfo,
+    StepMessage,
+    Stream,
+)
 from verifier_service.drafting import Drafting
 from verifier_service.features import FeatureKind, FeatureStore
 from verifier_service.request import NoiseKeys, Request
@@ -73,16 +82,18 @@ def make_request(
 
 
 class RecordedStream(Stream):
-    """A stream of which nothing comes back by itself; `on_send` may answer."""
+    """A stream of which nothing comes back by itself; `on_send` may answer. A commit is noted as the step that it is.
+    """
 
     def __init__(
         self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None, *, on_trial: bool = False
     ) -> None:
         self.address = "drafter:1"
-        self.lane = None
-        self.board = None
         self.head = head
         self.steps: list[pb.DraftStep] = []
+        self.is_local = False  # steps are announced
+        self.early_drafts: np.ndarray | None = None
+        self._announced: dict[int, tuple[pb.Announce, list[list[int]]]] = {}
         self.failure: str | None = None
         self.is_expelled = False
         self.has_ended = False
@@ -92,11 +103,45 @@ class RecordedStream(Stream):
         self.sender = TensorSender(CPU)
         self.receiver = TensorReceiver(CPU)
 
-    def send(self, step: pb.DraftStep, features: Outgoing | None = None) -> None:
-        if features is not None:
+    def send(self, step: StepMessage, features: Outgoing | None = None) -> None:
+        if isinstance(step, pb.Commit):
+            step = self._step_of(step)
+        elif features is not None:
             finish(features, step.features)
         self.steps.append(step)
         self.on_send(step)
+
+    @property
+    def may_announce(self) -> bool:
+        return self.is_local
+
+    def announce(self, message: pb.Announce, numbers: torch.Tensor, features: Outgoing) -> AnnouncedStep:
+        features.announce(message.features)
+        self._announced[message.announced_id] = message, numbers.tolist()
+        return AnnouncedStep(message.announced_id, message.num_drafts, len(message.sequence_ids))
+
+    def has_early_drafts(self, announced: AnnouncedStep) -> bool:  # noqa: ARG002
+        return self.early_drafts is not None
+
+    def read_early_drafts(self, announced: AnnouncedStep) -> np.ndarray:
+        tokens, self.early_drafts = self.early_drafts, None
+        assert tokens is not None
+        return np.resize(tokens, (announced.num_sequences, announced.num_drafts))
+
+    def _step_of(self, commit: pb.Commit) -> pb.DraftStep:
+        """The step, without features, that a commit stands for."""
+        message, numbers = self._announced.pop(commit.announced_id)
+        left = [place for place, one in enumerate(message.sequence_ids) if one not in commit.closed_ids]
+        step = pb.DraftStep(
+            step_id=commit.step_id,
+            closed_ids=commit.closed_ids,
+            sequence_ids=[message.sequence_ids[place] for place in left],
+            first_rows=[message.first_rows[place] for place in left],
+            num_rows=[numbers[place][0] for place in left],
+            num_drafts=commit.num_drafts,
+        )
+        encode_ids([token for place in left for token in numbers[place][1 : 1 + numbers[place][0]]], step.tokens)
+        return step
 
     def report(self, state: int) -> None:
         self.states.append(state)
@@ -208,14 +253,18 @@ class Scene:
     def connect(self, *, on_trial: bool = False, **head: Any) -> RecordedStream:
         """A drafter with that head connects."""
         stream = RecordedStream(make_head(**head), on_trial=on_trial)
-        made = stream.head
-        if made.kind not in self.stores:
-            target: Any = self._target
-            self.stores[made.kind] = FeatureStore(target, made.layers, NUM_BLOCKS, made.fusion)
-        self.drafting.handle(Connected(stream))
+        self.connect_stream(stream)
         return stream
 
-    def disconnect(self, stream: RecordedStream) -> None:
+    def connect_stream(self, stream: Stream) -> None:
+        """A drafter connects by a stream of the caller's."""
+        head = stream.head
+        if head.kind not in self.stores:
+            target: Any = self._target
+            self.stores[head.kind] = FeatureStore(target, head.layers, NUM_BLOCKS, head.fusion)
+        self.drafting.handle(Connected(stream))
+
+    def disconnect(self, stream: Stream) -> None:
         self.drafting.handle(Disconnected(stream))
 
     def admit(self, prompt_length: int, **options: Any) -> Request:

@@ -15,7 +15,7 @@ from draftwire.kv_cache import BLOCK_SIZE
 from draftwire.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting, engine, features, redraws
+from verifier_service import drafting, executor, features, outputs, redraws
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.pacing import Pace, Plan, governor
 from verifier_service.pacing import pace as pace_module
@@ -252,7 +252,8 @@ def test_a_device_that_is_lost_ends_the_engine(failing, served, target, monkeypa
     """Not a request, or a stream, after the other."""
 
     def fail(*_: Any) -> Any:
-        monkeypatch.setattr(engine, "check_context", fail)
+        for module in (executor, outputs):
+            monkeypatch.setattr(module, "check_context", fail)
         raise RuntimeError("an illegal memory access")
 
     if failing == "step":

@@ -21,7 +21,7 @@ from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullErro
 from draftwire.retry import retry_after_s
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
-from verifier_service import engine_process
+from verifier_service import engine_process, outputs
 from verifier_service.engine_access import Submission
 from verifier_service.engine_channel import Outbox, pack, receive
 from verifier_service.engine_host import EngineHost
@@ -147,15 +147,16 @@ def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
-def test_an_engine_that_fails_tells_its_requests_and_the_process_in_front():
+def test_an_engine_that_fails_ends_its_requests_and_says_so(monkeypatch):
     async def run() -> None:
         one = served()
 
-        def fail() -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of order")
 
         async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            one.host.engine.drafting.next_deadline = fail
+            monkeypatch.setattr(outputs, "check_context", fail)
+            monkeypatch.setattr(one.host.engine.times, "count_step", fail)
             with pytest.raises(grpc.RpcError) as ended:
                 await outputs_of(GenerationStub(channel).Generate(request()))
             assert ended.value.code() == grpc.StatusCode.INTERNAL

@@ -13,18 +13,17 @@ from draftwire.carriers import TensorSender
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.draft_session import DraftSession
+from verifier_service.draft_session import DraftSession, EarlyFeatures
 from verifier_service.features import FeatureStore
-from verifier_service.features_ahead import FeaturesAhead
 
 SIZE = 4096
 NUM_IDS = (SIZE - 128) // 4  # which take all of it
 
 
-def begin(scene: Scene) -> dict[DraftSession, FeaturesAhead]:
+def begin(scene: Scene) -> dict[DraftSession, EarlyFeatures]:
     """What goes ahead of a step of the requests' last tokens alone."""
     works = [ScheduledRows(one, len(one.tokens) - 1, one.tokens[-1:], None, samples=True) for one in scene.requests]
-    return scene.drafting.begin_features(works, torch.ones(len(works), 2, dtype=torch.int64), scene.stores)
+    return scene.drafting.announce(works, torch.ones(len(works), 2, dtype=torch.int64), scene.stores)
 
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["flies", "has-landed"])
@@ -41,10 +40,10 @@ def test_a_drafter_that_goes_when_a_step_flies_or_has_landed_leaves_nothing_mapp
     gc.disable()
     try:
         if has_landed:
-            scene.drafting.take_ahead(begun)
+            scene.drafting.commit(begun)
         scene.disconnect(stream)
         if not has_landed:
-            scene.drafting.take_ahead(begun)
+            scene.drafting.commit(begun)
         assert session() is None
     finally:
         gc.enable()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -15,9 +14,10 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from rings import channel_ends
 
-from draftwire.carriers import Lane, TensorReceiver, TensorSender
-from draftwire.carriers.lane import MAX_MESSAGE_BYTES
+from draftwire.carriers import TensorReceiver, TensorSender
+from draftwire.carriers.ring import MAX_MESSAGE_BYTES
 from draftwire.config import speculative_config_from_mapping
 from draftwire.fusion import FeatureFusion
 from draftwire.tensors import encode_tensor
@@ -655,8 +655,8 @@ async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
 
 
 @on_loop
-async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake():
-    ours, theirs = (Lane(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+async def test_steps_go_directly_unless_too_long_or_overtaking():
+    ours, theirs = channel_ends()
     sender, receiver = TensorSender(torch.device("cpu")), TensorReceiver(torch.device("cpu"))
     status = generate_pb2.DrafterStatus(address="drafter:1")
     head: Any = SimpleNamespace()
@@ -669,9 +669,9 @@ async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake()
             features = sender.begin(torch.float32, (num_bytes // 4,))
             features.seal()
         stream.send(pb.DraftStep(step_id=step_id), features)
-        return "lane" if theirs.receive() else "stream"
+        return "ring" if theirs.receive() else "stream"
 
-    assert [sent(1), sent(2)] == ["lane", "lane"]
+    assert [sent(1), sent(2)] == ["ring", "ring"]
     assert sent(3, 4 * MAX_MESSAGE_BYTES) == "stream"
     assert sent(4) == "stream"
     stream.take(pb.Drafts(step_id=2))
@@ -681,7 +681,7 @@ async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake()
     assert sent(6) == "stream"
     for step_id in (5, 6):
         stream.take(pb.Drafts(step_id=step_id))
-    assert sent(7) == "lane"
+    assert sent(7) == "ring"
     await asyncio.sleep(0)
     assert [stream.outbox.get_nowait()[0].step_id for _ in range(stream.outbox.qsize())] == [3, 4, 5, 6]
     theirs.close()
@@ -692,8 +692,8 @@ async def test_steps_go_over_the_lane_unless_they_do_not_fit_or_would_overtake()
 
 
 @on_loop
-async def test_answers_of_the_lane_are_read_until_nonsense_comes():
-    ours, theirs = (Lane(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+async def test_answers_are_read_directly_until_nonsense_comes():
+    ours, theirs = channel_ends()
     head: Any = SimpleNamespace()
     cancelled = asyncio.Event()
     cpu = torch.device("cpu")
@@ -703,13 +703,13 @@ async def test_answers_of_the_lane_are_read_until_nonsense_comes():
     for step_id in (1, 2):
         stream.send(pb.DraftStep(step_id=step_id))
         theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=step_id)).SerializeToString())
-    assert [event.drafts.step_id for event in stream.read_lane() or ()] == [1, 2]
+    assert [event.drafts.step_id for event in stream.read_direct() or ()] == [1, 2]
     theirs.send(b"\xff" * 20)
-    assert stream.read_lane() is None
+    assert stream.read_direct() is None
     assert stream.is_expelled
     await asyncio.wait_for(cancelled.wait(), WAIT_S)
     theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=3)).SerializeToString())
-    assert stream.read_lane() is None
+    assert stream.read_direct() is None
     ours.close()
     theirs.close()
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_scene import answer_to
+from drafting_scene import CPU, answer_to
 from engine_scene import WAIT_S, K, Served, make_target
 
+from draftwire.carriers import TensorSender
+from draftwire.carriers.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import engine as engine_module
-from verifier_service import features_ahead, prelaunch
+from verifier_service import prelaunch
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import Answered, Disconnected
 from verifier_service.executor import Executor
-from verifier_service.features_ahead import Foretold
 from verifier_service.pacing import Pace, Plan
 from verifier_service.step import Stage, Step
 from verifier_service.step_gate import StepGate
@@ -193,30 +194,12 @@ def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, start
     assert own.engine.kv_cache_usage == 0.0
 
 
-class Board:
-    """What a drafter's device writes: its drafts, before it answers."""
-
-    def __init__(self) -> None:
-        self.written: np.ndarray | None = None
-
-    def has_drafts(self, _drawn: pb.SharedSpan) -> bool:
-        return self.written is not None
-
-    def drafts(self, _drawn: pb.SharedSpan, shape: tuple[int, int]) -> np.ndarray:
-        assert self.written is not None
-        tokens, self.written = self.written, None
-        assert tokens.shape == shape
-        return tokens
-
-
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
 @pytest.mark.parametrize("wrong", [None, 7, -1])
 def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, wrong):
-    """A board that says something else than the answer makes
-    a step that comes to nothing, now and then."""
+    """Early drafts that are others than those of the answer make a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
-    monkeypatch.setattr(features_ahead, "_foretell", lambda *_: Foretold(pb.SharedSpan(), K))
-    own, board = Noted(target), Board()
+    own = Noted(target)
     take_early_drafts = Executor.take_early_drafts
     begun, written = [], []
 
@@ -237,7 +220,7 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
             written.append(wrong if len(written) % 3 == 0 else None)
             if written[-1] is not None:
                 drafts[0, 1] = wrong
-            board.written = drafts
+            stream.early_drafts = drafts
         steps.put(step)
 
     steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -249,7 +232,8 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
     monkeypatch.setattr(own.engine.times, "see_drafts", lambda: seen.append(True))
     monkeypatch.setattr(own.engine.times, "count_answer", lambda _, *, is_behind: behind.append(is_behind))
     stream = own.connect()
-    stream.board, stream.on_send = board, on_send
+    stream.is_local, stream.on_send = True, on_send
+    stream.sender = TensorSender(CPU, HostSegment.unshared(1 << 20, CPU))
     made = [own.submit(**{**one, **kind}) for one in REQUESTS]
     own.engine.start()
     found = [own.tokens(one) for one in made]
@@ -392,8 +376,12 @@ def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
 def test_a_released_step_that_fails_ends_its_requests_alone(target):
     own = Noted(target)
 
+    has_failed = False
+
     def fail_third(_: Step) -> None:
-        if len(own.sizes) == 3:
+        nonlocal has_failed
+        if len(own.sizes) == 3 and not has_failed:
+            has_failed = True
             raise RuntimeError("no memory")
 
     own.on_stage(Stage.RELEASED, fail_third)

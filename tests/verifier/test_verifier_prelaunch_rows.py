@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from draftwire.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service import draft_session
 from verifier_service.core.batch import ForwardInput, ScheduledRows
-from verifier_service.draft_answer import read_ahead
 from verifier_service.draft_session import AwaitedAnswer
 from verifier_service.draft_stream import Answered
 from verifier_service.prelaunch import Prelaunch
@@ -56,10 +56,10 @@ def test_the_awaited_answer_brings_all_drafts():
     assert scene.drafting.gate.all_wait(requests)
     assert not scene.drafting.gate.all_wait([])
     answer = answer_to(stream.steps[-1])
-    tokens = read_ahead(answer, awaited, VOCAB)
+    tokens = awaited.read_answer(answer, VOCAB)
     assert tokens is not None
     assert tokens.tolist() == [5, 6, 7] * 3
-    assert read_ahead(answer, awaited, 7) is None  # an id beyond the vocabulary
+    assert awaited.read_answer(answer, 7) is None  # an id beyond the vocabulary
     for change in (
         lambda one: setattr(one, "step_id", one.step_id + 1),
         lambda one: one.sequence_ids.pop(),
@@ -68,7 +68,7 @@ def test_the_awaited_answer_brings_all_drafts():
     ):
         wrong = pb.Drafts.FromString(answer.SerializeToString())
         change(wrong)
-        assert read_ahead(wrong, awaited, VOCAB) is None
+        assert awaited.read_answer(wrong, VOCAB) is None
     scene.decode(3)
     scene.flush()  # asks for the drafts of another one by another message
     assert scene.drafting.gate.awaited_answer() is None
@@ -101,9 +101,9 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     waiting.launch(step)
     awaited, answer = answer_with(object(), [drafts[i] for i in order])
     assert waiting.read_answer(answer) is None
-    waiting.expect(awaited._replace(requests=requests[:1], num_drafts=[4]))  # there is no room for so many
+    waiting.expect(replace(awaited, requests=requests[:1], num_drafts=[4]))  # there is no room for so many
     assert waiting.read_answer(answer) is None
-    waiting.expect(awaited._replace(requests=[requests[i] for i in order]))
+    waiting.expect(replace(awaited, requests=[requests[i] for i in order]))
     found = waiting.read_answer(answer)
     assert found is not None
     waiting.release(found)

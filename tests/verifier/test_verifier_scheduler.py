@@ -287,7 +287,7 @@ def test_a_request_whose_draw_a_drafter_sees_keeps_its_blocks():
     """Drawn anew with the same noise, its tokens could be biased by whoever has seen them."""
     batch = Batch(blocks=6)
     first, second, third = fill(batch, 1, 1, 2)
-    third.num_in_flight, third.is_foretold = 1, True
+    third.num_in_flight, third.is_announced = 1, True
     assert batch.cache.allocate(1)  # one is left, for two
     assert batch.step() == [first]
     assert batch.preempted == [second]
@@ -298,7 +298,7 @@ def test_a_request_gives_its_own_blocks_where_drafters_see_the_draws_of_all_othe
     batch = Batch(blocks=6)
     first, second, third = fill(batch, 1, 1, 2)
     for one in (second, third):
-        one.num_in_flight, one.is_foretold = 1, True
+        one.num_in_flight, one.is_announced = 1, True
     assert batch.cache.allocate(2)  # nothing is left
     assert batch.step() == []
     assert batch.preempted == [first]

@@ -17,8 +17,9 @@ from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, step_message
 from tiny_head import DRAFT_VOCAB
 
 from drafter_service import stream as stream_module
-from draftwire.carriers import Rendezvous, SharedSegments, TensorSender, VerifierBoard
-from draftwire.carriers import lane as lane_module
+from drafter_service.step_decoder import MAX_ANNOUNCED
+from draftwire.carriers import Record, Rendezvous, SharedSegments, TensorSender
+from draftwire.carriers import ring as ring_module
 from draftwire.config import DENSE, GUMBEL
 from draftwire.mailbox import Mailbox
 from draftwire.v1 import config_pb2
@@ -28,49 +29,56 @@ CARRIERS = [pb.CARRIER_SHM, pb.CARRIER_BYTES]
 
 
 class Direct:
-    """A verifier's stream after both hellos, and its lane."""
+    """A verifier's stream after both hellos, and its channel."""
 
     def __init__(self, stream: VerifierStream, shared: SharedSegments) -> None:
-        assert shared.lane is not None
-        assert shared.board is not None
+        assert shared.channel is not None
         self.stream = stream
-        self.board = VerifierBoard(shared.board, torch.device("cpu"))
         self.sender = TensorSender(torch.device("cpu"), shared.outgoing)
-        self._lane = lane = shared.lane
+        self.early: list[Record] = []
+        self.channel = channel = shared.channel
+        self._num_announced = 0
         self._box: Mailbox[bytes] = Mailbox()
-        self._box.watch(lane.fileno(), lane.receive)
+        self._box.watch(channel.fileno(), self._receive)
 
-    def send(self, step: pb.DraftStep) -> None:
-        assert self._lane.send(pb.DraftRequest(step=step).SerializeToString())
+    def _receive(self) -> list[bytes]:
+        records = self.channel.receive()
+        self.early += [record for record in records if record.body is not None]
+        return [record.message for record in records if record.body is None]
 
-    def foretell(self, step: pb.DraftStep, **changes: Any) -> None:
-        """Tells what a step will be, and puts its features where it has them then; `changes` are made to what is told.
-        """
-        (tokens,), (count,) = [_ints(step.tokens)], step.num_rows
-        drawn = self.board.post(torch.tensor([[count, *tokens, *[-1] * (5 - count)]], dtype=torch.int32))
+    def send(self, step: pb.DraftStep | pb.Commit) -> None:
+        request = pb.DraftRequest(step=step) if isinstance(step, pb.DraftStep) else pb.DraftRequest(commit=step)
+        assert self.channel.send(request.SerializeToString())
+
+    def announce(self, step: pb.DraftStep, num_numbers: int = 6, **changes: Any) -> pb.Commit:
+        """Announces a step of one sequence, with `changes`; the commit that stands for it."""
+        tokens, (count,) = _ints(step.tokens), step.num_rows
         features = self.sender.begin(torch.float32, tuple(step.features.shape))
         data = bytearray(step.features.data)
         features.tensor.copy_(torch.frombuffer(data, dtype=torch.float32).view_as(features.tensor))
-        upcoming = pb.UpcomingStep(
+        self._num_announced += 1
+        announce = pb.Announce(
+            announced_id=self._num_announced,
             sequence_ids=step.sequence_ids,
             first_rows=step.first_rows,
-            num_drafts=step.num_drafts,
-            drawn=drawn,
+            num_drafts=step.num_drafts[0],
             columns=6,
-            features_offset=features.offset,
+            num_rows=count,
         )
-        upcoming.MergeFrom(pb.UpcomingStep(**changes))
-        assert self._lane.send(pb.DraftRequest(upcoming=upcoming).SerializeToString())
-        step.features.Clear()
-        features.finish(step.features)
+        features.announce(announce.features)
+        announce.MergeFrom(pb.Announce(**changes))
+        numbers = torch.tensor([[count, *tokens, *[-1] * (5 - count)]], dtype=torch.int32)
+        request = pb.DraftRequest(announce=announce)
+        assert self.channel.send(request.SerializeToString(), numbers[:, :num_numbers] if num_numbers else None)
+        return pb.Commit(step_id=step.step_id, announced_id=self._num_announced, num_drafts=step.num_drafts)
 
     def send_bytes(self, message: bytes) -> None:
-        assert self._lane.send(message)
+        assert self.channel.send(message)
 
     def read(self) -> pb.Drafts:
         return pb.DraftResponse.FromString(self._box.get(TIMEOUT_S)).drafts
 
-    def ask(self, step: pb.DraftStep) -> pb.Drafts:
+    def ask(self, step: pb.DraftStep | pb.Commit) -> pb.Drafts:
         self.send(step)
         return self.read()
 
@@ -91,7 +99,7 @@ def connected(drafter: ServedDrafter, config: dict[str, Any] | None = None) -> I
     assert answer.hello.direct
     direct = Direct(stream, shared[0])
     yield direct
-    direct._lane.close()
+    direct.channel.close()
     stream.end()
 
 
@@ -109,7 +117,7 @@ def test_a_verifier_that_cannot_be_met_gets_everything_over_the_stream(drafter: 
     stream.end()
 
 
-def test_drafts_are_the_same_over_the_lane_and_over_the_stream(drafter: ServedDrafter) -> None:
+def test_drafts_are_the_same_through_the_ring_and_the_stream(drafter: ServedDrafter) -> None:
     text = Text(3)
     plain = drafter.connect()
     expected = plain.ask(first_step(text)).drafts
@@ -120,7 +128,7 @@ def test_drafts_are_the_same_over_the_lane_and_over_the_stream(drafter: ServedDr
     assert list(found.committed_lengths) == list(expected.committed_lengths)
 
 
-def test_a_step_that_was_foretold_gets_the_same_drafts_begun_before_it_came(drafter: ServedDrafter) -> None:
+def test_committed_steps_get_the_same_drafts_early(drafter: ServedDrafter) -> None:
     text = Text(4)
     steps = [first_step(text), *(step_message(2 + i, [Rows(1, text, 5 + 2 * i, 2, drafts=4)]) for i in range(5))]
     with connected(drafter) as direct:
@@ -129,59 +137,126 @@ def test_a_step_that_was_foretold_gets_the_same_drafts_begun_before_it_came(draf
     with connected(drafter) as direct:
         found = [direct.ask(steps[0]).tokens.data]
         for step in steps[1:]:
-            direct.foretell(step)
+            commit = direct.announce(step)
             deadline = time.monotonic() + TIMEOUT_S
-            while not drafter.engine.engine.ahead.has_begun and time.monotonic() < deadline:
+            while not drafter.engine.engine.early.has_begun and time.monotonic() < deadline:
                 time.sleep(0.001)
-            found.append(direct.ask(step).tokens.data)
+            found.append(direct.ask(commit).tokens.data)
+        early = [record.body.read((1, 4)).tobytes() for record in direct.early if record.body is not None]
+        ids = [pb.DraftResponse.FromString(record.message).early.announced_id for record in direct.early]
     assert found == expected
+    assert (ids, early) == ([1, 2, 3, 4, 5], expected[1:])
     assert drafter.engine.state.taken_ahead == before + 5
+
+
+def test_a_commit_over_the_stream_is_taken_too(drafter: ServedDrafter) -> None:
+    text = Text(4)
+    with connected(drafter) as direct:
+        direct.ask(first_step(text))
+        commit = direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]))
+        direct.stream._requests.put(pb.DraftRequest(commit=commit))
+        assert list(direct.read().num_drafts) == [4]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_ids": [1]}, "first_rows = '1 entries'.* must be as many as upcoming.sequence_ids, 2"),
-        ({"first_rows": [1]}, "upcoming.first_rows"),
-        ({"sequence_ids": [1], "first_rows": [5], "num_drafts": [4]}, "upcoming.sequence_ids.* each id at most once"),
-        ({"sequence_ids": [2], "first_rows": [5], "num_drafts": [0]}, r"upcoming.num_drafts = 0: allowed range \[1, 4"),
-        ({"sequence_ids": [2], "first_rows": [5], "num_drafts": [5]}, r"upcoming.num_drafts = 5: allowed range \[0, "),
-        ({"columns": 1}, r"upcoming.columns = 1: allowed range \[2, num_speculative_tokens \+ 2 = 6\]"),
-        ({"columns": 7}, "upcoming.columns = 7"),
-        ({"drawn": pb.SharedSpan(generation=1, offset=64)}, "upcoming.drawn.offset = 64"),
-        ({"drawn": pb.SharedSpan(generation=1 << 40)}, "upcoming.drawn.generation"),
+        ({"announced_id": 2}, "announce.announced_id = 2: must be 1"),
+        ({"sequence_ids": [1]}, "first_rows = '1 entries'.* must be as many as announce.sequence_ids, 2"),
+        ({"first_rows": [1]}, "announce.first_rows"),
+        ({"sequence_ids": [1], "first_rows": [5]}, "announce.sequence_ids.* each id at most once"),
+        ({"num_drafts": 5}, r"announce.num_drafts = 5: allowed range \[0, "),
+        ({"columns": 1}, r"announce.columns = 1: allowed range \[2, num_speculative_tokens \+ 2 = 6\]"),
+        ({"columns": 7}, "announce.columns = 7"),
+        ({"columns": 5}, "announce = '6 numbers': must have 5"),
+        ({"num_rows": 6}, r"announce.num_rows = 6: allowed range \[1, .* = 5\]"),
+        ({"num_numbers": 5}, "announce = '5 numbers': must have 6"),
+        ({"num_numbers": 0}, "announce = 'no body': must have 6"),
+        ({"features": pb.SharedSpan(offset=64)}, "announce.features.offset = 64"),
+        ({"features": pb.SharedSpan(generation=1 << 40)}, "announce.features.generation"),
     ],
 )
-def test_what_is_foretold_malformed_is_named(drafter: ServedDrafter, changes: dict[str, Any], message: str) -> None:
+def test_a_malformed_announcement_is_named(drafter: ServedDrafter, changes: dict[str, Any], message: str) -> None:
     text = Text(4)
     with connected(drafter) as other, connected(drafter) as direct:
         direct.ask(first_step(text))
-        direct.foretell(step_message(2, [Rows(1, text, 5, 2, drafts=4)]), **changes)
+        direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]), **changes)
         code, told = direct.stream.error()
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         assert re.search(message, told), told
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
-def test_a_verifier_that_foretells_steps_and_sends_none_is_ended(drafter: ServedDrafter) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_id": 3}, "step_id = 3: must be 2"),
+        ({"announced_id": 0}, "commit.announced_id = 0: must be announced"),
+        ({"announced_id": 2}, r"commit.announced_id = 2: must be announced, .*none is"),
+        ({"announced_id": 9}, "commit.announced_id = 9: must be announced"),
+        ({"num_drafts": []}, "commit.num_drafts = '0 entries': must be as many as .*, 1"),
+        ({"num_drafts": [4, 4]}, "commit.num_drafts = '2 entries'"),
+        ({"num_drafts": [5]}, r"commit.num_drafts = 5: allowed range \[0, num_drafts as announced = 4\]"),
+        ({"closed_ids": [1]}, "commit.num_drafts = '1 entries': must be as many as .*, 0"),
+        ({"logits_read": 7}, "logits_read = 7"),
+    ],
+)
+def test_a_malformed_commit_is_named(drafter: ServedDrafter, changes: dict[str, Any], message: str) -> None:
     text = Text(4)
     with connected(drafter) as other, connected(drafter) as direct:
         direct.ask(first_step(text))
-        for number in range(stream_module.MAX_FORETOLD_STEPS + 1):
-            direct.foretell(step_message(2, [Rows(1, text, 6 + number, 2, drafts=4)]))
+        commit = direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]))
+        for name, value in changes.items():
+            commit.ClearField(name)
+            commit.MergeFrom(pb.Commit(**{name: value}))
+        direct.send(commit)
         code, told = direct.stream.error()
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert told == "16 steps were foretold and did not come"
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert re.search(message, told), told
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
-def test_nothing_is_foretold_over_the_stream(drafter: ServedDrafter) -> None:
+@pytest.mark.parametrize("way", ["commit", "replace"])
+def test_an_announced_step_is_committed_once(drafter: ServedDrafter, way: str) -> None:
+    text = Text(4)
+    with connected(drafter) as direct:
+        direct.ask(first_step(text))
+        commit = direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]))
+        direct.ask(commit if way == "commit" else pb.DraftStep(step_id=2, replaces=1))
+        commit.step_id = 3
+        direct.send(commit)
+        code, told = direct.stream.error()
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "commit.announced_id = 1: must be announced, and neither committed nor replaced: none is" in told
+
+
+def test_nothing_is_replaced_that_was_not_announced(drafter: ServedDrafter) -> None:
+    with connected(drafter) as direct:
+        direct.send(pb.DraftStep(step_id=1, replaces=1))
+        code, told = direct.stream.error()
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "replaces = 1: must be at most 0, announced so far" in told
+
+
+def test_a_verifier_that_announces_and_commits_nothing_is_ended(drafter: ServedDrafter) -> None:
+    text = Text(4)
+    with connected(drafter) as other, connected(drafter) as direct:
+        direct.ask(first_step(text))
+        for number in range(MAX_ANNOUNCED + 1):
+            direct.announce(step_message(2, [Rows(1, text, 6 + number, 2, drafts=4)]))
+        code, told = direct.stream.error()
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert told == "4 announced steps are neither committed nor replaced"
+        assert other.ask(first_step(Text(8))).step_id == 1
+
+
+def test_nothing_is_announced_over_the_stream(drafter: ServedDrafter) -> None:
     stream = drafter.connect()
     stream.ask(first_step(Text(4)))
-    stream._requests.put(pb.DraftRequest(upcoming=pb.UpcomingStep(sequence_ids=[1])))
+    stream._requests.put(pb.DraftRequest(announce=pb.Announce(announced_id=1, sequence_ids=[1])))
     code, told = stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "message = 'upcoming': must be a step after the hello" in told
+    assert "message = 'announce': must be a step after the hello" in told
 
 
 def test_steps_that_come_both_ways_are_taken_in_order(drafter: ServedDrafter) -> None:
@@ -213,9 +288,9 @@ def test_an_answer_that_does_not_fit_and_all_after_it_go_over_the_stream(
     text = Text(6)
     with connected(drafter) as direct:
         step = first_step(text)
-        monkeypatch.setattr(lane_module, "MAX_MESSAGE_BYTES", 8)
+        monkeypatch.setattr(ring_module, "MAX_MESSAGE_BYTES", 8)
         direct.stream.send(step)
-        drafts = direct.stream.read().drafts  # written twice, for the lane and for the stream
+        drafts = direct.stream.read().drafts  # written twice, for the ring and for the stream
         assert (drafts.step_id, list(drafts.num_drafts), list(drafts.tokens.shape)) == (1, [4], [4])
         monkeypatch.undo()
         direct.send(step_message(2, [Rows(1, text, 5, 1, drafts=2)]))
@@ -255,10 +330,10 @@ def test_too_many_unanswered_steps_end_the_stream(drafter: ServedDrafter, monkey
     assert "0 steps are unanswered" in text
 
 
-def test_a_lane_that_its_peer_closes_leaves_the_stream(drafter: ServedDrafter) -> None:
+def test_a_channel_that_its_peer_closes_leaves_the_stream(drafter: ServedDrafter) -> None:
     text = Text(10)
     with connected(drafter) as direct:
         assert direct.ask(first_step(text)).step_id == 1
-        direct._lane.close()
+        direct.channel.close()
         direct.stream.send(step_message(2, [Rows(1, text, 5, 1, drafts=2)]))
         assert direct.stream.read().drafts.step_id == 2

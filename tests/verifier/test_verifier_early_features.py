@@ -15,7 +15,7 @@ from draftwire.carriers import TensorReceiver, TensorSender
 from draftwire.carriers.host_segment import HostSegment
 from draftwire.carriers.sender import Outgoing
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.draft_session import Binding, DraftSession
+from verifier_service.draft_session import DraftSession, EarlyFeatures
 from verifier_service.draft_stream import Answered
 from verifier_service.features import FeatureStore
 from verifier_service.step_sender import StepSender
@@ -36,28 +36,27 @@ def target() -> Target:
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each message with rows whether its features were there before. All are what the store has of the rows."""
     noted: list[bool] = []
-    features_of = StepSender._features
+    fill = StepSender._fill
 
     def compared(
         self: StepSender,
+        step: pb.DraftStep,
         session: DraftSession,
         store: FeatureStore,
-        pieces: list[tuple[Binding, int]],
-        first_rows: list[int],
-        num_rows: int,
-    ) -> Outgoing:
-        ahead = session.ahead
-        features = features_of(self, session, store, pieces, first_rows, num_rows)
-        spans = [
-            (one.request.blocks, first, first + rows) for (one, rows), first in zip(pieces, first_rows, strict=True)
-        ]
-        expected = torch.empty_like(features.tensor)
-        store.read(spans, expected)
-        assert torch.equal(features.tensor, expected)
-        noted.append(ahead is not None and ahead.features is features)
+        rows: Any,
+        early: EarlyFeatures | None,
+    ) -> Outgoing | None:
+        features = fill(self, step, session, store, rows, early)
+        if features is not None:
+            columns = zip(rows.bindings, rows.first_rows, rows.num_rows, strict=True)
+            spans = [(one.request.blocks, first, first + count) for one, first, count in columns]
+            expected = torch.empty_like(features.tensor)
+            store.read(spans, expected)
+            assert torch.equal(features.tensor, expected)
+            noted.append(early is not None)
         return features
 
-    monkeypatch.setattr(StepSender, "_features", compared)
+    monkeypatch.setattr(StepSender, "_fill", compared)
     return noted
 
 

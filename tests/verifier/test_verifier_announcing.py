@@ -1,0 +1,391 @@
+"""What a drafter is told of a step before its tokens are known on the host, and how the step is committed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from drafting_scene import CPU, VOCAB, K, Scene, make_head, rows_of, tokens_of
+from rings import channel_ends
+
+from draftwire.carriers import Body, SegmentError, TensorReceiver, TensorSender
+from draftwire.carriers.host_segment import HostSegment
+from draftwire.tensors import encode_ids
+from draftwire.traffic import Traffic
+from draftwire.v1 import draft_pb2 as pb
+from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
+from verifier_service.draft_session import MAX_ANNOUNCED
+from verifier_service.draft_stream import Answered, Stream
+from verifier_service.pacing import Plan
+from verifier_service.request import ReadyDrafts, Request
+
+DRAFTS = [5, 6, 7]
+
+
+class Told:
+    """Requests with drafts at a drafter of this host, and what that is told.
+
+    Attributes
+    ----------
+    announced
+        Messages that announce steps, with their bodies; oldest first.
+    steps
+        Steps and commits, oldest first.
+    """
+
+    def __init__(self, num_requests: int = 3, *, shares_features: bool = True, write_value: Any = None) -> None:
+        self.scene = Scene()
+        self.announced: list[tuple[pb.Announce, Body]] = []
+        self.steps: list[Any] = []
+        channel, self.drafter = channel_ends(write_value=write_value)
+        status = generate_pb2.DrafterStatus(address="drafter:1")
+        sender = TensorSender(CPU, HostSegment.unshared(1 << 16, CPU) if shares_features else None)
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *args: call(*args))
+        self.stream = Stream(
+            *(status, make_head(), lambda: None, sender, TensorReceiver(CPU), lambda *_: None, Traffic(), channel),
+            loop=loop,
+        )
+        self.scene.connect_stream(self.stream)
+        self.requests = [self.scene.decode(3 + i) for i in range(num_requests)]
+        self.scene.flush()
+        if shares_features:
+            self.answer(self.read())
+
+    def read(self) -> Any:
+        """Takes what the drafter was sent; the last step or commit."""
+        for record in self.drafter.receive():
+            request = pb.DraftRequest.FromString(record.message)
+            if request.WhichOneof("message") == "announce":
+                assert record.body is not None
+                self.announced.append((request.announce, record.body))
+            else:
+                self.steps.append(request.commit if request.WhichOneof("message") == "commit" else request.step)
+        return self.steps[-1] if self.steps else None
+
+    def launch(self, drawn: Sequence[Sequence[int]]) -> Any:
+        """A step that verifies the drafts of all requests, and draws so many tokens of each."""
+        works = []
+        for request in self.requests:
+            drafts = ReadyDrafts(len(request.tokens), request.tokens[-1], DRAFTS)
+            tokens = [request.tokens[-1], *DRAFTS]
+            works.append(ScheduledRows(request, len(request.tokens) - 1, tokens, drafts, samples=True))
+        packed = [[len(own), *own, *[-1] * (K + 1 - len(own))] for own in drawn]
+        early = self.scene.drafting.announce(works, torch.tensor(packed), self.scene.stores)
+        self.read()
+        return early
+
+    def land(self, drawn: Sequence[Sequence[int]], early: Any, ended: Sequence[Request] = ()) -> Any:
+        """It is committed; the message that the drafter is sent then."""
+        self.scene.drafting.commit(early)
+        for request, tokens in zip(self.requests, drawn, strict=True):
+            self.scene.verify(request, *tokens)
+        for request in list(ended):
+            self.scene.end(request)
+            self.requests.remove(request)
+        self.scene.flush()
+        return self.read()
+
+    def step(self, drawn: Sequence[Sequence[int]], ended: Sequence[Request] = ()) -> Any:
+        """It is launched and committed."""
+        return self.land(drawn, self.launch(drawn), ended)
+
+    def answer(self, step: Any) -> None:
+        """The drafter answers a step that wants K drafts of all requests."""
+        bindings = self.session.bindings
+        requests = [one.request for one in bindings]
+        drafts = pb.Drafts(
+            step_id=step.step_id,
+            sequence_ids=[one.sequence_id for one in bindings],
+            statuses=[pb.SEQUENCE_STATUS_OK] * len(requests),
+            committed_lengths=[len(one.tokens) for one in requests],
+            last_tokens=[one.tokens[-1] for one in requests],
+            num_drafts=[K] * len(requests),
+        )
+        encode_ids(DRAFTS * len(requests), drafts.tokens)
+        self.scene.drafting.handle(Answered(self.stream, drafts))
+
+    def show(self, drafts: torch.Tensor, announced_id: int) -> None:
+        """The drafter shows early drafts."""
+        response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
+        assert self.drafter.send(response.SerializeToString(), drafts)
+        assert self.stream.read_direct() == []
+
+    @property
+    def session(self) -> Any:
+        return self.scene.drafting.sessions[self.stream]
+
+
+def test_a_step_is_announced_and_committed_as_it_is():
+    told = Told()
+    drawn = [[5, 9], [5, 6, 7, 2], [8]]
+    early = told.launch(drawn)
+    ((announced, body),) = told.announced
+    opened = [*rows_of(told.steps[0]), *rows_of(told.steps[1])]  # the prompt of 5 rows goes by itself
+    assert list(announced.sequence_ids) == [sequence_id for sequence_id, _, _ in opened]
+    assert list(announced.first_rows) == [first + rows for _, first, rows in opened]
+    assert (announced.announced_id, announced.num_drafts, announced.num_rows) == (1, K, 3 * (K + 1))
+    assert announced.features.generation == 3  # those of the prompts are 1 and 2
+    commit = told.land(drawn, early)
+    assert commit == pb.Commit(step_id=3, announced_id=1, num_drafts=[K] * 3)
+    assert body.is_written
+    assert body.num_numbers == 3 * announced.columns
+    numbers = body.read((3, announced.columns)).tolist()
+    assert [row[1 : 1 + row[0]] for row in numbers] == drawn
+    assert [request.tokens[-len(own) :] for request, own in zip(told.requests, drawn, strict=True)] == drawn
+
+
+def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
+    """Early drafts that are read after the step that was announced last."""
+    awaited = told.scene.drafting.gate.awaited_answer()
+    assert not awaited.has_early_drafts()
+    told.show(drafts, told.announced[-1][0].announced_id)
+    assert awaited.has_early_drafts()
+    tokens = awaited.read_early_drafts(VOCAB)
+    assert not awaited.has_early_drafts()  # they are read once
+    return tokens
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_early_drafts_that_are_no_tokens_begin_nothing(wrong):
+    told = Told()
+    told.step([[5], [5], [5]])
+    drafts = torch.zeros(3, K, dtype=torch.int32)
+    drafts[1, 2] = wrong
+    assert awaited_drafts(told, drafts) is None
+
+
+def test_early_drafts_of_another_number_are_not_read():
+    told = Told()
+    told.step([[5], [5], [5]])
+    told.show(torch.zeros(2, K, dtype=torch.int32), 1)
+    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+
+
+def test_early_drafts_of_another_step_are_not_read():
+    told = Told()
+    told.answer(told.step([[5], [5], [5]]))
+    told.step([[6], [6], [6]])
+    told.show(torch.zeros(3, K, dtype=torch.int32), 1)
+    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+
+
+@pytest.mark.parametrize(("announced_id", "has_body"), [(0, True), (2, True), (1, False)])
+def test_early_drafts_of_no_announced_step_expel_the_drafter(announced_id, has_body):
+    told = Told()
+    told.step([[5], [5], [5]])
+    response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
+    assert told.drafter.send(response.SerializeToString(), torch.zeros(3, K, dtype=torch.int32) if has_body else None)
+    assert told.stream.read_direct() is None
+    assert told.stream.is_expelled
+    assert "early.announced_id" in told.stream.failure
+
+
+def test_early_drafts_leave_the_ring_when_their_step_is_answered():
+    """What comes later has room, though no more drafts are shown."""
+    told = Told()
+    step = told.step([[5], [5], [5]])
+    told.show(torch.zeros(3, K, dtype=torch.int32), 1)
+    told.answer(step)
+    for step_id in range(4, 104):
+        told.stream.send(pb.DraftStep(step_id=step_id))
+        told.read()
+        answer = pb.DraftResponse(drafts=pb.Drafts(step_id=step_id, sequence_ids=range(500)))
+        assert told.drafter.send(answer.SerializeToString())
+        assert [event.drafts.step_id for event in told.stream.read_direct()] == [step_id]
+
+
+def test_early_drafts_of_a_committed_step_are_read():
+    told = Told()
+    told.step([[5, 9], [5, 6, 7, 2], [8]])
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == list(range(3 * K))
+
+
+@pytest.mark.parametrize("num_drafts", [1, K - 1])
+def test_fewer_early_drafts_are_the_first_of_each_sequence(num_drafts):
+    told = Told()
+    early = told.launch([[5], [5, 6], [5]])
+    told.session.pace.governor.plan = Plan(num_drafts)
+    commit = told.land([[5], [5, 6], [5]], early)
+    assert list(commit.num_drafts) == [num_drafts] * 3
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == drafts[:, :num_drafts].flatten().tolist()
+
+
+def test_early_drafts_of_closed_sequences_are_not_read():
+    told = Told()
+    commit = told.step([[5], [5, 6], [5]], ended=[told.requests[1]])
+    assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == drafts[[0, 2]].flatten().tolist()
+
+
+def test_a_sequence_that_the_drafter_has_lost_is_closed():
+    told = Told()
+    step = told.step([[5], [5], [5]])
+    early = told.launch([[6], [6], [6]])
+    lost = pb.Drafts(
+        step_id=step.step_id,
+        sequence_ids=[2],
+        statuses=[pb.SEQUENCE_STATUS_UNKNOWN],
+        committed_lengths=[0],
+        last_tokens=[0],
+        num_drafts=[0],
+    )
+    told.scene.drafting.handle(Answered(told.stream, lost))
+    commit = told.land([[6], [6], [6]], early)
+    assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
+
+
+def test_a_request_near_its_end_wants_fewer_drafts():
+    told = Told()
+    told.requests[1].max_length = len(told.requests[1].tokens) + 2
+    told.requests[2].max_length = len(told.requests[2].tokens) + 3
+    commit = told.step([[5], [5], [5]])
+    assert list(commit.num_drafts) == [K, 0, 1]
+    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+    assert awaited_drafts(told, drafts).tolist() == [*range(K), 2 * K]
+
+
+def more_drafts(told: Told) -> None:
+    told.session.pace.governor.plan = Plan(K)
+
+
+def no_drafts(told: Told) -> None:
+    told.session.pace.skip_drafts()
+
+
+def request_joins(told: Told) -> None:
+    told.scene.decode(3)
+
+
+def all_end(told: Told) -> None:
+    for request in told.requests:
+        told.scene.end(request)
+
+
+@pytest.mark.parametrize("change", [more_drafts, no_drafts, request_joins, all_end])
+def test_a_step_that_has_changed_replaces_the_announced_one(change):
+    told = Told()
+    told.session.pace.governor.plan = Plan(K - 1)
+    early = told.launch([[5], [5], [5]])
+    told.scene.drafting.commit(early)
+    for request in told.requests:
+        told.scene.verify(request, 5)
+    change(told)
+    told.scene.flush()
+    step = told.read()
+    assert isinstance(step, pb.DraftStep)
+    announced, _ = told.announced[0]
+    assert step.replaces == announced.announced_id
+    assert not step.HasField("features") or step.features.span.offset != announced.features.offset
+    if told.scene.requests:
+        assert tokens_of(step)[:3] == [5] * 3
+    awaited = told.scene.drafting.gate.awaited_answer()
+    assert awaited is None or not awaited.has_early_drafts()
+    (message,) = told.session.unanswered.values()
+    assert message.is_behind  # the drafter may still draft early
+
+
+def test_a_committed_step_tells_how_far_the_drafter_is():
+    told = Told()
+    told.step([[5], [5], [5]], ended=told.requests[:1])
+    (message,) = told.session.unanswered.values()
+    assert not message.is_behind
+
+
+def test_steps_that_were_not_announced_follow():
+    told = Told()
+    told.answer(told.step([[5], [5], [5]]))
+    plan, told.session.pace.governor.plan = told.session.pace.governor.plan, Plan(0)
+    early = told.launch([[6], [6], [6]])
+    told.session.pace.governor.plan = plan
+    step = told.land([[6], [6], [6]], early)
+    assert isinstance(step, pb.DraftStep)
+    assert tokens_of(step) == [6] * 3
+    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+    told.answer(step)
+    assert told.step([[7], [7], [7]]).announced_id == 2
+
+
+def test_numbers_are_the_drafters_sequences_wherever_they_are_drawn():
+    told = Told()
+    told.requests.reverse()  # the step's, and not the session's
+    told.requests.insert(1, told.scene.decode(4))  # which the drafter has no place of yet
+    told.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
+    ((announced, body),) = told.announced
+    numbers = body.read((3, announced.columns)).tolist()
+    assert numbers == [[2, 5, 9, -1, -1], [4, 5, 6, 7, 2], [1, 8, -1, -1, -1]]
+
+
+def test_announced_requests_are_marked():
+    """Until the step is committed they are neither preempted nor continued."""
+    told = Told()
+    assert not any(request.is_announced for request in told.requests)
+    told.launch([[5], [5], [5]])
+    assert all(request.is_announced for request in told.requests)
+    unmarked = Told()
+    unmarked.session.is_late = True
+    unmarked.launch([[5], [5], [5]])
+    assert not any(request.is_announced for request in unmarked.requests)
+
+
+def fails(*_: object) -> None:
+    raise SegmentError("cuStreamWriteValue32_v2: not supported (CUDA error 801)")
+
+
+def test_a_device_that_cannot_write_announces_nothing(caplog):
+    """And an announcement that is not sent leaves no gap in the numbers of the features."""
+    told = Told(write_value=fails)
+    for token in (5, 6):
+        step = told.step([[token]] * 3)
+        assert told.announced == []
+        assert isinstance(step, pb.DraftStep)
+        assert (step.step_id, step.features.span.generation) == (token - 2, token - 2)
+        told.answer(step)
+    assert caplog.text.count("cuStreamWriteValue32_v2") == 1
+
+
+def test_a_drafter_has_no_more_announced_steps_than_it_takes():
+    told = Told()
+    for number in range(MAX_ANNOUNCED + 2):
+        told.launch([[5], [5], [5]])
+        assert len(told.announced) == min(number + 1, MAX_ANNOUNCED)
+
+
+def test_nothing_of_a_lost_drafter_waits_for_a_collector():
+    """Python looks for cycles seldom, and the memory that is shared goes with the session."""
+    told = Told()
+    told.step([[5], [5], [5]])
+    assert told.session.committed is not None
+    told.answer(told.steps[-1])
+    assert told.session.committed is None
+    told.step([[5], [5], [5]])
+    assert told.session.committed is not None
+    session = weakref.ref(told.session)
+    gc.collect()
+    gc.disable()
+    try:
+        told.scene.disconnect(told.stream)
+        assert session() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("why", ["features in the message", "no drafts", "behind the stream", "late"])
+def test_nothing_is_announced_that_a_drafter_cannot_begin(why):
+    told = Told(shares_features=why != "features in the message")
+    if why == "no drafts":
+        told.session.pace.governor.plan = Plan(0)
+    elif why == "behind the stream":
+        told.stream.send(pb.DraftStep(step_id=50, closed_ids=range(100_000)))  # too long for the ring
+    elif why == "late":
+        told.session.is_late = True
+    told.launch([[5], [5], [5]])
+    assert told.announced == []
