@@ -2,8 +2,8 @@
 
     python -m benchmarks.pacing_record --output record.jsonl.gz -- python -m benchmarks.far_drafter ...
 
-Records in the verifier's engine process (benchmarks/hook/pacing.py), one JSON line each: steps as `StepGate` counts
-them; plans of `Pace`, with the load, the costs and the results that they were made from; messages to drafters, and
+Records in the verifier's engine process (benchmarks/hook/pacing.py), one JSON line each: steps as `Drafting` counts
+them; what each drafter's policy chose after a step, with the throughput that it measured; messages to drafters, and
 their answers, with the `number` of the message. Times are the monotonic clock's, which is one for all processes of a
 host, `at` that of the record. Then it prints how many there were in each stretch. The file grows every half second, so
 that a command that is cut off leaves one.

@@ -16,7 +16,7 @@ from draftwire.tensors import decode_id_array
 from draftwire.v1 import draft_pb2
 from verifier_service.breaker import Breaker, Circuit
 from verifier_service.draft_stream import AnnouncedStep, Stream
-from verifier_service.pacing import NUM_SCOUTS, Message, Pace
+from verifier_service.pacing import Message, Pace
 from verifier_service.request import Request
 
 # Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
@@ -43,9 +43,7 @@ class DraftSession:
     is_late: bool = False
     is_draining: bool = False
     catches_up: bool = False  # whether its sequences lack so many rows that those are sent before
-    few_since: float = math.inf  # monotonic time since which no more than a few do, of those that catch up
-    asks_nothing: bool = False  # for that, or because rows of prompts and histories keep it for longer than a step
-    has_caught_up: bool = False  # whether the scouts were sent what they lacked, and are asked for drafts next
+    few_since: float = 0.0  # monotonic time since which at most half of them do
     others: int = 0  # sequences that other verifiers have open there, as last told
     kv_cache_usage: float = 0.0  # likewise, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
@@ -54,7 +52,6 @@ class DraftSession:
     committed: CommittedStep | None = None  # the last Commit, until it is answered
     last_announced: int = 0  # id of an announced step
     last_resolved: int = 0  # id up to which all announced steps are committed, or are to be replaced
-    has_replaced: bool = False  # an announced step that was not committed, and no message was sent since
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
         """Notes what the drafter tells of its load."""
@@ -70,7 +67,6 @@ class DraftSession:
             # The drafter gives the room of features and tokens back, which the device must not write any more.
             early.features.wait()
             self.last_resolved = early.announced.announced_id
-            self.has_replaced = True
         else:
             early.features.give_up()
 
@@ -111,32 +107,19 @@ class DraftSession:
     @property
     def is_counted_on(self) -> bool:
         """Whether its sequences are asked for drafts when they have landed."""
-        return not (self.pace.is_off or self.asks_nothing)
+        return not (self.pace.is_off or self.catches_up)
 
     @property
     def takes_more(self) -> bool:
         """Whether a sequence more may draft there."""
-        if self.is_late or self.is_draining or self.breaker.is_open:
+        if self.is_late or self.is_draining or self.breaker.is_open or self.pace.is_off:
             return False
-        most = NUM_SCOUTS if self.pace.is_off else self.stream.head.max_sequences
-        if self.breaker.is_on_trial:
-            most = 1
-        return len(self.bindings) < most
-
-    @property
-    def scouts(self) -> list[Binding]:
-        """The few by which it is looked after while it is asked for nothing."""
-        return self.bindings[:NUM_SCOUTS]
+        return len(self.bindings) < (1 if self.breaker.is_on_trial else self.stream.head.max_sequences)
 
     @property
     def unanswered_bytes(self) -> int:
         """Bytes of features that are on their way unanswered."""
         return sum(message.num_bytes for message in self.unanswered.values())
-
-    def is_due(self, now: float) -> bool:
-        """Whether sequences are to be sent there when their step has landed: where nothing is asked for, now and then.
-        """
-        return not self.pace.is_off or (not self.unanswered and self.pace.governor.is_ping_due(now))
 
     @property
     def silent_since(self) -> float | None:

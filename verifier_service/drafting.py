@@ -18,13 +18,13 @@ from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_answer import decode_answer
 from verifier_service.draft_session import LOST_AFTER_S, Binding, DraftSession, EarlyFeatures
 from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.draft_wait import DraftWaitPolicy
 from verifier_service.early_features import begin_early
 from verifier_service.fallbacks import Cause, bound_cause, unbound_cause
 from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.pacing import NUM_SCOUTS, Load, Message, Pace, Profile
+from verifier_service.pacing import Message, Pace, Profile, StepCount
 from verifier_service.redraws import Audit
 from verifier_service.request import ReadyDrafts, Request
-from verifier_service.step_gate import StepGate
 from verifier_service.step_sender import StepSender
 from verifier_service.step_times import StepTimes
 
@@ -49,7 +49,7 @@ class Drafting:
 
     Sequences stick to a drafter; a new one goes to where the least is taken. Nothing waits past the deadline: a drafter
     that misses it is late until it has answered everything, and in the meantime nobody waits for it. Where drafts are
-    slower than none, a drafter is asked for none and sent next to nothing; see `pacing.governor`.
+    slower than none, a drafter is sent nothing; see `pacing.policy`.
 
     Attributes
     ----------
@@ -92,11 +92,15 @@ class Drafting:
         self._accepted: Counter[str] = Counter()
         self._audit = Audit(use_fp64=config.use_fp64_gumbel)  # by address too: a new stream forgets nothing
         self._expelled: set[Request] = set()  # whose drafter was expelled, until another takes them
-        self._unlearnt: list[tuple[DraftSession, Message, Answered, bool]] = []
+        self._unlearnt: list[tuple[DraftSession, Message, Answered]] = []
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
-        self.gate = StepGate(self._sessions, self._bindings, profile or Profile())
+        self._profile = profile or Profile()
+        self.gate = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.gate)
+        self._num_decoding = 0  # requests, as of the last flush
+        self._had_prompts = True  # whether the step that was counted last had any
+        self._landed = 0.0  # when its tokens were there
 
     @property
     def sessions(self) -> Mapping[Stream, DraftSession]:
@@ -116,9 +120,9 @@ class Drafting:
         session = next((one for one in list(self._sessions.values()) if one.stream.address == address), None)
         status.other_sequences = 0 if session is None else session.others
         status.kv_cache_usage = 0.0 if session is None else session.kv_cache_usage
-        outlook = None if session is None else session.pace.outlook
-        if outlook is not None:
-            status.plan.CopyFrom(outlook)
+        plan = None if session is None else session.pace.describe(self.gate.step_s)
+        if plan is not None:
+            status.plan.CopyFrom(plan)
 
     def sequences_at(self, address: str) -> int:
         """Sequences that draft at the drafter of that address."""
@@ -134,7 +138,9 @@ class Drafting:
                 Pace(
                     min(self._config.num_speculative_tokens, event.stream.head.max_drafts),
                     self._deadline_s,
+                    self._profile,
                     is_adaptive=self._is_adaptive,
+                    is_local=event.stream.sender.carrier != draft_pb2.CARRIER_BYTES,
                 ),
                 Breaker(self._deadline_s, on_trial=event.stream.on_trial),
             )
@@ -191,17 +197,19 @@ class Drafting:
             if session.is_draining:
                 continue
             if session.pace.is_off:
-                self._scout(session, store, requests, now)
+                self._leave_behind(session)
+                if session.closed_ids and session.has_room:
+                    self._sender.send_closed(session, store)
             elif session.has_room:
                 self._sender.send(session, store, now)
-            elif not session.asks_nothing:  # else what is sent next asks for none
+            elif not session.catches_up:  # else what is sent next asks for none
                 self._hold(session, now)
             if session.unanswered_bytes > MAX_UNANSWERED_BYTES:
                 self._give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
         for session in self._sessions.values():
             session.give_up_early()
         self._sender.note_rows(requests)
-        self._plan(requests, now)
+        self._num_decoding = sum(request.is_decoding for request in requests)
 
     def announce(
         self,
@@ -261,50 +269,67 @@ class Drafting:
                     del self._bindings[binding.request]
                     self._close(binding)
 
-    def _plan(self, requests: Sequence[Request], now: float) -> None:
-        due = [session for session in self._sessions.values() if session.pace.is_due(now)]
-        if due:
-            expected = {one.stream.address: one.pace.acceptance.expected_tokens() for one in self._sessions.values()}
-            output = self.gate.output(expected)
-            for session in due:
-                load = self._load(session, requests)
-                session.pace.make_plan(now, load, self.gate.target_cost, output, expected)
-                if not session.pace.is_off and self.gate.target_cost.wants_step_of(load.small_step, now):
-                    # Its cost shows by one step without drafts, or by one of a part of the sequences.
-                    if self._is_adaptive:
-                        session.pace.skip_drafts()
-                    else:
-                        self.gate.part_next()
+    def count_step(
+        self,
+        *,
+        has_prompts: bool,
+        step_s: float,
+        host_s: float,
+        verified: Mapping[tuple[str, int], int],
+        landed: float,
+        is_beside: bool | None,
+    ) -> None:
+        """Learn from a step what drafts cost.
 
-    def _load(self, session: DraftSession, requests: Sequence[Request]) -> Load:
-        """What runs beside a session's sequences, which are those that it would get where it is asked for nothing."""
-        decoding = [request for request in requests if request.is_decoding]
-        own = sum(binding.request.is_decoding for binding in session.bindings)
-        if session.pace.is_off:
-            unbound = sum(one.num_speculative_tokens > 0 and one not in self._bindings for one in decoding)
-            own += -(-unbound // len(self._sessions))
-        rows = tokens = float(len(decoding) - own)
-        joint_rows = joint_tokens = 0.0
-        behind = num_together = 0
-        for other in self._sessions.values():
-            if other.is_late or other.pace.is_off:
-                continue
-            behind += sum(binding.request.is_decoding and binding.rows_behind > 0 for binding in other.bindings)
-            if other is not session:
-                num_together = len(decoding)
-                count = sum(binding.request.is_decoding for binding in other.bindings)
-                other_rows, other_tokens = other.pace.share_of_step(count)
-                rows, tokens = rows + other_rows - count, tokens + other_tokens - count
-                if other.pace.plan.num_groups == 1:
-                    joint_rows, joint_tokens = joint_rows + other_rows, joint_tokens + other_tokens
-        row_bytes, running, asks_nothing = session.stream.head.row_bytes, len(requests), session.asks_nothing
-        return Load(own, row_bytes, rows, tokens, behind, running, asks_nothing, num_together, joint_rows, joint_tokens)
-
-    def settle_costs(self) -> None:
-        """Works in what has been learnt of costs, which the next use would wait for."""
-        self.gate.target_cost.settle()
+        Parameters
+        ----------
+        has_prompts
+            Whether the step had rows of prompts, or the host launched a step with some before it took this one's
+            tokens. Such a step, and the step behind it, say nothing about drafts.
+        step_s, host_s
+            Seconds of the step itself and of the host before it, waits left out; see `StepTimes`.
+        verified
+            How many decoding requests the step had, by the address of their drafter ("" for none) and their drafts.
+        landed
+            Monotonic time at which its tokens were there.
+        is_beside
+            Whether it was launched while another step ran; None where none ever is, so that the host's time counts.
+        """
+        seconds, self._landed = landed - self._landed, landed
+        had_prompts, self._had_prompts = self._had_prompts, has_prompts
+        if has_prompts or had_prompts:
+            return
+        pass_s = step_s + host_s if is_beside is None else step_s
+        self.gate.count_step(pass_s)
         for session in self._sessions.values():
-            session.pace.cost.settle()
+            session.pace.policy.count(self._step_count(session, seconds, pass_s, verified))
+
+    def _step_count(
+        self, session: DraftSession, seconds: float, pass_s: float, verified: Mapping[tuple[str, int], int]
+    ) -> StepCount:
+        """Return the step as the policy of one session's drafter counts it."""
+        own = session.stream.address
+        others = {one.stream.address: one for one in self._sessions.values() if one is not session}
+        drafts = max((drafts for address, drafts in verified if address == own), default=0)
+        drafted, other_tokens = 0, 0.0
+        for (address, count), sequences in verified.items():
+            if address == own and count == drafts > 0:
+                drafted += sequences
+            else:
+                drafter = session if address == own else others.get(address)
+                expected = [1.0] if drafter is None else drafter.pace.acceptance.expected_tokens()
+                other_tokens += sequences * expected[min(count, len(expected) - 1)]
+        return StepCount(
+            now=self._landed,
+            seconds=seconds,
+            pass_s=pass_s,
+            requests=max(self._num_decoding, sum(verified.values())),
+            drafts=drafts,
+            drafted=drafted,
+            other_tokens=other_tokens,
+            others_draft=any(one.is_counted_on and bool(one.bindings) for one in others.values()),
+            catches_up=session.catches_up,
+        )
 
     def count_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns what became of a request's drafts."""
@@ -328,41 +353,24 @@ class Drafting:
         """Whether a request has a place at a drafter."""
         return request in self._bindings
 
-    def held_back(self, works: Iterable[ScheduledRows]) -> set[Request] | None:
-        """The requests of a step in flight that do not go on before it has landed, because they are to be sent to a
-        drafter then. None where that is so of any whose drafts are counted on: all others stay together with those.
-
-        Of a drafter that is asked for nothing these are a few, now and then, whom the others need not wait for.
-        """
+    def may_follow(self, requests: Iterable[Request]) -> bool:
+        """Return whether requests of a running step may go on before its tokens are known: none of them is to be sent
+        to a drafter then. Either all may, or none, so that they stay together."""
         now = time.monotonic()
-        held: set[Request] = set()
-        due = {one for one in self._sessions.values() if one.is_due(now)}
-        places = {one: NUM_SCOUTS - len(one.bindings) for one in due if one.pace.is_off}
-        trying = [one for one in places if self._may_ask(one) and one.pace.governor.is_trial_due(now)]
-        tried = {scout.request for session in trying for scout in session.scouts if _can_be_tried(scout)}
-        for work in works:
-            request = work.request
+        for request in requests:
             binding = self._bindings.get(request)
             if binding is not None and binding.session.is_counted_on:
-                return None
-            if binding is not None and (work.num_drafts > 0 or request in tried):
-                held.add(request)
-            if binding is None and due and request.num_speculative_tokens > 0:
-                takers = [session for session in self._takers(request, now) if session in due]
-                if any(session not in places for session in takers):
-                    return None
-                for session in [one for one in takers if places[one] > 0][:1]:
-                    places[session] -= 1
-                    held.add(request)
-        return held
+                return False
+            if binding is None and request.num_speculative_tokens > 0 and self._takers(request, now):
+                return False
+        return True
 
     def may_go_on(self, request: Request) -> bool:
         """Whether a prompt may go on before its last rows have landed: it has its place at a drafter, if it gets one,
         and its features are sent whatever goes on."""
         if request.num_speculative_tokens == 0 or request in self._bindings:
             return True
-        now = time.monotonic()
-        return not any(one.is_due(now) for one in self._takers(request, now))
+        return not self._takers(request, time.monotonic())
 
     def fallback_cause(self, request: Request) -> Cause:
         """Why a decoding request goes without drafts into the step that was just scheduled."""
@@ -402,51 +410,19 @@ class Drafting:
 
     def _hold(self, session: DraftSession, now: float) -> None:
         """The drafter has enough to do: its requests wait, within the deadline, until they can be sent."""
-        until = now + session.pace.patience_s(session.pace.plan.num_drafts)
+        until = now + session.pace.patience_s(session.pace.num_drafts, self.gate.step_s)
         for binding in session.bindings:
             request = binding.request
             wants_drafts = request.is_decoding and request.num_drafts_wanted > 0
             if wants_drafts and binding.asked_length != len(request.tokens) and binding.wait_until is None:
                 binding.wait_until = until
 
-    def _scout(self, session: DraftSession, store: FeatureStore, requests: Sequence[Request], now: float) -> None:
-        """Now and then feeds a few sequences of a drafter that is asked for nothing, to see how far and good it is.
-
-        How far shows by drafts that nobody waits for. How good they are shows where they are verified, for which a
-        sequence stays out of the steps that are launched meanwhile. What they lack is sent before, so that they are
-        asked for as those of all would be.
-        """
-        governor = session.pace.governor
-        session.catches_up = session.asks_nothing = False
-        if session.unanswered or not governor.is_ping_due(now):
-            return
-        if len(session.bindings) < NUM_SCOUTS and any(self._may_join(session, one, now) for one in requests):
-            return  # the message stays due until the request has landed, and has its place
-        scouts = session.scouts
-        may_ask = self._may_ask(session)
-        is_trial = may_ask and governor.is_trial_due(now) and any(map(_can_be_tried, scouts))
-        if is_trial:
-            scouts = [one for one in scouts if _can_be_tried(one) and not one.request.is_in_flight]
-        if not (scouts or (session.closed_ids and not session.bindings)):
-            return
-        for binding in session.bindings[NUM_SCOUTS:]:
-            if binding.rows_behind > MAX_PAUSED_ROWS:
-                del self._bindings[binding.request]
-                self._close(binding)
-        num_drafts = governor.trial_drafts if may_ask else 0
-        has_asked = self._sender.send_scouts(session, store, scouts, num_drafts, now, waits=is_trial)
-        if may_ask:
-            governor.take_ping(now, is_trial=is_trial and has_asked)
-        session.has_caught_up = not may_ask and all(scout.rows_behind == 0 for scout in scouts)
-
-    def _may_ask(self, session: DraftSession) -> bool:
-        """Whether its scouts lack no more than a step brings, or have just been sent the rest."""
-        return session.has_caught_up or all(map(self._sender.is_close, session.scouts))
-
-    def _may_join(self, session: DraftSession, request: Request, now: float) -> bool:
-        """Whether a request in flight gets a place there when it has landed."""
-        is_free = request.num_speculative_tokens > 0 and request not in self._bindings
-        return is_free and request.is_in_flight and session in self._takers(request, now)
+    def _leave_behind(self, session: DraftSession) -> None:
+        """Give up the places of sequences that lack many rows at a drafter that is sent nothing."""
+        session.catches_up = False
+        for binding in [one for one in session.bindings if one.rows_behind > MAX_PAUSED_ROWS]:
+            del self._bindings[binding.request]
+            self._close(binding)
 
     def _take_answer(self, session: DraftSession, answer: Answered) -> None:
         drafts = answer.drafts
@@ -473,15 +449,14 @@ class Drafting:
         for binding in session.bindings:
             if binding.asked_step <= drafts.step_id:
                 binding.wait_until = None
-        session.pace.note_answer(message, answer.received)
-        self._unlearnt.append((session, message, answer, self.gate.ran_between(message.sent, answer.received)))
+        self._unlearnt.append((session, message, answer))
 
     def _learn(self) -> None:
         """Counts the answers, and learns what they tell of their drafters. Not as they come: a step may begin with
         their drafts."""
-        for session, message, answer, is_beside in self._unlearnt:
+        for session, message, answer in self._unlearnt:
             received, drafts = max(answer.received, message.sent), answer.drafts
-            session.pace.take_answer(message, received, drafts.compute_time_s, is_beside=is_beside)
+            session.pace.take_answer(message, received, self.gate.step_s)
             if message.sequences:
                 session.breaker.take_answer(received - max(message.sent, session.last_received), received)
             session.last_received = received
@@ -553,8 +528,6 @@ class Drafting:
 
     def _drop(self, session: DraftSession) -> None:
         self._sessions.pop(session.stream, None)
-        for other in self._sessions.values():
-            other.pace.pause()
         session.stream.count_received()
         session.committed = None  # it keeps the session, as early features do, and with it memory that is shared
         session.give_up_early()
@@ -562,9 +535,3 @@ class Drafting:
             del self._bindings[binding.request]
         session.bindings.clear()
         session.sequences.clear()
-
-
-def _can_be_tried(scout: Binding) -> bool:
-    """Whether its drafts can be verified, when the step that it may be in has landed."""
-    request = scout.request
-    return request.is_decoding and request.num_drafts_wanted > 0 and scout.rows_behind <= MAX_PAUSED_ROWS

@@ -83,7 +83,7 @@ def _announce(
     The requests are marked: none of them may be preempted or continued before the step is committed, because the
     drafter sees what is drawn for it.
     """
-    num_drafts = session.pace.plan.num_drafts
+    num_drafts = session.pace.num_drafts
     if features.offset is None or num_drafts == 0 or not session.may_announce:
         return None
     if not all(binding.sequence_id for binding in bindings):

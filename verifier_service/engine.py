@@ -186,7 +186,6 @@ class Engine:
                 self._prepare()
             if committing is not None:
                 self._count()
-                self.drafting.settle_costs()
                 self._outputs.deliver_behind(step, committing)
                 if step is None and self._planner.is_async and self._inbox.comes_before(committing):
                     continue
@@ -235,7 +234,6 @@ class Engine:
 
     def _commit(self, step: Step) -> bool:
         """Wait for a step, commit its tokens and tell the drafters; return whether that succeeded."""
-        self.drafting.gate.note_landing()
         self.drafting.commit(step.announced)
         try:
             self._executor.wait(step)
@@ -264,10 +262,8 @@ class Engine:
         step, self._uncounted = self._uncounted, None
         if step is not None:
             step_s, host_s = self.times.end_step(step.marks)
-            self.drafting.gate.count_step(
-                step.num_rows,
-                has_prompts=step.has_prompts,
-                is_delayed=step.is_delayed,
+            self.drafting.count_step(
+                has_prompts=step.has_prompts or step.is_delayed,
                 step_s=step_s,
                 host_s=host_s,
                 verified=step.verified,

@@ -97,7 +97,6 @@ class Executor:
                 running.is_beside = in_flight is not None
                 running.verified = self._drafting.count_by_drafter(running.rows)
                 running.advance(Stage.SAMPLED)
-                self._drafting.gate.note_launch()
             except BaseException:
                 running.abandon()
                 raise

@@ -26,7 +26,7 @@ def bound_cause(binding: Binding) -> Cause:
     if binding.asked_length == len(binding.request.tokens):
         return pb.FALLBACK_CAUSE_EMPTY_ANSWER
     is_new = binding.sequence_id != 0 and binding.asked_length == 0  # its prompt is on its way
-    if binding.rows_behind > 0 or session.asks_nothing or is_new:
+    if binding.rows_behind > 0 or session.catches_up or is_new:
         return pb.FALLBACK_CAUSE_CATCHING_UP
     # Rows that were sent with no draft asked for; without any row nothing was sent.
     return pb.FALLBACK_CAUSE_PACE if binding.sequence_id else pb.FALLBACK_CAUSE_NO_FEATURES

@@ -76,7 +76,7 @@ class VerifierCollector(Collector):
         )
         gain = GaugeMetricFamily(
             "draftwire_drafter_expected_gain",
-            "Tokens per second expected with the fastest number of its drafts, over those without.",
+            "Highest tokens per second measured with its drafts, over those without; 0 while either is unknown.",
             labels=["drafter"],
         )
         for drafter in self._drafters():

@@ -46,16 +46,15 @@ class Planner:
         following = self._following(in_flight) if in_flight is not None else {}
         drafted = [] if in_flight is None else [row.request for row in in_flight.rows if row.num_drafts > 0]
         requests = [one for one in self._scheduler.running if not one.is_in_flight or one in following]
-        has_launched = in_flight is not None or is_prepared
-        if gate.is_held(requests, has_launched=has_launched, may_admit=self._scheduler.may_admit):
+        if gate.is_held(requests, may_admit=self._scheduler.may_admit):
             return None
 
         def can_join(request: Request) -> bool:
-            return gate.is_ready(request) and gate.takes_turns(request, drafted)
+            return gate.is_ready(request) and gate.may_run_beside(request, drafted)
 
         if in_flight is not None and not following and self._splits_batch(in_flight, can_join):
             return None
-        prefills = {} if in_flight is None or gate.is_counted_on else self._continuing_prefills(in_flight)
+        prefills = {} if in_flight is None or gate.is_awaited else self._continuing_prefills(in_flight)
         rows = self._scheduler.schedule(can_join, following, prefills, takes_prompts=not is_prepared)
         return Step(rows, self._observer) if rows else None
 
@@ -94,24 +93,21 @@ class Planner:
         if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
             return True
         # Sequences of two drafters that are near are faster in one step.
-        has_groups = any(map(gate.has_groups, joining + flying))
-        return not has_groups and all(one.drafts is not None for one in joining) and gate.come_soon(landing)
+        return all(one.drafts is not None for one in joining) and gate.come_soon(landing)
 
     def _following(self, in_flight: Step) -> dict[Request, int]:
         """Return the requests that continue before the tokens of the step in flight are known, and the places of these
-        tokens among all that it samples: all requests or none, so that they stay together, but for a few probes of a
-        drafter."""
+        tokens among all that it samples: all requests or none, so that they stay together."""
         output = in_flight.sampler_output
-        if output is None or output.first_tokens is None or self._drafting.gate.is_counted_on:
+        if output is None or output.first_tokens is None or self._drafting.gate.is_awaited:
             return {}
-        held_back = self._drafting.held_back(output.rows)
         # A continuing request may be preempted; its sampled token must not have been announced to a drafter.
-        if held_back is None or any(row.request.is_announced for row in output.rows):
+        if any(row.request.is_announced for row in output.rows):
             return {}
         following: dict[Request, int] = {}
         for place, row in enumerate(output.rows):
             request = row.request
-            if not row.is_current or len(request.tokens) + 1 >= request.max_length or request in held_back:
+            if not row.is_current or len(request.tokens) + 1 >= request.max_length:
                 continue
             if row.num_drafts > 0:
                 return {}

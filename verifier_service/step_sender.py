@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from draftwire import config as cfg
@@ -16,10 +15,9 @@ from draftwire.tensors import encode_ids
 from draftwire.tracing import is_exporting
 from draftwire.v1 import config_pb2, draft_pb2
 from verifier_service.draft_session import Binding, CommittedStep, DraftSession, EarlyFeatures
+from verifier_service.draft_wait import DraftWaitPolicy
 from verifier_service.features import FeatureStore
-from verifier_service.pacing import MOST_ROWS
 from verifier_service.request import Request
-from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -28,16 +26,9 @@ logger = logging.getLogger(__name__)
 # this many bytes of a message, so that they delay no other sequence.
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
-# Where the host copies them, which is limited, a message has so many of each sequence at least, on average: steps bring
-# more meanwhile.
-LEAST_ROWS_COPIED = 6
-# While sequences catch up there is a message no more often than this: on a GPU's host one takes the engine's thread
-# some 2 ms, whatever it has (docs/decisions/018-message-cost.md), and nobody waits for it.
-CATCH_UP_EVERY_S = 8e-3
-
-# For so long sequences may wait for the fewer ones that lack rows, where nothing is asked for until they have them: by
-# what that is thought to take, and at most.
-LONGEST_CATCH_UP_S, LATEST_CATCH_UP_S = 1.0, 2.0
+# While most sequences lack rows, no drafts are asked for: until no more than this share lacks some, or no more than
+# half have for so many seconds.
+FEW_SHARE, LONGEST_FEW_S = 0.125, 1.0
 
 # Rows to send of a sequence.
 _Piece = tuple[Binding, int]
@@ -56,102 +47,55 @@ class _Rows(NamedTuple):
 class StepSender:
     """Sends drafters the rows that they have not got. Used by the engine's thread alone."""
 
-    def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, gate: StepGate) -> None:
-        """Bytes and rows are counted in `times`; `gate` is told of rows, which take some of the engine's time."""
+    def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, waits: DraftWaitPolicy) -> None:
+        """Bytes and rows are counted in `times`; `waits` tells how long a step takes."""
         self._config = config
         self._times = times
-        self._gate = gate
+        self._waits = waits
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
         self._old_rows: dict[Request, int] = {}  # rows that were there when all had been sent last
 
     def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
         """Sends new rows of all sequences, and asks for drafts of those whose rows are all there then.
 
-        Rows of prompts and histories go in a message of their own, after the one for which drafts are waited. Where the
-        number of drafts adapts it asks for none: those behind the next step's rows are hardly later, and nobody waits
-        for a drafter that reads a long prompt. Neither is anything sent behind such rows that take longer than a step,
-        nor asked for while many sequences lack some; but where most lack no more than goes within a step, that goes
-        with what they are asked for.
+        With adaptive k rows of prompts and histories go in a message of their own, behind the message whose drafts are
+        awaited, and ask for none. While most sequences lack such rows, these alone are sent, and the sequences decode
+        without drafts: drafts of a few would hold up the steps of all.
         """
-        is_adaptive = session.pace.governor.is_adaptive
-        session.has_caught_up = False  # the scouts, should they be few again
-        session.asks_nothing = is_adaptive and session.pace.is_busy(now)
-        if session.asks_nothing:
-            return
-        pieces, lacking = self._pieces(session, session.bindings, now)
-        lack_most = is_adaptive and 2 * len(lacking) > sum(one.request.is_decoding for one in session.bindings)
-        session.catches_up = session.asks_nothing = is_adaptive and self._lack_much(session, lacking, lack_most, now)
+        backlog, is_adaptive = session.pace.backlog, session.pace.is_adaptive
+        most_rows = backlog.rows(session.stream.head.row_bytes) if is_adaptive else math.inf
+        pieces = self._pieces(session, most_rows)
+        session.catches_up = is_adaptive and self._must_catch_up(session, now)
         if session.catches_up:
-            if now >= session.pace.histories_sent + CATCH_UP_EVERY_S:
-                pieces, _ = self._pieces(session, session.bindings, now, is_idle=True)
-                if pieces or session.closed_ids:
-                    self._send_step(session, store, pieces, 0, has_histories=True)
+            if backlog.may_send(now) and any(rows > self._most_verified for _, rows in pieces):
+                self._send_step(session, store, pieces, 0, has_histories=True)
+                session.catches_up = self._must_catch_up(session, now)
             return
-        if lack_most and all(_in_flight(session)):  # they will be asked for with rows that it adds
-            return
-        num_drafts = session.pace.take_num_drafts(bool(pieces))
-        if lack_most:  # a little each
-            self._send_step(session, store, pieces, num_drafts, has_histories=True)
-            return
-        others = [piece for piece in pieces if piece[1] > self._most_verified]
-        verified = [piece for piece in pieces if piece[1] <= self._most_verified] if others else pieces
+        num_drafts = session.pace.num_drafts
+        verified = [piece for piece in pieces if self._is_close(piece[0])]
+        others = [piece for piece in pieces if not self._is_close(piece[0])]
         has_asked = False
         if verified or session.closed_ids:
             has_asked = self._send_step(session, store, verified, num_drafts)
-        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):  # else those come behind
+        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):  # else its drafts come behind them
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
-    def _lack_much(self, session: DraftSession, lacking: list[Binding], lack_most: bool, now: float) -> bool:
-        """Whether sequences are to catch up, of which those `lacking` lack more than the rows of a step: if most do,
-        and more than is sent within a step, or prompts; and until it is no more than that, unless the fewer ones that
-        lack some then would keep the others for long, or have."""
-        pace, row_bytes = session.pace, session.stream.head.row_bytes
-        rows = sum(binding.rows_behind for binding in lacking)
-        is_of_few = session.catches_up and not lack_most
-        session.few_since = min(session.few_since, now) if is_of_few else math.inf
-        if rows <= self._backlog(session, now) and all(binding.sequence_id for binding in lacking):
-            return False
-        if not is_of_few:
+    def send_closed(self, session: DraftSession, store: FeatureStore) -> None:
+        """Tell a drafter that is asked for nothing which sequences have ended."""
+        self._send_step(session, store, [], 0)
+
+    def _must_catch_up(self, session: DraftSession, now: float) -> bool:
+        """Return whether so many sequences lack rows that these alone are sent."""
+        decoding = [binding for binding in session.bindings if binding.request.is_decoding]
+        num_lacking = sum(not self._is_close(binding) for binding in decoding)
+        lack_most = 2 * num_lacking > len(decoding)
+        if lack_most or not session.catches_up:
+            session.few_since = now
             return lack_most
-        num_messages = min(pace.steps_within(LONGEST_CATCH_UP_S), LONGEST_CATCH_UP_S / CATCH_UP_EVERY_S)
-        most_rows = min(pace.rows_within(LONGEST_CATCH_UP_S, row_bytes), self._most_copied(session) * num_messages)
-        return rows <= most_rows and now < session.few_since + LATEST_CATCH_UP_S
+        return num_lacking > FEW_SHARE * len(decoding) and now < session.few_since + LONGEST_FEW_S
 
-    def _backlog(self, session: DraftSession, now: float, *, is_idle: bool = False) -> int:
-        """How many rows of prompts and histories may be sent in one message."""
-        rows = session.pace.backlog_rows(now, session.stream.head.row_bytes, is_idle=is_idle)
-        return min(rows, self._most_copied(session, is_idle=is_idle))
-
-    def _most_copied(self, session: DraftSession, *, is_idle: bool = False) -> int:
-        """The most of them that the host may copy into it. Where the session `is_idle` it has the new rows of sequences
-        that are close too, which count; but as many as a few of each one go at least. Where every step is to have its
-        drafts, none of them waits."""
-        if not session.pace.governor.is_adaptive or session.stream.sender.carrier != draft_pb2.CARRIER_BYTES:
-            return MOST_ROWS
-        hidden = int(self._gate.copy_limit.num_bytes) // session.stream.head.row_bytes
-        close = sum(binding.rows_behind for binding in session.bindings if is_idle and self.is_close(binding))
-        return max(hidden, LEAST_ROWS_COPIED * len(session.bindings)) - close
-
-    def send_scouts(
-        self,
-        session: DraftSession,
-        store: FeatureStore,
-        scouts: Sequence[Binding],
-        num_drafts: int,
-        now: float,
-        *,
-        waits: bool,
-    ) -> bool:
-        """Sends new rows of a few sequences of a drafter that is asked for nothing, and waits for its answer or not;
-        whether it was asked for drafts, `num_drafts` of each."""
-        pieces, _ = self._pieces(session, scouts, now)
-        if not pieces and not session.closed_ids:
-            return False
-        has_histories = any(rows > self._most_verified for _, rows in pieces)
-        return self._send_step(session, store, pieces, num_drafts, has_histories=has_histories, waits=waits)
-
-    def is_close(self, binding: Binding) -> bool:
-        """Whether a sequence lacks no more rows than a verify step brings."""
+    def _is_close(self, binding: Binding) -> bool:
+        """Return whether a sequence lacks no more rows than a verify step brings."""
         return binding.rows_behind <= self._most_verified
 
     def note_rows(self, requests: Sequence[Request]) -> None:
@@ -170,17 +114,15 @@ class StepSender:
         num_drafts: int,
         *,
         has_histories: bool = False,
-        waits: bool = True,
     ) -> bool:
-        """Sends rows and asks for so many drafts of each sequence that is complete, which it `waits` for or not;
-        whether any is. Drafts of a sequence that goes on meanwhile are of no use but for the time that they take."""
+        """Send rows, and ask for so many drafts of each sequence that is complete. Return whether any is."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
         for binding, _ in pieces:
             if not binding.sequence_id:
                 self._open(step, binding)
-        rows = _take_rows(pieces, num_drafts, waits=waits)
+        rows = _take_rows(pieces, num_drafts)
         early, num_rows = session.early, len(rows.tokens)
         if early is not None and not early.is_unchanged(rows.bindings, rows.first_rows, rows.num_drafts):
             session.give_up_early()
@@ -198,21 +140,17 @@ class StepSender:
         carrier = draft_pb2.CARRIER_BYTES if features is None else features.carrier
         num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
         most = max(rows.num_drafts, default=0)
+        step_s = self._waits.step_s
         message = session.pace.send(
-            sent, num_bytes, num_rows, most, num_asked, has_histories=has_histories, waits=waits
+            sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_histories=has_histories
         )
-        if session.has_replaced:  # the drafter may be busy with early drafts that it has to drop
-            message = replace(message, is_behind=True)
-            session.has_replaced = False
         session.unanswered[session.step_id] = message
         for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True):
             if drafts > 0:
                 binding.asked_step, binding.asked_length = session.step_id, len(binding.request.tokens)
                 binding.asked_drafts = drafts
-                binding.wait_until = message.wait_until if waits else None
+                binding.wait_until = message.wait_until
         self._times.count_sent(carrier, num_rows, num_bytes)
-        copied_bytes = num_bytes if carrier == draft_pb2.CARRIER_BYTES else 0
-        self._gate.count_sent(num_rows, has_histories=has_histories, copied_bytes=copied_bytes)
         return num_asked > 0
 
     def _commit(self, session: DraftSession, early: EarlyFeatures, rows: _Rows, closed_ids: list[int]) -> None:
@@ -261,38 +199,26 @@ class StepSender:
         features.seal()
         return features
 
-    def _pieces(
-        self, session: DraftSession, bindings: Sequence[Binding], now: float, *, is_idle: bool = False
-    ) -> tuple[list[_Piece], list[Binding]]:
-        """(sequence, rows to send of it): all new rows of verify steps, and some of prompts and histories; and the
-        sequences that decode and lack more than a verify step brings.
+    def _pieces(self, session: DraftSession, most_rows: float) -> list[_Piece]:
+        """Return (sequence, rows to send of it): all rows of verify steps, and `most_rows` of sequences that lack more.
 
-        A history are rows older than the last step: those of a sequence that moves or whose drafter was held up, and a
-        prefix that was found in the cache. Where it `is_idle`, no drafts are waited for.
+        Rows older than the last step are a history: of a sequence that moves or whose drafter was held up, or a prefix
+        that was found in the cache. Of a history at most MAX_HISTORY_ROWS go at once, and MAX_HISTORY_BYTES of all.
         """
-        row_bytes = session.stream.head.row_bytes
-        room = max(MAX_HISTORY_BYTES // row_bytes, 1)
-        backlog = None
+        room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
         pieces = []
-        lacking = []
-        for binding in bindings:
+        for binding in session.bindings:
             request, first = binding.request, binding.next_row
             rows = request.num_feature_rows - first
-            if rows <= 0:
-                continue
-            if rows > self._most_verified and request.is_decoding:
-                lacking.append(binding)
+            if rows > self._most_verified:
+                rows = int(min(rows, most_rows))
+                most_rows -= rows
             if first < self._old_rows.get(request, request.num_reused):
                 rows = min(rows, MAX_HISTORY_ROWS, room)
                 room -= rows
-            if rows > self._most_verified:
-                if backlog is None:
-                    backlog = self._backlog(session, now, is_idle=is_idle)
-                rows = min(rows, backlog)
-                backlog -= rows
             if rows > 0:
                 pieces.append((binding, rows))
-        return pieces, lacking
+        return pieces
 
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
@@ -323,7 +249,7 @@ def _in_flight(session: DraftSession) -> list[bool]:
     return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
 
 
-def _take_rows(pieces: Sequence[_Piece], num_drafts: int, *, waits: bool) -> _Rows:
+def _take_rows(pieces: Sequence[_Piece], num_drafts: int) -> _Rows:
     """Count rows as sent, and say how many drafts are wanted after them, at most `num_drafts` of each sequence."""
     taken = _Rows([], [], [], [], [])
     for binding, rows in pieces:
@@ -332,7 +258,7 @@ def _take_rows(pieces: Sequence[_Piece], num_drafts: int, *, waits: bool) -> _Ro
         binding.next_row = last = first + rows
         drafts = 0
         # All rows are there, and the request decodes.
-        if len(request.prompt) <= last == len(known) - 1 and not (waits and request.is_in_flight):
+        if len(request.prompt) <= last == len(known) - 1 and not request.is_in_flight:
             drafts = min(request.num_drafts_wanted, num_drafts)
             binding.wait_until = None
         taken.bindings.append(binding)

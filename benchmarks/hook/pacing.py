@@ -50,49 +50,30 @@ class PacingRecord:
 
     def add_session(self, session: Any, *_args: Any, **_kwargs: Any) -> None:
         """Notes whose pace it is."""
-        self._drafters[session.pace] = session.stream.address
+        for one in (session.pace, session.pace.policy):
+            self._drafters[one] = session.stream.address
 
-    def add_step(self, _gate: Any, _: None, rows: int, *, verified: Mapping[Any, int], **about: Any) -> None:
+    def add_step(self, _drafting: Any, _: None, *, verified: Mapping[Any, int], **about: Any) -> None:
         """Adds a step that was counted."""
-        about |= {"rows": rows, "verified": _as_list(verified)}
+        about |= {"verified": _as_list(verified)}
         self._events.append({"event": "step", "at": time.monotonic(), **about})
 
-    def add_plan(self, pace: Any, _: None, _now: float, load: Any, target: Any, output: Any, _expected: Any) -> None:
-        """Adds a plan, with the costs and results that it was made from."""
-        governor, outlook = pace.governor, pace.outlook
-        about = {
-            **_fields(pace.plan, "num_drafts", "num_groups"),
-            "load": vars(load),
-            "step_s": target.seconds(load.small_step),
-            "target": _fields(target, "is_known", "fixed", "per_feature_row", "lead_s", "beside_s", "turn_s"),
-            "drafter_cost": _fields(pace.cost, "is_known", "link", "jitter", "compute", "beside_s"),
-            "expected_tokens": pace.acceptance.expected_tokens(),
-            "shares": list(pace._hindsight.shares),
-            "lost_s": governor._lost_s,
-            "owed_s": governor._owed_s,
-            "output": {**_fields(output, "steps", "seconds"), "verified": _as_list(output.verified)},
-            "outlook": outlook and _fields(outlook, *outlook.DESCRIPTOR.fields_by_name),
-        }
-        self._add(pace, "plan", about)
+    def add_plan(self, policy: Any, _: None, step: Any) -> None:
+        """Adds what a policy chose after a step, with that step and the measured throughput."""
+        about = {"num_drafts": policy.num_drafts, "is_off": policy.is_off, "speeds": policy.speeds()}
+        self._add(policy, "plan", about | {"step": step._asdict()})
 
     def add_message(self, pace: Any, message: Any, *_args: Any, **_kwargs: Any) -> None:
         """Adds a message that was sent."""
         self._add(pace, "message", vars(message))
 
-    def add_answer(
-        self, pace: Any, _: None, message: Any, received: float, compute_s: float, *, is_beside: bool
-    ) -> None:
+    def add_answer(self, pace: Any, _: None, message: Any, received: float, _step_s: float) -> None:
         """Adds an answer, as it is learnt from."""
-        asked = _fields(message, "number", "sent", "rows", "drafts", "sequences", "is_behind")
-        self._add(pace, "answer", asked | {"received": received, "compute_s": compute_s, "is_beside": is_beside})
+        self._add(pace, "answer", vars(message) | {"received": received})
 
-    def _add(self, pace: Any, event: str, about: dict[str, Any]) -> None:
-        if pace in self._drafters:
-            self._events.append({"event": event, "at": time.monotonic(), "drafter": self._drafters[pace], **about})
-
-
-def _fields(of: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names}
+    def _add(self, of: Any, event: str, about: dict[str, Any]) -> None:
+        if of in self._drafters:
+            self._events.append({"event": event, "at": time.monotonic(), "drafter": self._drafters[of], **about})
 
 
 def _as_list(verified: Mapping[Any, int]) -> list[tuple[str, int, int]]:
@@ -106,12 +87,9 @@ def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
     followed: dict[str, dict[str, Callable[..., None]]] = {
         "verifier_service.engine": {"Engine.start": record.start, "Engine.stop": record.write},
         "verifier_service.draft_session": {"DraftSession.__init__": record.add_session},
-        "verifier_service.step_gate": {"StepGate.count_step": record.add_step},
-        "verifier_service.pacing.pace": {
-            "Pace.make_plan": record.add_plan,
-            "Pace.send": record.add_message,
-            "Pace.take_answer": record.add_answer,
-        },
+        "verifier_service.drafting": {"Drafting.count_step": record.add_step},
+        "verifier_service.pacing.policy": {"DraftCountPolicy.count": record.add_plan},
+        "verifier_service.pacing.pace": {"Pace.send": record.add_message, "Pace.take_answer": record.add_answer},
     }
     return {
         module: wrapping({name: functools.partial(_followed, then) for name, then in calls.items()})

@@ -110,29 +110,28 @@ def _drafters(before: Info, now: Info, seconds: float) -> Table:
 
 
 def _plans(now: Info) -> list[Table]:
-    """What drafters are asked for, and what is expected of drafts."""
+    """Return the drafts asked for, and the throughput that was measured with each number of drafts."""
     planned = [drafter for drafter in now.drafters if drafter.HasField("plan")]
     if not planned:
         return []
-    table = Table(title="drafts: asked for, and fastest by what was measured", title_justify="left")
+    table = Table(title="drafts: asked for, and tokens/s of a request by their number", title_justify="left")
     table.add_column("address", overflow="fold")
-    for column in ("asked", "fastest", "gain", "trip, ms", "features, ms", "drafting, ms", "step without, ms"):
+    for column in ("asked", "fastest", "gain", "answer, ms", "step, ms"):
         table.add_column(column, justify="right")
+    most = max(len(drafter.plan.tokens_per_s) for drafter in planned)
+    for number in range(most):
+        table.add_column(str(number), justify="right")
     for drafter in planned:
         plan = drafter.plan
-        seconds = (plan.trip_s, plan.features_s, plan.compute_s, plan.step_s)
         table.add_row(
             drafter.address,
-            _drafts(plan.num_drafts, plan.num_groups),
-            _drafts(plan.best_num_drafts, plan.best_num_groups),
-            f"{plan.expected_gain:.2f}",
-            *(f"{1e3 * one:.2f}" for one in seconds),
+            str(plan.num_drafts),
+            str(plan.best_num_drafts),
+            f"{plan.expected_gain:.2f}" if plan.expected_gain else "-",
+            *(f"{1e3 * seconds:.2f}" for seconds in (plan.answer_s, plan.step_s)),
+            *(f"{speed:.0f}" if speed else "-" for speed in plan.tokens_per_s),
         )
     return [table]
-
-
-def _drafts(number: int, groups: int) -> str:
-    return f"{number}, {groups} groups" if groups > 1 else str(number)
 
 
 def _features(drafter: pb.DrafterStatus) -> str:

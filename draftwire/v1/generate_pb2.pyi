@@ -313,23 +313,17 @@ class DrafterStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[DrafterState, str]] = ..., detail: _Optional[str] = ..., head_fingerprint: _Optional[str] = ..., sequences: _Optional[int] = ..., feature_row_bytes: _Optional[int] = ..., features_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., logits_carrier: _Optional[_Union[_draft_pb2.Carrier, str]] = ..., sent_message_bytes: _Optional[int] = ..., received_message_bytes: _Optional[int] = ..., features_are_fused: _Optional[bool] = ..., is_direct: _Optional[bool] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., other_sequences: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., plan: _Optional[_Union[DraftPlan, _Mapping]] = ...) -> None: ...
 
 class DraftPlan(_message.Message):
-    __slots__ = ("num_drafts", "num_groups", "expected_gain", "best_num_drafts", "best_num_groups", "trip_s", "features_s", "compute_s", "step_s")
+    __slots__ = ("num_drafts", "expected_gain", "best_num_drafts", "step_s", "answer_s", "tokens_per_s")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_GAIN_FIELD_NUMBER: _ClassVar[int]
     BEST_NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    BEST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    TRIP_S_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_S_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
-    num_groups: int
     expected_gain: float
     best_num_drafts: int
-    best_num_groups: int
-    trip_s: float
-    features_s: float
-    compute_s: float
     step_s: float
-    def __init__(self, num_drafts: _Optional[int] = ..., num_groups: _Optional[int] = ..., expected_gain: _Optional[float] = ..., best_num_drafts: _Optional[int] = ..., best_num_groups: _Optional[int] = ..., trip_s: _Optional[float] = ..., features_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    answer_s: float
+    tokens_per_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_drafts: _Optional[int] = ..., expected_gain: _Optional[float] = ..., best_num_drafts: _Optional[int] = ..., step_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., tokens_per_s: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -80,8 +80,6 @@ def test_every_message_is_recorded_with_what_it_brought_and_asked_for(recorded):
         assert message["sent"] < message["at"]
         assert 0 <= message["drafts"] <= K
         assert (message["sequences"] > 0) == (message["drafts"] > 0)
-        assert message["expected"] == 0 or message["expected"] >= message["sent"]
-        assert 0 <= message["compute_s"] < 60
         assert message["wait_until"] >= message["sent"]
         assert isinstance(message["has_histories"], bool)
     assert max(message["sequences"] for message in messages) in (1, 2)
@@ -97,29 +95,16 @@ def test_every_answer_is_recorded_beside_its_message(recorded):
         message = messages[answer["number"]]
         assert all(answer[name] == message[name] for name in ("drafter", "sent", "rows", "drafts", "sequences"))
         assert answer["sent"] < answer["received"] < answer["at"]
-        assert 0 <= answer["compute_s"] < 60
-        assert isinstance(answer["is_beside"], bool)
 
 
 def test_plans_are_recorded_with_what_they_were_made_from(recorded):
     events, _, _ = recorded
-    seen = [plan for plan in events["plan"] if plan["outlook"] and plan["load"]["sequences"]]
-    assert seen
-    for plan in seen:
-        assert (plan["num_drafts"], plan["load"]["other_rows"]) == (K, 0)
-        assert plan["outlook"].items() >= {"num_drafts": K, "num_groups": plan["num_groups"]}.items()
-        assert plan["outlook"]["step_s"] == pytest.approx(plan["step_s"])
-        assert plan["outlook"]["trip_s"] == pytest.approx(plan["drafter_cost"]["link"][0])
-        assert plan["outlook"]["expected_gain"] > 0
-        assert plan["target"]["is_known"]
-        assert plan["drafter_cost"]["is_known"]
-        assert 0 < plan["target"]["fixed"] <= plan["step_s"] < 60
-        assert plan["expected_tokens"] == sorted(plan["expected_tokens"])
-        assert len(plan["expected_tokens"]) == K + 1
-        assert len(plan["drafter_cost"]["compute"]) == 4
-        assert plan["shares"][0] > 0
-    assert seen[-1]["output"]["steps"] > 0
-    assert {drafts for _, drafts, _ in seen[-1]["output"]["verified"]} >= {K}
+    assert events["plan"]
+    for plan in events["plan"]:
+        assert (plan["num_drafts"], plan["is_off"]) == (K, False)
+        assert len(plan["speeds"]) == K + 1
+        assert plan["step"]["requests"] in (1, 2)
+    assert events["plan"][-1]["speeds"][K] > 0
 
 
 def test_it_prints_how_much_there_was(recorded):

@@ -46,8 +46,8 @@ class Busy(GenerationServicer):
                     other_sequences=5, kv_cache_usage=0.25, drafted=40 * look, accepted=30 * look,
                     features_carrier=draft_pb2.CARRIER_SHM, features_are_fused=True,
                     plan=pb.DraftPlan(
-                        num_drafts=0, num_groups=1, best_num_drafts=3, best_num_groups=2, expected_gain=0.75,
-                        trip_s=0.0015, features_s=0.002, compute_s=0.00125, step_s=0.005,
+                        num_drafts=0, best_num_drafts=3, expected_gain=0.75, answer_s=0.0015, step_s=0.005,
+                        tokens_per_s=[200.0, 0.0, 140.0, 150.0],
                     ),
                     memory=draft_pb2.MemoryUse(
                         kv_cache_token_bytes=1024, kv_cache_tokens=2048, draft_logits_bytes=32_768_000,
@@ -95,7 +95,7 @@ def test_one_look_shows_what_drafters_are_asked_for_and_why(address):
     result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
     shown = result.output.partition("drafts: asked for")[2].partition("tokens without drafts")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]
-    assert rows == [["10.0.0.1:50052", "0", "3, 2 groups", "0.75", "1.50", "2.00", "1.25", "5.00"]]
+    assert rows == [["10.0.0.1:50052", "0", "3", "0.75", "1.50", "5.00", "200", "-", "140", "150"]]
 
 
 def test_one_look_shows_the_memory_of_each_process_that_has_told(address):

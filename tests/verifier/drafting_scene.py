@@ -16,7 +16,7 @@ from draftwire.config import build_sampling_params, resolve_sampling_params, spe
 from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
 from draftwire.tensors import decode_tensor, encode_ids, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import drafting, step_gate, step_sender
+from verifier_service import draft_wait, drafting, step_sender
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import (
     AnnouncedStep,
@@ -220,7 +220,7 @@ class Clock:
     def stand_in(cls, monkeypatch: pytest.MonkeyPatch) -> Clock:
         """A clock in the place of the real one."""
         made = cls()
-        for module in (drafting, step_gate, step_sender):
+        for module in (drafting, draft_wait, step_sender):
             monkeypatch.setattr(module, "time", made)
         return made
 

@@ -15,11 +15,10 @@ import pytest
 from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import pacing
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_stream import Answered, Stream
 from verifier_service.drafting import Drafting
-from verifier_service.pacing import Pace, copying
+from verifier_service.pacing import Pace, backlog
 from verifier_service.planner import Planner
 from verifier_service.request import Request
 from verifier_service.sampler import SamplerOutput
@@ -130,7 +129,7 @@ class World:
             self._deliver()
             self.drafting.drop_lost()
             self.scene.flush()
-            is_held = self.drafting.gate.is_held(self.scene.requests, has_launched=False, may_admit=False)
+            is_held = self.drafting.gate.is_held(self.scene.requests, may_admit=False)
             works = [] if is_held else self._ready()
             if works:
                 self._step(works)
@@ -231,8 +230,7 @@ class World:
         streams = map(self._stream_of, requests)
         addresses = ["" if stream is None else stream.address for stream in streams]
         verified = Counter(zip(addresses, counts, strict=True))
-        self.drafting.gate.count_step(
-            sum(counts) + len(counts),
+        self.drafting.count_step(
             has_prompts=False,
             step_s=seconds,
             host_s=host_s,
@@ -285,7 +283,7 @@ class LaunchingWorld(World):
         return (self.tokens - before) / (self.clock.now - began)
 
     def _launch(self, step: Step, device_free: float) -> Step:
-        gate, works = self.drafting.gate, step.rows
+        works = step.rows
         for work in works:
             work.request.num_in_flight += 1
         seconds = self._seconds([work.num_drafts for work in works])
@@ -296,12 +294,10 @@ class LaunchingWorld(World):
         step.is_beside = self._in_flight is not None
         begins = max(self.clock.now, device_free)
         self._in_flight_s = (begins + seconds, seconds, begins - device_free if step.is_beside else 0.0)
-        gate.note_launch()
         return step
 
     def _land(self, step: Step, lands: float, took_s: float, host_s: float) -> None:
         self.clock.now = max(self.clock.now, lands)
-        self.drafting.gate.note_landing()
         for work in step.rows:
             work.request.num_in_flight -= 1
         works = [work for work in step.rows if work.request in self.scene.requests]  # others have ended meanwhile
@@ -345,13 +341,12 @@ def pace_of(own: Drafting) -> Pace:
 
 def num_drafts(world: World) -> int:
     """How many are asked for of each sequence."""
-    return pace_of(world.drafting).plan.num_drafts
+    return pace_of(world.drafting).num_drafts
 
 
 def use_rows_of_8b(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted in bytes is as many rows as of the 8B shape's features."""
     row_bytes = make_head().row_bytes
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
-    monkeypatch.setattr(pacing.pace, "FIRST_BACKLOG_BYTES", 128 * row_bytes)
-    for name, rows in (("LEAST_BYTES", 128), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
-        monkeypatch.setattr(copying, name, rows * row_bytes)
+    for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):
+        monkeypatch.setattr(backlog, name, rows * row_bytes)

@@ -22,7 +22,6 @@ from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.draft_session import MAX_ANNOUNCED
 from verifier_service.draft_stream import Answered, Stream
-from verifier_service.pacing import Plan
 from verifier_service.request import ReadyDrafts, Request
 
 DRAFTS = [5, 6, 7]
@@ -211,7 +210,7 @@ def test_early_drafts_of_a_committed_step_are_read():
 def test_fewer_early_drafts_are_the_first_of_each_sequence(num_drafts):
     told = Told()
     early = told.launch([[5], [5, 6], [5]])
-    told.session.pace.governor.plan = Plan(num_drafts)
+    told.session.pace.policy.pin(num_drafts)
     commit = told.land([[5], [5, 6], [5]], early)
     assert list(commit.num_drafts) == [num_drafts] * 3
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
@@ -254,11 +253,11 @@ def test_a_request_near_its_end_wants_fewer_drafts():
 
 
 def more_drafts(told: Told) -> None:
-    told.session.pace.governor.plan = Plan(K)
+    told.session.pace.policy.pin(K)
 
 
 def no_drafts(told: Told) -> None:
-    told.session.pace.skip_drafts()
+    told.session.pace.policy.pin(0)
 
 
 def request_joins(told: Told) -> None:
@@ -273,7 +272,7 @@ def all_end(told: Told) -> None:
 @pytest.mark.parametrize("change", [more_drafts, no_drafts, request_joins, all_end])
 def test_a_step_that_has_changed_replaces_the_announced_one(change):
     told = Told()
-    told.session.pace.governor.plan = Plan(K - 1)
+    told.session.pace.policy.pin(K - 1)
     early = told.launch([[5], [5], [5]])
     told.scene.drafting.commit(early)
     for request in told.requests:
@@ -289,23 +288,14 @@ def test_a_step_that_has_changed_replaces_the_announced_one(change):
         assert tokens_of(step)[:3] == [5] * 3
     awaited = told.scene.drafting.gate.awaited_answer()
     assert awaited is None or not awaited.has_early_drafts()
-    (message,) = told.session.unanswered.values()
-    assert message.is_behind  # the drafter may still draft early
-
-
-def test_a_committed_step_tells_how_far_the_drafter_is():
-    told = Told()
-    told.step([[5], [5], [5]], ended=told.requests[:1])
-    (message,) = told.session.unanswered.values()
-    assert not message.is_behind
 
 
 def test_steps_that_were_not_announced_follow():
     told = Told()
     told.answer(told.step([[5], [5], [5]]))
-    plan, told.session.pace.governor.plan = told.session.pace.governor.plan, Plan(0)
+    told.session.pace.policy.pin(0)
     early = told.launch([[6], [6], [6]])
-    told.session.pace.governor.plan = plan
+    told.session.pace.policy.pin(K)
     step = told.land([[6], [6], [6]], early)
     assert isinstance(step, pb.DraftStep)
     assert tokens_of(step) == [6] * 3
@@ -382,7 +372,7 @@ def test_nothing_of_a_lost_drafter_waits_for_a_collector():
 def test_nothing_is_announced_that_a_drafter_cannot_begin(why):
     told = Told(shares_features=why != "features in the message")
     if why == "no drafts":
-        told.session.pace.governor.plan = Plan(0)
+        told.session.pace.policy.pin(0)
     elif why == "behind the stream":
         told.stream.send(pb.DraftStep(step_id=50, closed_ids=range(100_000)))  # too long for the ring
     elif why == "late":

@@ -20,15 +20,11 @@ from draftwire.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens, SampledTokens
+from verifier_service.draft_wait import DraftWaitPolicy
 from verifier_service.outputs import RequestOutputs, response
-from verifier_service.pacing import NUM_SCOUTS, Pace, Plan
-from verifier_service.pacing import governor as governor_module
-from verifier_service.pacing.costs import DrafterCost
-from verifier_service.pacing.governor import Governor
-from verifier_service.pacing.plan import OFF
+from verifier_service.pacing import DraftCountPolicy
 from verifier_service.sampler import TokenSampler
 from verifier_service.step import Stage, Step
-from verifier_service.step_gate import StepGate
 from verifier_service.step_times import StepMarks
 from verifier_service.stop_conditions import Piece
 from verifier_service.target import Target
@@ -193,116 +189,18 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
 
 
-@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside"])
-def test_what_a_drafter_takes_is_learnt_with_whether_a_step_ran_meanwhile(target, has_other, monkeypatch):
-    """Beside a request without drafts, which is in every step."""
+def test_a_step_before_one_with_prompts_counts_as_one_with_prompts(target, monkeypatch):
+    """The host launches the other one before it takes the step's tokens."""
+    own = Watched(target)
     told: list[bool] = []
-    observe = DrafterCost.observe_compute
+    drafting = own.engine.drafting
+    count_step = drafting.count_step
 
-    def noted(*args: Any, is_beside: bool, **others: Any) -> None:
-        told.append(is_beside)
-        observe(*args, is_beside=is_beside, **others)
+    def noted(*, has_prompts: bool, **others: Any) -> None:
+        told.append(has_prompts)
+        count_step(has_prompts=has_prompts, **others)
 
-    monkeypatch.setattr(DrafterCost, "observe_compute", noted)
-    own = Watched(target)
-    answer_late(own.connect(), 0.01)
-    drafted = own.submit(max_tokens=40)
-    other = own.submit([2, 7], max_tokens=55, k=0) if has_other else None
-    own.engine.start()
-    own.tokens(drafted)
-    if other is not None:
-        own.tokens(other)
-    own.engine.stop()
-    assert len(told) > 5
-    assert told[1:4] == [has_other] * 3
-    assert not told[-1]  # the other one has ended
-
-
-@pytest.mark.parametrize("is_trial", [False, True], ids=["message", "trial"])
-def test_a_drafter_that_is_asked_for_nothing_keeps_nobody_out_of_a_step_but_for_trials(target, is_trial, monkeypatch):
-    """Two of three have a place there, and are now and then sent to it: where their drafts are tried, these alone wait
-    for their step then."""
-    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
-    prompts = [[3, 1, 4], [2, 7], [5]]
-    expected, _ = said(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
-    asked = 0  # since the last message
-
-    def is_ping_due(*_: object) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 20
-
-    def take_ping(*_: object, **__: object) -> None:
-        nonlocal asked
-        asked = 0
-
-    monkeypatch.setattr(Governor, "is_ping_due", is_ping_due)
-    monkeypatch.setattr(Governor, "is_trial_due", lambda *_: is_trial and is_ping_due())
-    monkeypatch.setattr(Governor, "take_ping", take_ping)
-    own = Watched(target)
-    stream = own.connect()
-    requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]
-    own.engine.start()
-    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
-    own.engine.stop()
-    launches = [follows for what, follows, _ in own.log if what == "launch"]
-    assert own.num_ahead > len(launches) - 5
-    parted = sum(len(follows) < len(prompts) for follows in launches[15:50])  # they have their places
-    assert parted >= 2 if is_trial else parted == 0
-    assert sum(any(step.num_drafts) for step in stream.steps) >= 2
-    assert max(len(step.sequence_ids) for step in stream.steps) <= NUM_SCOUTS
-
-
-def test_a_place_at_a_drafter_that_is_asked_for_nothing_is_taken_by_another_request(target, monkeypatch):
-    """One of the two that have one ends, and others are always in flight."""
-    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
-    monkeypatch.setattr(governor_module, "PING_EVERY_S", 0.01)
-    own = Watched(target)
-    own.connect()
-    places: list[tuple[int, int]] = []
-    flush = own.engine.drafting.flush
-
-    def noted(requests: Any, *args: Any, **kwargs: Any) -> None:
-        flush(requests, *args, **kwargs)
-        places.append((len(requests), own.engine.drafting.sequences_at("drafter:1")))
-
-    monkeypatch.setattr(own.engine.drafting, "flush", noted)
-    own.on_stage(Stage.RELEASED, lambda _: time.sleep(0.004))
-    requests = [own.submit([3, 1, 4, i], max_tokens=15 if i == 0 else 55) for i in range(4)]
-    own.engine.start()
-    for one in requests:
-        own.tokens(one)
-    own.engine.stop()
-    when_three = [count for running, count in places if running == 3]
-    assert len(when_three) > 30
-    assert when_three.count(NUM_SCOUTS) > 0.6 * len(when_three)
-
-
-def test_a_drafter_that_is_asked_for_nothing_and_owes_an_answer_holds_nobody_up(target, monkeypatch):
-    monkeypatch.setattr(Pace, "make_plan", lambda pace, *_: setattr(pace.governor, "plan", OFF))
-    monkeypatch.setattr(Governor, "is_ping_due", lambda *_: True)
-    own = Watched(target)
-    stream = own.connect()
-    stream.on_send = lambda _: None
-    one = own.submit([3, 1, 4], max_tokens=60)
-    own.engine.start()
-    assert len(own.tokens(one)) == 60
-    own.engine.stop()
-    assert len(stream.steps) >= 1
-    assert own.num_ahead > 40
-
-
-def test_a_step_that_lands_when_one_with_prompts_has_been_launched_counts_as_delayed(target, monkeypatch):
-    own = Watched(target)
-    told: list[tuple[bool, bool]] = []
-    gate = own.engine.drafting.gate
-    count_step = gate.count_step
-
-    def noted(rows: int, *, has_prompts: bool, is_delayed: bool, **others: Any) -> None:
-        told.append((has_prompts, is_delayed))
-        count_step(rows, has_prompts=has_prompts, is_delayed=is_delayed, **others)
-
-    monkeypatch.setattr(gate, "count_step", noted)
+    monkeypatch.setattr(drafting, "count_step", noted)
     launched: list[bool] = []
 
     def launching(step: Step) -> None:
@@ -317,18 +215,11 @@ def test_a_step_that_lands_when_one_with_prompts_has_been_launched_counts_as_del
     own.engine.stop()
     assert sum(launched[5:]) == 1
     counted = min(len(told), len(launched) - 1)
-    assert told[:counted] == list(pairwise(launched))[:counted]
+    assert told[:counted] == [any(two) for two in pairwise(launched)][:counted]
     assert counted > 20
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_take_turns(
-    target, num_groups, monkeypatch
-):
-    def planned(pace: Pace, *_: object) -> None:
-        pace.governor.plan = Plan(K, num_groups)
-
-    monkeypatch.setattr(Pace, "make_plan", planned)
+def test_drafts_do_not_overtake_a_step_of_their_drafter(target):
     prompts = [[3, 1, 4], [2, 7]]
     expected, _ = said(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
     own = Watched(target)
@@ -346,12 +237,12 @@ def test_drafted_requests_overtake_a_step_of_their_drafter_only_where_groups_tak
         else:
             overtaken += any(map(any, flying)) and any(drafts)
             flying.append(drafts)
-    assert (overtaken > 0) == (num_groups > 1)
+    assert overtaken == 0
 
 
 @pytest.mark.parametrize("are_soon", [False, True])
 def test_prompts_alone_go_before_requests_whose_drafts_come_late_and_no_others(target, are_soon, monkeypatch):
-    monkeypatch.setattr(StepGate, "come_soon", lambda *_: are_soon)
+    monkeypatch.setattr(DraftWaitPolicy, "come_soon", lambda *_: are_soon)
     prompts = [[3, 1, 4], *([one] * 40 for one in (5, 6, 7))]
     requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4, "k": 0} for one in prompts]
     expected, _ = said(target, requests, is_async=False)
@@ -550,3 +441,19 @@ def test_future_tokens_fill_their_rows_and_a_missing_one_is_zero():
     drawn = FutureTokens(np.array([1, 4]), np.array([2, 0]), torch.tensor([-1, 8, 9]))
     drawn.write(token_ids)
     assert token_ids.tolist() == [0, 9, 0, 0, 0]
+
+
+def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch):
+    """Nothing is sent to a drafter that is off, so that steps are launched before the tokens of the one before."""
+    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(0))
+    prompts = [[3, 1, 4], [2, 7], [5]]
+    expected, _ = said(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
+    own = Watched(target)
+    stream = own.connect()
+    requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]
+    own.engine.start()
+    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
+    own.engine.stop()
+    launches = [follows for what, follows, _ in own.log if what == "launch"]
+    assert own.num_ahead > len(launches) - 10
+    assert len(stream.steps) < 5

@@ -17,8 +17,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import drafting, executor, features, outputs, redraws
 from verifier_service.draft_stream import Answered, Disconnected
-from verifier_service.pacing import Pace, Plan, governor
-from verifier_service.pacing import pace as pace_module
+from verifier_service.pacing import DraftCountPolicy
 from verifier_service.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
@@ -180,15 +179,11 @@ def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
 
 
 def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypatch):
-    """From step to step between none and all, in one group or two, the drafter given up and taken up again."""
+    """From step to step between none and all, the drafter given up and taken up again."""
     draw = random.Random(0)
 
-    def jump(pace: Pace, *_: Any) -> None:
-        pace.governor.plan = Plan(draw.randrange(K + 1), draw.randrange(1, 3))
-
-    for module, name in ((pace_module, "PLAN_EVERY_S"), (governor, "PING_EVERY_S"), (drafting, "MAX_PAUSED_ROWS")):
-        monkeypatch.setattr(module, name, 0)
-    monkeypatch.setattr(Pace, "make_plan", jump)
+    monkeypatch.setattr(drafting, "MAX_PAUSED_ROWS", 0)
+    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
     own = Served(target, draft_deadline_s=WAIT_S)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
     own.engine.start()

@@ -17,7 +17,6 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.fallbacks import cause_name
 from verifier_service.metrics import VerifierCollector
-from verifier_service.pacing.plan import OFF
 from verifier_service.request import Request
 
 DEADLINE_S = 0.05
@@ -129,7 +128,7 @@ def pace(clock: Clock) -> Played:  # noqa: ARG001
     scene.connect()
     one = scene.decode()
     for session in scene.drafting._sessions.values():
-        session.pace.governor.plan = OFF
+        session.pace.policy.pin(0)
     return scene, one
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F40
 from draftwire.tensors import decode_tensor
 from draftwire.v1 import generate_pb2
 from verifier_service import draft_session
-from verifier_service.pacing import Pace, Plan, governor
-from verifier_service.pacing.plan import OFF
 from verifier_service.step import Stage, Step
 from verifier_service.target import Target
 
@@ -87,20 +83,6 @@ def test_requests_without_drafts_share_steps(target, kind):
     assert sizes.count(1) < 12, sizes
 
 
-def test_a_drafter_that_is_off_is_still_tried(target, monkeypatch):
-    monkeypatch.setattr(Pace, "make_plan", lambda self, *_: setattr(self.governor, "plan", OFF))
-    monkeypatch.setattr(governor, "PING_EVERY_S", 0.02)
-    own = Served(target, draft_deadline_s=0.05, adaptive_k=True)
-    stream = own.connect()
-    on_launch(own, lambda _: time.sleep(0.01))
-    one = own.submit(max_tokens=50)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
-    asked = [step for step in stream.steps if any(step.num_drafts)]
-    assert len(asked) > len(stream.steps) // 2
-
-
 def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
     monkeypatch.setattr(draft_session, "LOST_AFTER_S", 0.3)
     monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
@@ -163,36 +145,3 @@ def test_one_missed_deadline_costs_one_step_without_drafts_and_is_its_cause(targ
     assert drafts[1:-1].count(0) == 1, drafts
     causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
     assert causes["FALLBACK_CAUSE_LATE"] == 1, causes
-
-
-def test_turns_of_one_drafter_do_not_starve_another(target, monkeypatch):
-    born: dict[int, tuple[object, float]] = {}
-
-    def is_done(step: Step) -> bool:  # as on a GPU: a step takes a while after its launch
-        return time.monotonic() > born.setdefault(id(step), (step, time.monotonic()))[1] + STEP_S
-
-    monkeypatch.setattr(Step, "is_done", property(is_done))
-    own = Served(target)
-    single = own.connect(max_sequences=1)
-    turns = own.connect()
-
-    def planned(pace: Pace, *_: object) -> None:
-        sessions = {s.stream: s for s in own.engine.drafting._sessions.values()}
-        if turns in sessions and sessions[turns].pace is pace:
-            pace.governor.plan = Plan(K, 2)
-
-    monkeypatch.setattr(Pace, "make_plan", planned)
-    names: dict[Any, str] = {}
-    launched: list[str] = []
-    on_launch(own, lambda works: launched.append("".join(sorted(names[work.request] for work in works))))
-    for name, prompt in (("x", [3, 1]), ("a", [2, 7]), ("b", [5, 5])):
-        names[own.submit(prompt, max_tokens=50)] = name
-    own.engine.start()
-    for request in names:
-        own.tokens(request)
-    own.engine.stop()
-    assert single.steps
-    assert turns.steps
-    at = [i for i, works in enumerate(launched) if "x" in works]
-    gaps = [later - former for former, later in pairwise(at)]
-    assert max(gaps) < 8, (gaps, launched)

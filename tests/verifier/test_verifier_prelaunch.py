@@ -22,10 +22,10 @@ from verifier_service import engine as engine_module
 from verifier_service import prelaunch
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.draft_stream import Answered, Disconnected
+from verifier_service.draft_wait import DraftWaitPolicy
 from verifier_service.executor import Executor
-from verifier_service.pacing import Pace, Plan
+from verifier_service.pacing import DraftCountPolicy
 from verifier_service.step import Stage, Step
-from verifier_service.step_gate import StepGate
 from verifier_service.target import Target
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
@@ -38,12 +38,8 @@ def target() -> Target:
 
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch) -> None:
-    """All sequences share a step, and a machine under load gives up none."""
-
-    def planned(pace: Pace, *_: object) -> None:
-        pace.governor.plan = Plan(K)
-
-    monkeypatch.setattr(Pace, "make_plan", planned)
+    """All drafts are asked for, and a machine under load gives up none."""
+    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(K))
     monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
 
 
@@ -226,7 +222,6 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
     steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
     has_begun = threading.Event()
     threading.Thread(target=answer_all, daemon=True).start()
-    monkeypatch.setattr(StepGate, "part_next", lambda _: None)  # all requests stay in one step
     monkeypatch.setattr(Executor, "take_early_drafts", noted_early_drafts)
     seen, behind = [], []
     monkeypatch.setattr(own.engine.times, "see_drafts", lambda: seen.append(True))
@@ -291,7 +286,7 @@ def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatc
 
 
 def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
-    monkeypatch.setattr(StepGate, "_hold_until", lambda _, now, *__: now + WAIT_S)
+    monkeypatch.setattr(DraftWaitPolicy, "_hold_until", lambda _, now, *__: now + WAIT_S)
     own = Noted(target)
     own.connect_late()
     drafting = own.submit(max_tokens=50)
@@ -322,40 +317,6 @@ def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
     own.engine.stop()
     assert own.num_released > 20
     assert len(taken) == own.num_released
-
-
-@pytest.mark.parametrize("limits", [{"draft_deadline_s": 0.02}, {}])
-def test_a_step_costs_what_all_rows_cost_that_were_computed(target, limits):
-    own = Noted(target, **limits)
-    computed: list[int] = []
-    counted: list[int] = []
-    target_cost, forward = own.engine.drafting.gate.target_cost, target.forward
-
-    def noted_forward(token_ids: Any, *arguments: Any) -> Any:
-        computed.append(len(token_ids))
-        return forward(token_ids, *arguments)
-
-    def observe(rows: int, *_: Any) -> None:
-        counted.append(rows)
-        if len(counted) == 5:
-            own.engine.drafting.gate.part_next()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "forward", noted_forward)
-        patch.setattr(target_cost, "observe", observe)
-        if limits:
-            own.connect().on_send = lambda _: None
-        else:
-            own.connect_late()
-        made = [own.submit(**one) for one in REQUESTS]
-        own.engine.start()
-        for one in made:
-            own.tokens(one)
-        own.engine.stop()
-    assert own.num_released > 0
-    assert counted == computed[-len(counted) :]
-    if not limits:
-        assert len(REQUESTS) // 2 * (1 + K) in counted[5:8]
 
 
 def test_nothing_waits_for_a_step_whose_requests_have_gone(target):

@@ -1,0 +1,105 @@
+"""How many drafts are asked for: by the throughput that was measured with each number, at each load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verifier_service.pacing import Acceptance, DraftCountPolicy, Profile, StepCount
+from verifier_service.pacing.policy import LOSS_SHARE, REST_S
+
+K = 4
+RATE = 0.75
+TOKENS = [sum(RATE**i for i in range(1 + drafts)) for drafts in range(1 + K)]
+STEP_S = 5e-3
+
+
+class Rounds:
+    """One drafter's rounds: with k drafts each takes `round_s[k]` seconds, without any `round_s[0]`."""
+
+    def __init__(self, *round_s: float, requests: int = 8, profile: Profile | None = None, **options: Any) -> None:
+        self.round_s = list(round_s)
+        self.requests = requests
+        self.now = 100.0
+        self.tokens = 0.0
+        self.asked: list[int] = []
+        acceptance = Acceptance(K)
+        self.policy = DraftCountPolicy(K, acceptance, profile or Profile(), **{"is_adaptive": True, **options})
+        for step in range(20_000):
+            accepted = next(n for n in range(K + 1) if n == K or step % 1000 >= 1000 * RATE ** (n + 1))
+            acceptance.count(K, accepted)
+
+    def run(self, seconds: float) -> float:
+        """Return the tokens per second of a request, over that without drafts."""
+        began, before = self.now, self.tokens
+        while self.now < began + seconds:
+            number = self.policy.num_drafts
+            taken = self.round_s[number]
+            self.now += taken
+            self.tokens += TOKENS[number]
+            self.asked.append(number)
+            drafted = self.requests if number else 0
+            others = 0.0 if number else float(self.requests)
+            step = StepCount(self.now, taken, STEP_S, self.requests, number, drafted, others, False, False)
+            self.policy.count(step)
+        return (self.tokens - before) / (self.now - began) * self.round_s[0]
+
+
+NEAR = (STEP_S, 6.4e-3, 6.7e-3, 7.1e-3, 7.5e-3)
+FAR = (STEP_S, 30e-3, 30e-3, 30e-3, 30e-3)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_a_near_drafter_is_asked_for_all_from_the_start(requests):
+    rounds = Rounds(*NEAR, requests=requests, profile=Profile({1: STEP_S, 320: STEP_S}))
+    assert rounds.run(0.1) == pytest.approx(TOKENS[K] * STEP_S / NEAR[K], rel=0.04)
+    assert rounds.run(5.0) > 0.99 * TOKENS[K] * STEP_S / NEAR[K]
+    assert rounds.policy.num_drafts in (K - 1, K)
+    assert 0 not in rounds.asked  # the profile shows what a step without drafts takes
+
+
+def test_probes_take_a_bounded_share_of_the_steps():
+    rounds = Rounds(*NEAR)
+    rounds.run(10.0)
+    assert rounds.asked.count(K) > 0.9 * len(rounds.asked)
+
+
+def test_drafts_that_lose_are_given_up_soon():
+    rounds = Rounds(*FAR)
+    rounds.run(1.0)
+    assert rounds.policy.is_off
+    assert rounds.run(60.0) > 1 - 1.5 * LOSS_SHARE
+
+
+def test_drafts_come_back_when_the_drafter_is_near_again():
+    rounds = Rounds(*FAR)
+    rounds.run(10.0)
+    rounds.round_s = list(NEAR)
+    rounds.run(REST_S[1] + 1.0)
+    assert rounds.run(5.0) > 1.8
+
+
+def test_the_fastest_number_of_drafts_is_found():
+    """Two drafts are as good as four where a draft takes long."""
+    rounds = Rounds(STEP_S, 6e-3, 6.5e-3, 9e-3, 12e-3)
+    rounds.run(20.0)
+    assert rounds.asked[-200:].count(2) > 150
+
+
+def test_each_load_has_its_own_number():
+    rounds = Rounds(*NEAR, requests=2)
+    rounds.run(5.0)
+    rounds.requests, rounds.round_s = 32, list(FAR)
+    rounds.run(5.0)
+    assert rounds.policy.is_off
+    rounds.requests, rounds.round_s = 2, list(NEAR)
+    rounds.run(0.1)
+    assert not rounds.policy.is_off
+
+
+def test_without_adaptive_k_all_are_asked_for():
+    rounds = Rounds(*FAR, is_adaptive=False)
+    rounds.run(5.0)
+    assert set(rounds.asked) == {K}
+    assert rounds.policy.speeds()[K] > 0.0  # measured all the same
