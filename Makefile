@@ -16,7 +16,7 @@ BUILD_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CHECKED := draftwire drafter_service verifier_service kernels/draftwire_kernels training proto benchmarks deploy
+CHECKED := draftwire draftwire_cli drafter_service verifier_service kernels/draftwire_kernels benchmarks/draftwire_bench training proto deploy
 
 # CPU only: without it the tests would use a GPU that happens to be there. Two test processes, one thread each.
 export CUDA_VISIBLE_DEVICES :=
@@ -88,7 +88,7 @@ protos: $(STAMP)
 	$(BIN)/python proto/generate.py
 
 run-log: $(STAMP)
-	$(BIN)/python -m benchmarks.run_log
+	$(BIN)/python -m draftwire_bench.run_log
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -19,4 +19,4 @@ for tool in memcheck racecheck; do
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/kernels/small_launches.py
 done
 "$PYTHON" -m pytest -q -x -p no:cacheprovider --ignore=tests/kernels/test_kernels_compile.py tests/kernels -k 'not attention'
-"$PYTHON" -m draftwire bench kernels --json "$RESULTS" "$@"
+"$PYTHON" -m draftwire_cli bench kernels --json "$RESULTS" "$@"

@@ -31,8 +31,8 @@ import trustme
 from safetensors.torch import load_file, save_file
 
 from draftwire import AsyncClient, Client
-from draftwire.errors import DraftwireError, RequestError
-from draftwire.security import LOOPBACK, ClientSecurity
+from draftwire.contract.errors import DraftwireError, RequestError
+from draftwire.server.security import LOOPBACK, ClientSecurity
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwire import Client
-from draftwire.processes import start_drafter, start_verifier
+from draftwire_bench.processes import start_drafter, start_verifier
 
 DEPLOY = Path(__file__).resolve().parent
 DEMO = DEPLOY.parent / "models" / "demo"

@@ -10,12 +10,12 @@ import torch
 from drafter_service.heads.spec import Head, HeadSpec
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS, DrafterOptions
-from draftwire.block_pool import blocks_for
-from draftwire.checkpoints import read_config
-from draftwire.devices import GpuMemory, upload
-from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows, token_bytes
-from draftwire.memory import check_cache_fits
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.checkpoints import read_config
+from draftwire.model.devices import GpuMemory, upload
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows, token_bytes
+from draftwire.server.memory import check_cache_fits
 from draftwire_kernels import gumbel_sample
 
 CPU_KV_CACHE_TOKENS = 65536

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
-from draftwire.cli.lazy import importing
-from draftwire.cli.options import server_security_options, service_options
-from draftwire.logs import start_logging
-from draftwire.stop_signals import end_at_signals, is_first_process
-from draftwire.tracing import exporting_traces
+from draftwire.server.cli_options import server_security_options, service_options
+from draftwire.server.lazy_commands import importing
+from draftwire.server.logs import start_logging
+from draftwire.server.stop_signals import end_at_signals, is_first_process
+from draftwire.server.tracing import exporting_traces
 
 
 @click.command()

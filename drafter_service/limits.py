@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS
-from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.model.kv_cache import BLOCK_SIZE
 
 
 @dataclass(frozen=True)

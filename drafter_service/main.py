@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.progress import track
 
 from drafter_service.choices import choose_limits
-from drafter_service.engine import DraftEngine
-from drafter_service.engine_thread import EngineThread
+from drafter_service.engine.engine import DraftEngine
 from drafter_service.heads import load_head
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
-from drafter_service.service import SERVICE_NAME, DraftingService
-from draftwire.carriers import check_rendezvous_dir, parse_carriers
-from draftwire.checkpoints import resolve_directory
-from draftwire.devices import GpuMemory, choose_device, choose_dtype, make_current
-from draftwire.errors import ServerError
-from draftwire.memory import keep_what_is_loaded
-from draftwire.metrics import serving_metrics
-from draftwire.security import ServerSecurity
-from draftwire.server import serve
+from drafter_service.server.engine_thread import EngineThread
+from drafter_service.server.service import SERVICE_NAME, DraftingService
+from draftwire.contract.errors import ServerError
+from draftwire.model.checkpoints import resolve_directory
+from draftwire.model.devices import GpuMemory, choose_device, choose_dtype, make_current
+from draftwire.server.bootstrap import serve
+from draftwire.server.memory import keep_what_is_loaded
+from draftwire.server.metrics import serving_metrics
+from draftwire.server.security import ServerSecurity
+from draftwire.transport import check_rendezvous_dir, parse_carriers
 from draftwire.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)

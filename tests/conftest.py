@@ -17,8 +17,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from draftwire.bench.link import Link
 from draftwire.v1 import draft_pb2
+from draftwire_bench.link import Link
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

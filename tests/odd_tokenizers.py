@@ -14,17 +14,17 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from draftwire.config import speculative_config_from_mapping
-from draftwire.security import LOOPBACK
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.server.security import LOOPBACK
 from draftwire.v1 import config_pb2, generate_pb2
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
-from verifier_service import attention_hook
-from verifier_service.engine import EngineLimits
-from verifier_service.engine_access import InProcessEngine
-from verifier_service.engine_host import EngineHost
-from verifier_service.service import GenerationServicer
-from verifier_service.target import Target
-from verifier_service.tokenizer import TextCodec
+from verifier_service.api.service import GenerationServicer
+from verifier_service.core.tokenizer import TextCodec
+from verifier_service.engine.engine import EngineLimits
+from verifier_service.host.access import InProcessEngine
+from verifier_service.host.host import EngineHost
+from verifier_service.target import attention_hook
+from verifier_service.target.target import Target
 
 VOCAB, CONTEXT = 20, 64
 END = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftwire.carriers import Outgoing
+from draftwire.transport import Outgoing
 from draftwire.v1 import draft_pb2 as pb
 
 

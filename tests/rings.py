@@ -6,9 +6,9 @@ import socket
 
 import torch
 
-from draftwire.carriers import Channel, Segment, ring_bytes
-from draftwire.carriers.host_segment import HostSegment
-from draftwire.carriers.ring import RingReader, RingWriter, WriteValue
+from draftwire.transport import Channel, Segment, ring_bytes
+from draftwire.transport.host_segment import HostSegment
+from draftwire.transport.ring import RingReader, RingWriter, WriteValue
 
 CPU = torch.device("cpu")
 

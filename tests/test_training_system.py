@@ -3,7 +3,7 @@
 import pytest
 
 from draftwire.client import Completion, Statistics
-from draftwire.errors import ServerError
+from draftwire.contract.errors import ServerError
 from training.system import count_completions
 
 

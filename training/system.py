@@ -16,9 +16,9 @@ from rich.progress import track
 
 from draftwire import Client
 from draftwire.client import Completion, Options
-from draftwire.errors import ServerError
-from draftwire.processes import start_drafter, start_verifier
+from draftwire.contract.errors import ServerError
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.processes import start_drafter, start_verifier
 from training.acceptance import Acceptance, repeats_little
 from training.paths import HEAD, TARGET
 

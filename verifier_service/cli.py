@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from draftwire.cli.lazy import importing
-from draftwire.cli.options import FILE, server_security_options, service_options
-from draftwire.logs import start_logging
-from draftwire.stop_signals import end_at_signals, is_first_process
-from draftwire.tracing import exporting_traces
-from verifier_service.engine_process import starting_engine
+from draftwire.server.cli_options import FILE, server_security_options, service_options
+from draftwire.server.lazy_commands import importing
+from draftwire.server.logs import start_logging
+from draftwire.server.stop_signals import end_at_signals, is_first_process
+from draftwire.server.tracing import exporting_traces
+from verifier_service.host.process import starting_engine
 from verifier_service.options import VerifierOptions
 
 
@@ -114,7 +114,7 @@ def verifier(**given: Any) -> None:
             from verifier_service.main import run
 
             if engine_process is None:
-                import verifier_service.engine_start  # noqa: F401  # what `run` imports then
+                import verifier_service.host.start  # noqa: F401  # what `run` imports then
 
         with exporting_traces("draftwire-verifier", options.otlp_endpoint, insecure=options.insecure):
             run(options, engine_process)

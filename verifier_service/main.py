@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from draftwire.checkpoints import resolve_directory
-from draftwire.errors import ServerError
-from draftwire.message_reading import MessageReader, ReadingLimits
-from draftwire.server import serve
+from draftwire.contract.addresses import MAX_REQUEST_BYTES
+from draftwire.contract.errors import ServerError
+from draftwire.model.checkpoints import resolve_directory
+from draftwire.server.bootstrap import serve
+from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import generate_pb2_grpc
-from draftwire.wire import MAX_REQUEST_BYTES
-from verifier_service.engine_access import EngineAccess, InProcessEngine
-from verifier_service.engine_process import EngineProcess
-from verifier_service.engine_proxy import EngineProxy
+from verifier_service.api.service import SERVICE_NAME, GenerationServicer
+from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
+from verifier_service.host.access import EngineAccess, InProcessEngine
+from verifier_service.host.process import EngineProcess
+from verifier_service.host.remote_engine import EngineProxy
 from verifier_service.options import VerifierOptions
-from verifier_service.service import SERVICE_NAME, GenerationServicer
 from verifier_service.settings import Settings, check_options
-from verifier_service.tokenizer import find_tokenizer, warn_of_ids_beyond
 
 # Calls whose message has not come, at least; twice those that one connection may have.
 MAX_UNREAD = 1024
@@ -38,7 +38,7 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
         asyncio.run(_serve(options, settings, EngineProxy(engine_process, facts)))
         return
     # Loading the target's libraries is for the process that has it.
-    from verifier_service.engine_start import hosting_engine
+    from verifier_service.host.start import hosting_engine
 
     with hosting_engine(options, settings) as host:
         asyncio.run(_serve(options, settings, InProcessEngine(host)))

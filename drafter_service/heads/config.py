@@ -14,8 +14,8 @@ from typing import Any
 from drafter_service.heads.layers import LayerConfig
 from drafter_service.heads.rope import RopeConfig, read_rope
 from drafter_service.heads.spec import HeadSpec, Method
-from draftwire.checkpoints import read_config
-from draftwire.errors import CheckpointError, MismatchError
+from draftwire.contract.errors import CheckpointError, MismatchError
+from draftwire.model.checkpoints import read_config
 
 # Options that change the head's arithmetic and are not implemented: refused when they differ from this value.
 _REFUSED = {

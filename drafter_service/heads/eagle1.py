@@ -10,7 +10,7 @@ from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import TensorSource
-from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
 class Eagle1Head(Head):

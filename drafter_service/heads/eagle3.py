@@ -11,8 +11,8 @@ from drafter_service.heads.operations import first_input, rms_norm
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import TensorSource
-from draftwire.fusion import FeatureFusion
-from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.model.fusion import FeatureFusion
+from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
 class Eagle3Head(Head):

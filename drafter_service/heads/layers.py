@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from drafter_service.heads.operations import add_rms_norm, rms_norm, rotate_, silu_mul
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.tensors import TensorSource
-from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.model.kv_cache import KVCache, RaggedBatch
 from draftwire_kernels import paged_attention
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from draftwire.errors import CheckpointError
+from draftwire.contract.errors import CheckpointError
 
 # Not the head's own: frequencies come from the config, t2d restates d2t, and speculators may keep its training targets.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_norm\.weight|verifier_lm_head\.weight")

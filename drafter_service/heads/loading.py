@@ -14,8 +14,8 @@ from drafter_service.heads.eagle3 import Eagle3Head
 from drafter_service.heads.layouts import canonical_names
 from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import CheckpointTensors, RandomTensors
-from draftwire.checkpoints import fingerprint, load_tensors, weight_files
-from draftwire.errors import CheckpointError
+from draftwire.contract.errors import CheckpointError
+from draftwire.model.checkpoints import fingerprint, load_tensors, weight_files
 
 _CLASSES = {"eagle": Eagle1Head, "eagle3": Eagle3Head}
 

@@ -8,15 +8,15 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from draftwire import fusion
+from draftwire.model import fusion
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm of [T, H] rows: float32 inside, scaled by `weight` [H] in the rows' type, as in Llama."""
     if uses_triton(x):
-        from drafter_service.gpu import layers
+        from drafter_service.heads import kernels
 
-        return layers.rms_norm(x, weight, eps)
+        return kernels.rms_norm(x, weight, eps)
     return fusion.rms_norm(x, weight, eps)
 
 
@@ -25,9 +25,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of two [T, H], and its `rms_norm`."""
     if uses_triton(x):
-        from drafter_service.gpu import layers
+        from drafter_service.heads import kernels
 
-        return layers.add_rms_norm(x, added, weight, eps)
+        return kernels.add_rms_norm(x, added, weight, eps)
     total = x + added
     return total, rms_norm(total, weight, eps)
 
@@ -44,9 +44,9 @@ def first_input(
     A norm is its weight [H] and its eps.
     """
     if uses_triton(g):
-        from drafter_service.gpu import layers
+        from drafter_service.heads import kernels
 
-        return layers.first_input(tokens, embedding, embedding_norm, g, g_norm)
+        return kernels.first_input(tokens, embedding, embedding_norm, g, g_norm)
     return torch.cat((rms_norm(F.embedding(tokens, embedding), *embedding_norm), rms_norm(g, *g_norm)), -1)
 
 
@@ -72,9 +72,9 @@ def rotate_(
         Weights [D] of the root-mean-square norms that queries and keys go through first, and their eps.
     """
     if uses_triton(x):
-        from drafter_service.gpu import layers
+        from drafter_service.heads import kernels
 
-        layers.rotate_(x, num_q_heads, positions, cosines, sines, norms)
+        kernels.rotate_(x, num_q_heads, positions, cosines, sines, norms)
         return
     if norms is not None:
         q_weight, k_weight, eps = norms
@@ -88,9 +88,9 @@ def rotate_(
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [T, 2 I] rows [gate, up]."""
     if uses_triton(x):
-        from drafter_service.gpu import layers
+        from drafter_service.heads import kernels
 
-        return layers.silu_mul(x)
+        return kernels.silu_mul(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftwire.errors import CheckpointError
+from draftwire.contract.errors import CheckpointError
 
 # Kinds whose frequencies do not depend on the length of the sequence, and the keys that each must have.
 _REQUIRED = {

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from draftwire.fusion import FeatureFusion
-from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.model.fusion import FeatureFusion
+from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 Method = Literal["eagle", "eagle3"]
 
@@ -28,7 +28,7 @@ class HeadSpec:
     feature_width
         Elements of one row of features, all feature layers together.
     layer_shapes
-        (kv_heads, key head size, value head size) of each layer, for `draftwire.kv_cache.KVCache`.
+        (kv_heads, key head size, value head size) of each layer, for `draftwire.model.kv_cache.KVCache`.
     """
 
     method: Method

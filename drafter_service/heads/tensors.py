@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from draftwire.checkpoints import load_tensors
-from draftwire.errors import CheckpointError, MismatchError
+from draftwire.contract.errors import CheckpointError, MismatchError
+from draftwire.model.checkpoints import load_tensors
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TARGET_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")

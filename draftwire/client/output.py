@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from draftwire.errors import RequestError
+from draftwire.contract.errors import RequestError
 from draftwire.v1 import generate_pb2 as pb
 
 FinishReason = Literal["stop", "length"]

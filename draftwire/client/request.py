@@ -8,11 +8,11 @@ from typing import Any, TypedDict
 
 import grpc
 
-from draftwire.config import build_message, build_sampling_params, check_limits
-from draftwire.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
-from draftwire.retry import retry_after_s
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
+from draftwire.contract.retry import retry_after_s
+from draftwire.contract.validation import build_message, build_sampling_params, check_limits
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.wire import CHANNEL_OPTIONS
 
 # A request that was once taken must not run twice.
 CLIENT_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]

@@ -11,10 +11,10 @@ import grpc
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
-from draftwire.security import LOOPBACK, ClientSecurity, open_channel
+from draftwire.contract.addresses import parse_address
+from draftwire.server.security import LOOPBACK, ClientSecurity, open_channel
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
-from draftwire.wire import parse_address
 
 
 class _Call(Protocol):

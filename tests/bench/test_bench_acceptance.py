@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from timelines import timeline
 
-from draftwire.bench.acceptance import METHODS, Cell, Position
-from draftwire.bench.acceptance_report import parted
-from draftwire.bench.recomputation import Continuation
-from draftwire.cli.main import main
+from draftwire_bench.acceptance.acceptance import METHODS, Cell, Position
+from draftwire_bench.acceptance.recomputation import Continuation
+from draftwire_bench.acceptance.report import parted
+from draftwire_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

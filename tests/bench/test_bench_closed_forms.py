@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwire.bench import closed_forms
+from draftwire_bench.acceptance import closed_forms
 
 SAMPLES = 200_000
 

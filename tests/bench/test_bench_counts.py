@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from timelines import ROW_BYTES, counters, timeline
 
-from draftwire.bench.counts import expected_work, find_skipped
+from draftwire_bench.serve.counts import expected_work, find_skipped
 
 K, MAX_TOKENS = 2, 6
 # Six tokens: the prompt's, then 2 (one draft accepted), then 3 (two accepted). The second step leaves room for both.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.kernel_gaps import main, passes_of
+from draftwire_bench.kernel_gaps import main, passes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +44,7 @@ def test_steps_of_each_kind_are_recorded_once_in_a_level(tmp_path, monkeypatch):
     program = """if True:
         import time
         from types import SimpleNamespace
-        import verifier_service.executor as module
+        import verifier_service.engine.executor as module
         def step(requests, drafts):
             planned = SimpleNamespace(rows=[SimpleNamespace(num_drafts=drafts)] * requests)
             try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from draftwire.cli.main import main
+from draftwire_cli.main import main
 
 
 def test_without_a_gpu_the_command_says_what_it_needs(monkeypatch):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from draftwire.bench.link import MEASURED_BYTES, Link, LinkQuality
+from draftwire_bench.link import MEASURED_BYTES, Link, LinkQuality
 
 
 @pytest.mark.parametrize(("delay_s", "bytes_per_s"), [(0.02, None), (0.0, 20e6), (0.01, 50e6)])

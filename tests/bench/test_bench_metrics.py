@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from timelines import counters, timeline
 
-from draftwire.bench.metrics import (
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.serve.metrics import (
     acceptance,
     difference,
     latencies,
@@ -15,7 +16,6 @@ from draftwire.bench.metrics import (
     step_seconds,
     throughput,
 )
-from draftwire.v1 import generate_pb2 as pb
 
 ONE_EACH = [(0, 0)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.pacing_record import main, read, stretches
+from draftwire_bench.pacing_record import main, read, stretches
 
 ROOT = Path(__file__).resolve().parents[2]
 K = 3
@@ -20,9 +20,9 @@ PAIR = f"""if True:
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
     from google.protobuf.json_format import MessageToJson
-    from draftwire.bench.services import wait_for_drafters
+    from draftwire_bench.services import wait_for_drafters
     from draftwire.client import Client
-    from draftwire.processes import start_drafter, start_verifier
+    from draftwire_bench.processes import start_drafter, start_verifier
     target, head, counters = sys.argv[1:]
     options = ("--engine-process", "--draft-deadline-ms", "off", "--speculative-config")
     with (

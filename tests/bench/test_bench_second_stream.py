@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.second_stream import CASES, main, measure
+from draftwire_bench.second_stream import CASES, main, measure
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_verifier import ROW_BYTES, VOCAB_SIZE, FakeVerifier, served
 
-from draftwire.bench import services
-from draftwire.bench.load import Planned
-from draftwire.bench.workload import Level, in_slots, random_prompts, read_prompts
-from draftwire.cli.main import main
-from draftwire.errors import InvalidArgumentError
-from draftwire.processes import LOG_CHARS, both_ends
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire_bench import services
+from draftwire_bench.processes import LOG_CHARS, both_ends
+from draftwire_bench.serve.load import Planned
+from draftwire_bench.serve.workload import Level, in_slots, random_prompts, read_prompts
+from draftwire_cli.main import main
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHORT = ("--prompt-tokens", "5", "--output-tokens", "9", "--client-processes", "1")

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from draftwire.step_histogram import StepHistogram
+from draftwire.server.step_histogram import StepHistogram
 from draftwire.v1 import draft_pb2
-from verifier_service.step_times import Phase, StepMarks, StepTimes
+from verifier_service.core.step_times import Phase, StepMarks, StepTimes
 
 
 class Clock:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY
-from benchmarks.timeline import NAMES, main, read, stretches, summaries, way, ways, without_drafts
-from benchmarks.watched import run_watched
+from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY
+from draftwire_bench.timeline import NAMES, main, read, stretches, summaries, way, ways, without_drafts
+from draftwire_bench.watched import run_watched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def test_every_method_that_is_recorded_exists():
 def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
     program = """if True:
         import os, signal
-        from drafter_service.step_decoder import StepDecoder
+        from drafter_service.server.step_decoder import StepDecoder
         for _ in range(3):
             try:
                 StepDecoder.decode(None, None)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from draftwire.bench import transport as module
-from draftwire.bench.transport import TransportOptions, Way, measure_transport
-from draftwire.carriers.segment import SegmentError
-from draftwire.cli.main import main
-from draftwire.errors import BenchmarkError
+from draftwire.contract.errors import BenchmarkError
+from draftwire.transport.segment import SegmentError
 from draftwire.v1 import draft_pb2 as pb
+from draftwire_bench.transport import transport as module
+from draftwire_bench.transport.transport import TransportOptions, Way, measure_transport
+from draftwire_cli.main import main
 
 KIB = 1024
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_row_ends_when_it_has_taken_long_enough(monkeypatch):
 
 def test_memory_that_cannot_be_had_is_a_reason(monkeypatch):
     monkeypatch.setattr(module, "WAYS", (Way(pb.CARRIER_SHM, is_direct=True),))
-    for name in ("draftwire.carriers.rendezvous.attach_segment", "draftwire.bench.transport.create_segment"):
+    for name in ("draftwire.transport.rendezvous.attach_segment", "draftwire_bench.transport.transport.create_segment"):
         monkeypatch.setattr(name, refuse)
     (row,) = measure_transport(TransportOptions(CPU, CPU, [64], 1))
     assert (row.median_us, row.missing) == (None, "no memory today")

@@ -1,4 +1,4 @@
-"""Where an output parts from transformers', how far, and what fails: arithmetic of benchmarks/greedy_identity.py."""
+"""Where an output parts from transformers', how far, and what fails: arithmetic of greedy_identity.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import click
 import pytest
 import torch
 
-from benchmarks.greedy_identity import Comparison, Parting, Reference, count_differences, find_failures, find_parting
+from draftwire_bench.greedy_identity import (
+    Comparison,
+    Parting,
+    Reference,
+    count_differences,
+    find_failures,
+    find_parting,
+)
 
 # The best logit of each row is between 8 and 16: a last digit of bfloat16 is 1/16 there.
 LOGITS = torch.tensor([[10.0, 1, 2], [8, 8.25, 8.125], [0, 1, 9.5]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import run_log
+from draftwire_bench import run_log
 
 MACHINE = {"cpu": "AMD EPYC", "cores": 32, "gpus": ["NVIDIA H200, 580.159.04", "NVIDIA H200, 580.159.04"]}
 
@@ -57,8 +57,8 @@ def test_the_headline_sums_a_result_up(result: dict[str, Any], figures: str) -> 
     [
         ("draftwire bench transport --sender-device cuda:0", "bench transport"),
         ("python -m draftwire_bench.far_drafter --rounds 2", "far_drafter"),
-        ("python -m benchmarks.forward --batches 1x5", "forward"),
-        ("python benchmarks/forward.py --skip-warm-start", "forward"),
+        ("python -m draftwire_bench.forward --batches 1x5", "forward"),
+        ("python benchmarks/draftwire_bench/forward.py --skip-warm-start", "forward"),
         ("", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""What benchmarks/served_targets.py says of types of models, and that it sees other logits."""
+"""What benchmarks/draftwire_bench/served_targets.py says of types of models, and that it sees other logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import served_targets
-from benchmarks.served_targets import (
+from draftwire_bench import served_targets
+from draftwire_bench.served_targets import (
     CPU,
     FAILED,
     NOT_MADE,
@@ -33,8 +33,8 @@ from benchmarks.served_targets import (
     try_type,
     worst_rounding,
 )
-from verifier_service import attention_hook
-from verifier_service.target import load_target
+from verifier_service.target import attention_hook
+from verifier_service.target.target import load_target
 
 GPU = torch.device("cuda", 0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwire.bench.load import Timeline
 from draftwire.client import Statistics
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.serve.load import Timeline
 
 ROW_BYTES = 24
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from outgoing import finish
 
-from draftwire.carriers import ALL_CARRIERS, TensorReceiver, TensorSender, meet
+from draftwire.transport import ALL_CARRIERS, TensorReceiver, TensorSender, meet
 from draftwire.v1 import draft_pb2 as pb
 
 DTYPE = torch.int32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from draftwire.carriers.segment import SegmentError
+from draftwire.transport.segment import SegmentError
 
 GRANULARITY = 16 * mmap.PAGESIZE
 NAME = "fake-gpu"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from draftwire.carriers import Rendezvous, SharedSegments, meet
+from draftwire.transport import Rendezvous, SharedSegments, meet
 from draftwire.v1 import draft_pb2 as pb
 
 CARRIERS = (pb.CARRIER_SHM, pb.CARRIER_BYTES)

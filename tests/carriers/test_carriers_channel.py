@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rings import CPU, channel_ends, ends_of
 
-from draftwire.carriers import Channel, SegmentError, ring_bytes
-from draftwire.carriers.channel import drafter_channel, verifier_channel
-from draftwire.carriers.host_segment import HostSegment
-from draftwire.carriers.ring import MAX_MESSAGE_BYTES
-from draftwire.mailbox import Mailbox
+from draftwire.transport import Channel, SegmentError, ring_bytes
+from draftwire.transport.channel import drafter_channel, verifier_channel
+from draftwire.transport.host_segment import HostSegment
+from draftwire.transport.mailbox import Mailbox
+from draftwire.transport.ring import MAX_MESSAGE_BYTES
 
 WAIT_S = 30.0
 LARGEST = bytes(MAX_MESSAGE_BYTES)

@@ -13,12 +13,12 @@ import torch
 from fake_driver import GRANULARITY, FakeDriver
 from open_files import open_files
 
-from draftwire.carriers import Rendezvous, SharedSegments, cuda_segment, meet
-from draftwire.carriers import rendezvous as rendezvous_module
-from draftwire.carriers.cuda_driver import CudaDriver, MemAccessDesc, MemAllocationProp, MemLocation
-from draftwire.carriers.cuda_segment import CudaSegment
-from draftwire.carriers.dlpack import tensor_at
-from draftwire.carriers.segment import SegmentError
+from draftwire.transport import Rendezvous, SharedSegments, cuda_segment, meet
+from draftwire.transport import rendezvous as rendezvous_module
+from draftwire.transport.cuda_driver import CudaDriver, MemAccessDesc, MemAllocationProp, MemLocation
+from draftwire.transport.cuda_segment import CudaSegment
+from draftwire.transport.dlpack import tensor_at
+from draftwire.transport.segment import SegmentError
 from draftwire.v1 import draft_pb2 as pb
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from echo_peer import DTYPE, send, take
 
-from draftwire.carriers import ALL_CARRIERS, Rendezvous, SharedSegments, TensorReceiver, TensorSender
-from draftwire.carriers.cuda_segment import CudaSegment
-from draftwire.carriers.segment import SegmentError
-from draftwire.devices import make_current
+from draftwire.model.devices import make_current
+from draftwire.transport import ALL_CARRIERS, Rendezvous, SharedSegments, TensorReceiver, TensorSender
+from draftwire.transport.cuda_segment import CudaSegment
+from draftwire.transport.segment import SegmentError
 from draftwire.v1 import draft_pb2 as pb
 
 PATIENCE_S = 60.0

@@ -18,9 +18,9 @@ from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.errors import RequestError
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.contract.errors import RequestError
 from draftwire.v1 import draft_pb2
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rings import CPU, HeldMarks, channel_ends, ends_of
 
-from draftwire.carriers import Body, Channel, SegmentError, ring_bytes
-from draftwire.carriers.channel import drafter_channel, verifier_channel
-from draftwire.carriers.host_segment import HostSegment
+from draftwire.transport import Body, Channel, SegmentError, ring_bytes
+from draftwire.transport.channel import drafter_channel, verifier_channel
+from draftwire.transport.host_segment import HostSegment
 
 TIMES = 200  # more often than a ring has room for
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from open_files import open_files
 
-from draftwire.carriers import (
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.transport import (
     Rendezvous,
     SharedSegments,
     check_rendezvous_dir,
@@ -24,10 +25,9 @@ from draftwire.carriers import (
     parse_carriers,
     segment_bytes,
 )
-from draftwire.carriers import rendezvous as module
-from draftwire.carriers.segment import Segment, SegmentError
-from draftwire.carriers.segment_kinds import attach_segment, create_segment
-from draftwire.errors import InvalidArgumentError
+from draftwire.transport import rendezvous as module
+from draftwire.transport.segment import Segment, SegmentError
+from draftwire.transport.segment_kinds import attach_segment, create_segment
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

@@ -19,18 +19,18 @@ import pytest
 import torch
 from addresses import free_address
 
-from drafter_service.engine import DraftEngine
-from drafter_service.engine_thread import EngineThread
+from drafter_service.engine.engine import DraftEngine
 from drafter_service.heads import load_head
 from drafter_service.limits import EngineLimits
-from drafter_service.service import DraftingService
+from drafter_service.server.engine_thread import EngineThread
+from drafter_service.server.service import DraftingService
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.errors import DraftwireError
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.wire import CHANNEL_OPTIONS
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from models import SENTENCES
 
 pytestmark = pytest.mark.xdist_group("carriers")

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from draftwire.carriers.segment import ALIGNMENT
-from draftwire.carriers.span_room import Span, SpanRoom
-from draftwire.errors import InvalidArgumentError
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.transport.segment import ALIGNMENT
+from draftwire.transport.span_room import Span, SpanRoom
 
 
 def begun(room: SpanRoom, num_bytes: int) -> Span:

@@ -10,11 +10,11 @@ import torch
 from fake_driver import FakeDriver
 from outgoing import finish
 
-from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.carriers.cuda_segment import CudaSegment
-from draftwire.carriers.host_segment import HostSegment
-from draftwire.carriers.segment import ALIGNMENT, MAX_SPANS, Segment
-from draftwire.errors import InvalidArgumentError
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.transport import TensorReceiver, TensorSender
+from draftwire.transport.cuda_segment import CudaSegment
+from draftwire.transport.host_segment import HostSegment
+from draftwire.transport.segment import ALIGNMENT, MAX_SPANS, Segment
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import pytest
 from draftwire import AsyncClient, Chunk, Client, Completion, Statistics
 from draftwire.client.output import TokenLogprobs
 from draftwire.client.request import Options, SamplingOptions, build_request
-from draftwire.errors import InvalidArgumentError, QueueFullError, RequestError
-from draftwire.retry import DETAILS_KEY, retry_metadata
+from draftwire.contract.errors import InvalidArgumentError, QueueFullError, RequestError
+from draftwire.contract.retry import DETAILS_KEY, retry_metadata
 from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 
@@ -324,7 +324,7 @@ def test_asyncio_errors_are_mapped_too(verifier):
         asyncio.run(use())
 
 
-@pytest.mark.parametrize("module", ["draftwire", "draftwire.client", "draftwire.cli.main", "draftwire.cli.generate"])
+@pytest.mark.parametrize("module", ["draftwire", "draftwire.client", "draftwire_cli.main", "draftwire_cli.generate"])
 def test_import_is_light(module):
     heavy = "{'torch', 'transformers', 'tokenizers', 'numpy', 'drafter_service', 'verifier_service'}"
     code = (

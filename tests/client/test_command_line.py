@@ -16,14 +16,14 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
-from draftwire import cli
-from draftwire.cli import main as main_module
-from draftwire.cli.lazy import Source
-from draftwire.cli.main import COMMANDS, main
-from draftwire.cli.output import statistics_text, visible
+import draftwire_cli as cli
 from draftwire.client import Statistics
-from draftwire.errors import CheckpointError, InvalidArgumentError
-from draftwire.version import VERSION
+from draftwire.contract.errors import CheckpointError, InvalidArgumentError
+from draftwire.contract.version import VERSION
+from draftwire.server.lazy_commands import Source
+from draftwire_cli import main as main_module
+from draftwire_cli.main import COMMANDS, main
+from draftwire_cli.output import statistics_text, visible
 
 STATISTICS_LINE = "4 tokens, 8.0 tokens/s, first token 250 ms, acceptance length 2.00 (per position 1.00 0.00)"
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -42,7 +42,7 @@ def in_terminal(*arguments: str, **environment: str) -> str:
     parent, child = pty.openpty()
     variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftwire", *arguments],
+        [sys.executable, "-m", "draftwire_cli", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=child,
         stderr=child,
@@ -175,7 +175,7 @@ def test_failure_is_one_line_and_exit_code_1(verifier):
 def test_interrupt_cancels_and_ends_quietly_with_130(verifier):
     verifier.endless = True
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftwire", "generate", "--server", verifier.address, "--prompt", "abc"],
+        [sys.executable, "-m", "draftwire_cli", "generate", "--server", verifier.address, "--prompt", "abc"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # A shell that runs the tests in the background has them ignore it, and with them what they start.
@@ -203,8 +203,8 @@ def test_version():
 
 def test_help_lists_the_commands_without_importing_them():
     code = (
-        "import sys; from draftwire.cli.main import main; main(['--help'], standalone_mode=False); "
-        "assert not {'torch', 'drafter_service', 'verifier_service', 'draftwire.demo'} & set(sys.modules)"
+        "import sys; from draftwire_cli.main import main; main(['--help'], standalone_mode=False); "
+        "assert not {'torch', 'drafter_service', 'verifier_service', 'draftwire_cli.demo_run'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(name in result.stdout for name in COMMANDS)
@@ -225,6 +225,6 @@ def test_errors_of_any_command_are_told_in_one_line(monkeypatch, error, code):
         raise error
 
     monkeypatch.setattr(cli, "failing", failing, raising=False)
-    monkeypatch.setitem(main_module.COMMANDS, "failing", Source("draftwire.cli", "failing", ""))
+    monkeypatch.setitem(main_module.COMMANDS, "failing", Source("draftwire_cli", "failing", ""))
     result = run("failing")
     assert (result.exit_code, result.stderr) == (code, f"Error: {error}\n")

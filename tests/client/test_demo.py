@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from draftwire import Client, demo
-from draftwire.errors import CheckpointError, ServerError
+from draftwire import Client
+from draftwire.contract.errors import CheckpointError, ServerError
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_cli import demo_run as demo
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from draftwire.cli.main import main
+from draftwire_cli.main import main
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from draftwire.errors import InvalidArgumentError
-from draftwire.logs import JsonFormatter, TextFormatter, fields
-from draftwire.request_id import choose_request_id
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.contract.request_id import choose_request_id
+from draftwire.server.logs import JsonFormatter, TextFormatter, fields
 
 
 def record(message: str, *args: object, error: bool = False, **values: object) -> logging.LogRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from draftwire.mailbox import Mailbox
+from draftwire.transport.mailbox import Mailbox
 
 
 def test_what_is_seen_comes_behind_messages_that_are_there():

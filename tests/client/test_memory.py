@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from draftwire.kv_cache import BLOCK_SIZE, KVCache
-from draftwire.memory import measure_memory, peak_host_bytes
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache
+from draftwire.server.memory import measure_memory, peak_host_bytes
 
 SHAPES = [(2, 8, 4), (1, 16, 16)]
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_on_a_gpu_the_peaks_are_torchs():
 def test_the_collector_of_garbage_looks_no_more_at_what_was_loaded():
     """In a process of its own, for in this one nothing would be freed any more."""
     code = (
-        "import gc; from draftwire.memory import keep_what_is_loaded; loaded = [[]]\n"
+        "import gc; from draftwire.server.memory import keep_what_is_loaded; loaded = [[]]\n"
         "assert any(one is loaded for one in gc.get_objects())\n"
         "keep_what_is_loaded()\n"
         "assert not any(one is loaded for one in gc.get_objects()) and gc.isenabled()\n"

@@ -19,10 +19,10 @@ from certificates import Authority
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from draftwire import metrics
-from draftwire.errors import InvalidArgumentError, ServerError
-from draftwire.metrics import serving_metrics
-from draftwire.security import ServerSecurity
+from draftwire.contract.errors import InvalidArgumentError, ServerError
+from draftwire.server import metrics
+from draftwire.server.metrics import serving_metrics
+from draftwire.server.security import ServerSecurity
 
 PLAIN = ServerSecurity()
 # What a client sees whose connection the server ends.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from draftwire.errors import ServerError
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.contract.errors import ServerError
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 import click
-from draftwire.errors import CheckpointError
-from draftwire.message_reading import MessageReader, ReadingLimits
-from draftwire.security import ServerSecurity
-from draftwire.server import serve
+from draftwire.contract.errors import CheckpointError
+from draftwire.server.message_reading import MessageReader, ReadingLimits
+from draftwire.server.security import ServerSecurity
+from draftwire.server.bootstrap import serve
 
 async def drained():
     print("drained", flush=True)
@@ -163,7 +163,7 @@ def test_command_that_does_not_exist_is_told():
 
 def test_service_ends_with_its_parent():
     code = (
-        "import os, signal; from draftwire.processes import start_drafter; "
+        "import os, signal; from draftwire_bench.processes import start_drafter; "
         "drafter = start_drafter('h', 't'); print(drafter.pid, drafter.log_path, flush=True); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

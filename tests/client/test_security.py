@@ -10,8 +10,8 @@ import pytest
 from certificates import Authority
 
 from draftwire import Client
-from draftwire.errors import InvalidArgumentError, RequestError, ServerError
-from draftwire.security import ClientSecurity, ServerSecurity, TokenInterceptor, is_loopback
+from draftwire.contract.errors import InvalidArgumentError, RequestError, ServerError
+from draftwire.server.security import ClientSecurity, ServerSecurity, TokenInterceptor, is_loopback
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc
 

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from draftwire.cli.main import main
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from draftwire_cli.main import main
 
 
 class Busy(GenerationServicer):

@@ -67,14 +67,14 @@ def _wait_for_handler(pid: int, number: signal.Signals) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_one_that_starts_ends_at_once(service: str) -> None:
     """It would need seconds for its libraries alone, and then serve and drain with status 0."""
-    command = [sys.executable, "-m", "draftwire", *SERVICES[service], "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "draftwire_cli", *SERVICES[service], "--listen", "127.0.0.1:0"]
     assert ended_by(signal.SIGTERM, command) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_hangs_ends_at_the_second_signal(number: signal.Signals) -> None:
     program = (
-        "import time; from draftwire.stop_signals import end_at_signals; "
+        "import time; from draftwire.server.stop_signals import end_at_signals; "
         "end_at_signals(); print(1, flush=True); time.sleep(600)"
     )
     assert ended_by(number, [sys.executable, "-c", program], says_when=True) == 128 + number

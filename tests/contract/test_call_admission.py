@@ -14,11 +14,11 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from half_sent import HalfSender
 
-from draftwire import message_reading
-from draftwire.message_reading import MessageReader, ReadingLimits
-from draftwire.retry import retry_after_s
-from draftwire.security import ServerSecurity
-from draftwire.server import serve
+from draftwire.contract.retry import retry_after_s
+from draftwire.server import message_reading
+from draftwire.server.bootstrap import serve
+from draftwire.server.message_reading import MessageReader, ReadingLimits
+from draftwire.server.security import ServerSecurity
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc
 

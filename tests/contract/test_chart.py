@@ -14,7 +14,7 @@ import pytest
 import yaml
 from images import COMMANDS
 
-from draftwire.cli.health import health
+from draftwire_cli.health import health
 
 helm = pytest.importorskip("helm_python", reason="its wheels are for Linux on x86-64")
 

@@ -11,9 +11,9 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from draftwire.call_admission import AdmissionInterceptor
-from draftwire.counting import CountingChannel, CountingInterceptor
-from draftwire.message_reading import MessageReader, ReadingLimits
+from draftwire.server.call_admission import AdmissionInterceptor
+from draftwire.server.counting import CountingChannel, CountingInterceptor
+from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 

@@ -13,11 +13,13 @@ import images
 import pytest
 from deployment import DEPLOY, ROOT, arguments, read, script, services
 
-from draftwire.cli.health import health
+from draftwire_cli.health import health
 
 METRIC_SOURCES = (
-    *("verifier_service/metrics.py", "verifier_service/request_metrics.py", "drafter_service/metrics.py"),
-    *("draftwire/step_histogram.py", "draftwire/traffic.py"),
+    "verifier_service/host/metrics.py",
+    "verifier_service/engine/request_metrics.py",
+    "drafter_service/server/metrics.py",
+    *("draftwire/server/step_histogram.py", "draftwire/transport/traffic.py"),
 )
 GENERATOR, CHECK = script("grafana/make_dashboard.py"), script("check.py")
 BOTH, OVERLAYS = ("drafter", "verifier"), ("gpu", "tls")

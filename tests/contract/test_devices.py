@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from draftwire.devices import check_context
+from draftwire.model.devices import check_context
 
 PROGRAM = """
 import torch
-from draftwire.devices import check_context
+from draftwire.model.devices import check_context
 
 device = torch.device("cuda", 0)
 with torch.cuda.stream(torch.cuda.Stream(device)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwire.encoding import encode, encode_step, path_to
-from draftwire.tensors import decode_tensor, encode_ids, encode_tensor, tensor_view
+from draftwire.contract.tensors import decode_tensor, encode_ids, encode_tensor, tensor_view
+from draftwire.transport.encoding import encode, encode_step, path_to
 from draftwire.v1 import draft_pb2 as pb
 
 LOGITS = path_to(pb.DraftResponse, "drafts", "logits", "data")

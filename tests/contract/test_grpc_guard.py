@@ -10,7 +10,7 @@ import grpc
 from grpc._cython import cygrpc
 from half_sent import HalfSender
 
-from draftwire.grpc_guard import GuardedServer
+from draftwire.server.grpc_guard import GuardedServer
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc
 

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from drafter_service import service as drafter
-from drafter_service import stream
 from drafter_service.limits import EngineLimits
 from drafter_service.options import MAX_SPECULATIVE_TOKENS
-from draftwire import message_reading, metrics, wire
-from draftwire.carriers import segment
-from draftwire.server import CONNECTION_LIMITS, limits_of_others
+from drafter_service.server import service as drafter
+from drafter_service.server import stream
+from draftwire.contract import addresses as wire
+from draftwire.server import message_reading, metrics
+from draftwire.server.bootstrap import CONNECTION_LIMITS, limits_of_others
+from draftwire.transport import segment
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service import drafter_link, handshake, unread
-from verifier_service.engine import EngineLimits as VerifierLimits
+from verifier_service.api import response_stream as unread
+from verifier_service.drafters import connection as drafter_link
+from verifier_service.drafters import handshake
+from verifier_service.engine.engine import EngineLimits as VerifierLimits
 from verifier_service.main import reading_limits
 from verifier_service.options import VerifierOptions
 

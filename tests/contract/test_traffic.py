@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from draftwire.tensors import encode_tensor
-from draftwire.traffic import Traffic
+from draftwire.contract.tensors import encode_tensor
+from draftwire.transport.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from draftwire.config import (
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.contract.validation import (
     build_sampling_params,
     check_limits,
     parse_speculative_config,
@@ -16,7 +17,6 @@ from draftwire.config import (
     speculative_config_to_mapping,
     with_defaults,
 )
-from draftwire.errors import InvalidArgumentError
 from draftwire.v1 import config_pb2 as pb
 from draftwire.v1 import generate_pb2
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from grpc._cython import cygrpc
 
-from draftwire.errors import InvalidArgumentError
-from draftwire.wire import CHANNEL_OPTIONS, parse_address
+from draftwire.contract.addresses import CHANNEL_OPTIONS, parse_address
+from draftwire.contract.errors import InvalidArgumentError
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CHANNEL_OPTIONS])

@@ -10,10 +10,10 @@ from harness import Reply, Rows, Stream, replies, run
 from rings import HeldMarks, ends_of
 from tiny_head import TARGET_VOCAB, WIDTH
 
-from drafter_service.step import AnnouncedStep
-from drafter_service.step_decoder import StepDecoder
-from draftwire.carriers import TensorReceiver, TensorSender, ring_bytes
-from draftwire.carriers.host_segment import HostSegment
+from drafter_service.engine.step import AnnouncedStep
+from drafter_service.server.step_decoder import StepDecoder
+from draftwire.transport import TensorReceiver, TensorSender, ring_bytes
+from draftwire.transport.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from tiny_head import TARGET_VOCAB, WIDTH
 
-from drafter_service.answer import Answer
-from drafter_service.engine import DraftEngine
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.answer import Answer
+from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.step import OpenedSequence, Step
 from drafter_service.limits import EngineLimits
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.session import Session, SessionTerms
-from drafter_service.step import OpenedSequence, Step
-from draftwire.carriers import Incoming
+from draftwire.transport import Incoming
 from draftwire.v1 import draft_pb2 as pb
 
 # Batches of other shapes add up in another order; what is wrong differs by 1e-2 and more.

@@ -15,17 +15,17 @@ import torch
 from harness import Rows
 from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
 
-from drafter_service.engine import DraftEngine
-from drafter_service.engine_thread import EngineThread
+from drafter_service.engine.engine import DraftEngine
 from drafter_service.limits import EngineLimits
-from drafter_service.metrics import DrafterCollector
-from drafter_service.service import DraftingService
-from draftwire.tensors import encode_tensor
+from drafter_service.server.engine_thread import EngineThread
+from drafter_service.server.metrics import DrafterCollector
+from drafter_service.server.service import DraftingService
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.tensors import encode_tensor
+from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_server
-from draftwire.version import PROTOCOL_VERSION
-from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 
 TIMEOUT_S = 20

@@ -24,9 +24,9 @@ from harness import (
 )
 from tiny_head import TinyHead
 
-from drafter_service.sampling_mode import SamplingMode
-from draftwire.block_pool import blocks_for
-from draftwire.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
 
 
 def chain_without_engine(head: TinyHead, text: Text, num_rows: int, k: int) -> list[int]:

@@ -11,7 +11,7 @@ from harness import Reply, Rows, Text, connect, make_engine, opened, replies, ru
 from tiny_head import TinyHead
 from torch.profiler import ProfilerActivity, profile
 
-from drafter_service.sampling_mode import SamplingMode
+from drafter_service.draft_loop.sampling_mode import SamplingMode
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from harness import (
 )
 from tiny_head import TinyHead
 
-from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.model.kv_cache import BLOCK_SIZE
 
 LENGTH = 10
 

@@ -10,8 +10,8 @@ import torch
 from harness import UNKNOWN, Rows, Stream, Text, connect, draft_alone, make_engine, make_step, opened, replies, run
 from tiny_head import HIDDEN, WIDTH, TinyHead
 
-from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.carriers.host_segment import HostSegment
+from draftwire.transport import TensorReceiver, TensorSender
+from draftwire.transport.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

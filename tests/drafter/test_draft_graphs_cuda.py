@@ -7,8 +7,8 @@ import torch
 from harness import SAME_LOGITS, Reply, Rows, Stream, Text, connect, make_engine, opened
 from tiny_head import TinyHead
 
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.session import SessionTerms
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.session import SessionTerms
 
 pytestmark = pytest.mark.gpu
 

@@ -8,13 +8,13 @@ import torch
 from harness import SAME_LOGITS, Reply, Rows, Text, connect, make_engine, opened
 from tiny_head import TinyHead
 
-from drafter_service import loop_state
-from drafter_service.draft_loop import DraftLoop, LoopShape
-from drafter_service.engine import DraftEngine
-from drafter_service.loop_graphs import batch_sizes
-from drafter_service.loop_inputs import LoopInputs, PackedInputs, fill, fill_rows
-from drafter_service.loop_state import LoopState
-from drafter_service.sampling_mode import SamplingMode
+from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop.graphs import batch_sizes
+from drafter_service.draft_loop.inputs import LoopInputs, PackedInputs, fill, fill_rows
+from drafter_service.draft_loop.loop import DraftLoop, LoopShape
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.state import LoopState
+from drafter_service.engine.engine import DraftEngine
 
 MAX_BLOCKS, MAX_DRAFTS, NUM_SLOTS = 300, 4, 9
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_the_passes_over_the_drafts() -> None:
 
 @pytest.mark.parametrize("reduced_vocabulary", [True, False])
 def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool) -> None:
-    kernels = pytest.importorskip("drafter_service.gpu.loop")
+    kernels = pytest.importorskip("drafter_service.draft_loop.kernels")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.tensor([0, 2, 4, 6]) if reduced_vocabulary else None
     columns = [torch.tensor([3, 1, -1, 0]), torch.tensor([2, -1, 1, 3])]

@@ -10,11 +10,11 @@ import torch
 from harness import SAME_LOGITS, Reply, Rows, Text, connect, draft_alone, make_engine, opened, replies
 from tiny_head import TinyHead
 
-from drafter_service import sampling
-from drafter_service.logits_buffers import LogitsBuffers
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.session import SessionTerms
-from draftwire.config import speculative_config_from_mapping
+from drafter_service.draft_loop import sampling
+from drafter_service.draft_loop.logits_buffers import LogitsBuffers
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.session import SessionTerms
+from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire_kernels import gumbel_sample
 
 KEY = 1234567890123

@@ -1,6 +1,6 @@
 """Which blocks a sequence gets."""
 
-from draftwire.block_pool import BlockPool
+from draftwire.model.block_pool import BlockPool
 
 
 def test_blocks_lie_side_by_side_in_order_also_when_they_come_back_last_to_first() -> None:

@@ -12,13 +12,13 @@ from harness import OK, Rows, Text, connect, make_engine, opened
 from served import TIMEOUT_S, ServedDrafter, hello, step_message
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 
-from drafter_service.answer import Answer, Load
-from drafter_service.engine_state import EngineState
-from drafter_service.engine_times import EngineTimes, Phase
-from drafter_service.metrics import DrafterCollector
-from draftwire.config import DENSE, GUMBEL
-from draftwire.step_histogram import StepHistogram
-from draftwire.traffic import Traffic
+from drafter_service.engine.answer import Answer, Load
+from drafter_service.engine.engine_times import EngineTimes, Phase
+from drafter_service.server.engine_state import EngineState
+from drafter_service.server.metrics import DrafterCollector
+from draftwire.contract.validation import DENSE, GUMBEL
+from draftwire.server.step_histogram import StepHistogram
+from draftwire.transport.traffic import Traffic
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 

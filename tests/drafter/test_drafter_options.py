@@ -17,8 +17,8 @@ from drafter_service.cli import drafter
 from drafter_service.limits import EngineLimits
 from drafter_service.main import head_name
 from drafter_service.options import DrafterOptions
-from draftwire.devices import choose_device, choose_dtype
-from draftwire.errors import CheckpointError, DraftwireError, InvalidArgumentError, ServerError
+from draftwire.contract.errors import CheckpointError, DraftwireError, InvalidArgumentError, ServerError
+from draftwire.model.devices import choose_device, choose_dtype
 
 CPU = torch.device("cpu")
 ROW_BYTES = 2 * 2 * 8 * 4  # of the tiny head's two layers, keys and values in float32

@@ -14,14 +14,14 @@ from harness import Rows, Text, connect, make_engine, make_step, opened
 from served import TIMEOUT_S
 from tiny_head import TinyHead
 
-from drafter_service import engine_thread
-from drafter_service.engine_thread import EngineThread
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.sequence_table import SequenceTable
+from drafter_service.engine.session import SessionTerms
 from drafter_service.limits import EngineLimits
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.sequence_table import SequenceTable
-from drafter_service.session import SessionTerms
-from draftwire.block_pool import BlockPool
-from draftwire.kv_cache import BLOCK_SIZE
+from drafter_service.server import engine_thread
+from drafter_service.server.engine_thread import EngineThread
+from draftwire.model.block_pool import BlockPool
+from draftwire.model.kv_cache import BLOCK_SIZE
 
 
 def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from served import ServedDrafter, step_message
 
-from drafter_service.answer import Answer
-from drafter_service.sequence_watch import MAX_NAMED, SequenceWatch
+from drafter_service.engine.answer import Answer
+from drafter_service.server.sequence_log import MAX_NAMED, SequenceWatch
 from draftwire.v1 import draft_pb2 as pb
 
 

@@ -16,12 +16,12 @@ from harness import Rows, Text
 from served import TIMEOUT_S, ServedDrafter, VerifierStream, hello, step_message
 from tiny_head import DRAFT_VOCAB
 
-from drafter_service import stream as stream_module
-from drafter_service.step_decoder import MAX_ANNOUNCED
-from draftwire.carriers import Record, Rendezvous, SharedSegments, TensorSender
-from draftwire.carriers import ring as ring_module
-from draftwire.config import DENSE, GUMBEL
-from draftwire.mailbox import Mailbox
+from drafter_service.server import stream as stream_module
+from drafter_service.server.step_decoder import MAX_ANNOUNCED
+from draftwire.contract.validation import DENSE, GUMBEL
+from draftwire.transport import Record, Rendezvous, SharedSegments, TensorSender
+from draftwire.transport import ring as ring_module
+from draftwire.transport.mailbox import Mailbox
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 

@@ -17,17 +17,17 @@ from harness import OK, Rows, Text, draft_alone
 from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 
-from drafter_service import stream as stream_module
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.service import feature_segment_bytes
-from drafter_service.session import SessionTerms
-from draftwire import message_reading
-from draftwire.config import COUPLED, DENSE, GUMBEL, TOP_N
-from draftwire.fusion import load_fusion
-from draftwire.tensors import decode_tensor, encode_tensor
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.session import SessionTerms
+from drafter_service.server import stream as stream_module
+from drafter_service.server.service import feature_segment_bytes
+from draftwire.contract.tensors import decode_tensor, encode_tensor
+from draftwire.contract.validation import COUPLED, DENSE, GUMBEL, TOP_N
+from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.fusion import load_fusion
+from draftwire.server import message_reading
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
-from draftwire.version import PROTOCOL_VERSION
 from draftwire_kernels import NOISE_VERSION
 from verifier_service.options import VerifierOptions
 
@@ -101,7 +101,7 @@ class TestFusion:
     def test_the_weights_come_in_pieces(
         self, drafter: ServedDrafter, head: TinyHead, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("draftwire.fusion.CHUNK_BYTES", 500)
+        monkeypatch.setattr("draftwire.model.fusion.CHUNK_BYTES", 500)
         info = drafter.stub.GetDrafterInfo(pb.GetDrafterInfoRequest())
         pieces = drafter.stub.GetFeatureFusion(pb.GetFeatureFusionRequest(head_fingerprint=head.fingerprint))
         data = [piece.data for piece in pieces]
@@ -233,7 +233,7 @@ class TestHandshake:
     def test_logits_that_no_message_could_carry_are_refused(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("drafter_service.handshake.MAX_MESSAGE_BYTES", 3000)
+        monkeypatch.setattr("drafter_service.server.handshake.MAX_MESSAGE_BYTES", 3000)
         for logits, size in (({"form": DENSE}, 8 * 4 * DRAFT_VOCAB * 4), ({"form": TOP_N, "n": 20}, 8 * 4 * 20 * 8)):
             config = {"draft_sample_method": GUMBEL, "draft_logits": config_pb2.DraftLogits(**logits)}
             code, text = drafter.refusal(hello(config))

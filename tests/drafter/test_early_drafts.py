@@ -14,13 +14,13 @@ from announcing import Announcer
 from harness import NO_CAPACITY, UNKNOWN, Reply, Rows, Stream, Text, connect, make_engine, opened
 from tiny_head import TARGET_VOCAB, WIDTH, TinyHead
 
-from drafter_service import early_drafts
-from drafter_service.early_drafts import STEPS_AFTER_WASTE
-from drafter_service.engine import DraftEngine
-from drafter_service.proposer import Prepared, Proposer
-from drafter_service.sampling_mode import SamplingMode
-from drafter_service.step_decoder import MAX_ANNOUNCED
-from draftwire.errors import InvalidArgumentError, QueueFullError
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine import early_drafts
+from drafter_service.engine.early_drafts import STEPS_AFTER_WASTE
+from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.proposer import Prepared, Proposer
+from drafter_service.server.step_decoder import MAX_ANNOUNCED
+from draftwire.contract.errors import InvalidArgumentError, QueueFullError
 from draftwire.v1 import draft_pb2 as pb
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

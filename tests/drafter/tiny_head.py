@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from drafter_service.heads.spec import Head, HeadSpec
-from draftwire.fusion import FeatureFusion
-from draftwire.kv_cache import KVCache, RaggedBatch
+from draftwire.model.fusion import FeatureFusion
+from draftwire.model.kv_cache import KVCache, RaggedBatch
 from draftwire_kernels import paged_attention
 
 HIDDEN = 16

@@ -6,8 +6,8 @@ import torch
 from exact_law import Law
 from exact_pair import Pair, make_pair
 
-from draftwire.processes import start_drafter
-from verifier_service.target import Target, load_target
+from draftwire_bench.processes import start_drafter
+from verifier_service.target.target import Target, load_target
 
 PROMPTS = ((3, 0, 6, 6, 4, 1), (7, 7, 2))
 

@@ -14,15 +14,15 @@ import grpc
 
 from draftwire.client import AsyncClient
 from draftwire.client.output import Statistics
-from draftwire.config import speculative_config_from_mapping
-from draftwire.security import LOOPBACK
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
-from draftwire.wire import CHANNEL_OPTIONS
-from verifier_service.engine import EngineLimits
-from verifier_service.engine_access import InProcessEngine
-from verifier_service.engine_host import EngineHost
-from verifier_service.service import GenerationServicer
-from verifier_service.target import Target
+from verifier_service.api.service import GenerationServicer
+from verifier_service.engine.engine import EngineLimits
+from verifier_service.host.access import InProcessEngine
+from verifier_service.host.host import EngineHost
+from verifier_service.target.target import Target
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ import torch
 from exact_pair import Pair
 from exact_services import sample_prompts, serve_verifier
 
-from draftwire.bench.acceptance import METHODS, Cell, Method, evaluate
-from draftwire.bench.recomputation import Continuation, Models
-from verifier_service.target import Target
+from draftwire_bench.acceptance.acceptance import METHODS, Cell, Method, evaluate
+from draftwire_bench.acceptance.recomputation import Continuation, Models
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_closed_forms")
 

@@ -16,9 +16,9 @@ from exact_law import LENGTH, Law
 from exact_pair import VOCAB, Pair, run_target
 from exact_services import Sample, sample, sample_prompts, serve_verifier
 
-from draftwire.kv_cache import BLOCK_SIZE
-from verifier_service.features import FeatureStore
-from verifier_service.target import Target
+from draftwire.model.kv_cache import BLOCK_SIZE
+from verifier_service.drafters.features import FeatureStore
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 

@@ -17,7 +17,7 @@ from hostile_drafter import HostileDrafter, Proposal, Wish, propose, serve_hosti
 
 from draftwire.v1 import draft_pb2, generate_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service.target import Target
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 

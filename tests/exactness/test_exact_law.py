@@ -11,9 +11,9 @@ from exact_law import LENGTH, Law, Sampling
 from exact_pair import Pair
 from exact_services import Sample, sample, sample_prompts, serve_verifier, wait_for_drafters
 
-from draftwire.processes import start_verifier
 from draftwire.v1 import generate_pb2
-from verifier_service.target import Target
+from draftwire_bench.processes import start_verifier
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_law")
 

@@ -18,8 +18,8 @@ from exact_services import sample, serve_verifier
 
 from draftwire_kernels import DraftLogits, RejectionResult, gumbel_sample, rejection_sample
 from draftwire_kernels.reference.noise import gumbel_noise, row_state
-from verifier_service import sampler
-from verifier_service.target import Target
+from verifier_service.sampling import sampler
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 

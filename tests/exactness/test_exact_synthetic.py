@@ -9,7 +9,7 @@ from exact_cases import MAX_DEVIATIONS
 from exact_law import Law
 from exact_services import sample, serve_verifier
 
-from verifier_service.target import Target
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 

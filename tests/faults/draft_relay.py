@@ -11,10 +11,10 @@ import grpc
 import torch
 from exact_services import Loop
 
-from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
-from draftwire.wire import CHANNEL_OPTIONS
 
 Alter = Callable[[pb.Drafts], Awaitable[None]]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from addresses import free_address
 
-from draftwire.processes import DRAFTWIRE, ServiceProcess, start_drafter
-from draftwire.security import LOOPBACK, ClientSecurity
+from draftwire.server.security import LOOPBACK, ClientSecurity
+from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_drafter
 
 
 class Drafter:

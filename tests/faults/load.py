@@ -16,7 +16,7 @@ from exact_services import Loop
 from services import Continuation
 
 from draftwire.client import AsyncClient, Client, Completion
-from draftwire.errors import DraftwireError
+from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import generate_pb2
 
 # Sampled requests at any time, beside one greedy request for each continuation.

@@ -37,11 +37,11 @@ from safetensors.torch import load_file, save_file
 from soak_faults import MAX_TOKENS, Faults
 from tcp_proxy import TcpProxy
 
-from draftwire.bench.services import wait_for_drafters
 from draftwire.client import AsyncClient, Client
-from draftwire.demo import PROMPTS
-from draftwire.errors import DraftwireError
-from draftwire.processes import DRAFTWIRE, ServiceProcess, start_verifier
+from draftwire.contract.errors import DraftwireError
+from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_verifier
+from draftwire_bench.services import wait_for_drafters
+from draftwire_cli.demo_run import PROMPTS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 STARVING = (sys.executable, str(Path(__file__).parent / "starving_drafter.py"))

@@ -16,8 +16,8 @@ from streaming_client import kill_client_in_mid_stream
 from tcp_proxy import TcpProxy
 
 from draftwire.client import Client
-from draftwire.errors import DraftwireError
-from draftwire.processes import ServiceProcess
+from draftwire.contract.errors import DraftwireError
+from draftwire_bench.processes import ServiceProcess
 
 # Seconds between two faults, and how long one lasts.
 BETWEEN_S = (2.0, 10.0)

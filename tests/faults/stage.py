@@ -16,8 +16,8 @@ from exact_services import wait_for_drafters
 from load import Load
 from services import Reference
 
-from draftwire.processes import DRAFTWIRE, ServiceProcess, start_verifier
 from draftwire.v1 import generate_pb2
+from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_verifier
 
 NUM_DRAFTS = 3
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from drafter_service.engine import DraftEngine
-from draftwire.cli.main import main
+from drafter_service.engine.engine import DraftEngine
+from draftwire_cli.main import main
 
 BATCHES = 20
 MORE_THAN_THERE_IS = 1 << 60

@@ -15,7 +15,7 @@ from exact_services import serve_verifier
 from load import ENOUGH_SAMPLES, Load, Round, Sample, first_good
 from services import Reference, wait_for
 
-from verifier_service.target import load_target
+from verifier_service.target.target import load_target
 
 pytestmark = pytest.mark.xdist_group("faults_quick")
 

@@ -10,8 +10,8 @@ from load import FaultRecord
 from stage import Stage
 from tcp_proxy import TcpProxy
 
-from draftwire.bench.link import Link, LinkQuality
 from draftwire.v1 import draft_pb2
+from draftwire_bench.link import Link, LinkQuality
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

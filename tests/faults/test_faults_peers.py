@@ -21,9 +21,9 @@ from streaming_client import kill_client_in_mid_stream
 from draftwire import AsyncClient, Client
 from draftwire.client import Completion, asynchronous
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS
-from draftwire.errors import QueueFullError
-from draftwire.processes import ServiceProcess
+from draftwire.contract.errors import QueueFullError
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2, generate_pb2_grpc
+from draftwire_bench.processes import ServiceProcess
 
 Matrix = Callable[[FaultRecord], None]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

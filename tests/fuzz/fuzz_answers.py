@@ -16,11 +16,11 @@ from fuzz_carriers import CARRIERS, CPU
 from fuzz_noise import EDGES, hostile_message
 from fuzz_steps import LAYERS, WIDTH, hostile_features, set_hostile, tensor
 
-from draftwire.carriers import Body, Channel, Segment, SharedSegments, meet, segment_bytes
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.version import PROTOCOL_VERSION, VERSION
+from draftwire.transport import Body, Channel, Segment, SharedSegments, meet, segment_bytes
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
-from draftwire.version import PROTOCOL_VERSION, VERSION
-from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
 from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
 

@@ -15,7 +15,7 @@ import torch
 from fuzz_noise import EDGES, mutated
 from fuzz_steps import WIDTH, set_hostile
 
-from draftwire.carriers import Channel, Rendezvous, SharedSegments, TensorSender, segment_bytes
+from draftwire.transport import Channel, Rendezvous, SharedSegments, TensorSender, segment_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

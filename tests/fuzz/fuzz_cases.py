@@ -22,7 +22,7 @@ from fuzz_theft import steal
 from fuzz_world import OWNERS, PATIENCE_S, World
 from outgoing import finish
 
-from draftwire.carriers import Channel, Rendezvous, SharedSegments, TensorSender
+from draftwire.transport import Channel, Rendezvous, SharedSegments, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 

@@ -11,9 +11,9 @@ from fuzz_noise import EDGES
 from fuzz_requests import FLOATS
 from google.protobuf.descriptor import FieldDescriptor
 
+from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
-from draftwire.version import PROTOCOL_VERSION
 from draftwire_kernels import NOISE_VERSION
 from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
 

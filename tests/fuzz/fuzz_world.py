@@ -19,11 +19,11 @@ from fuzz_answers import FakeDrafter, Plan
 from fuzz_streams import OWNER_STEPS, FindingError, Owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draftwire.processes import ServiceProcess, start_drafter
+from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
-from draftwire.wire import CHANNEL_OPTIONS
+from draftwire_bench.processes import ServiceProcess, start_drafter
 from models import SENTENCES, ModelShelf, make_tokenizer
 
 # How long anything may take on a machine that does much else. Nothing is judged by time but that it ends.

@@ -23,15 +23,15 @@ from fuzz_streams import OWNER_STEPS, FindingError, Owner
 from fuzz_theft import steal
 from fuzz_world import LEAST_SAMPLES, MAX_RISE, PATIENCE_S, TOP_N, Resources, World, opened_world, rise
 
-from drafter_service import engine as engine_module
-from drafter_service.engine import DraftEngine
-from drafter_service.engine_thread import EngineThread
+from drafter_service.engine import engine as engine_module
+from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.session import Session
 from drafter_service.heads import load_head
 from drafter_service.limits import EngineLimits
-from drafter_service.service import DraftingService
-from drafter_service.session import Session
+from drafter_service.server.engine_thread import EngineThread
+from drafter_service.server.service import DraftingService
+from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.v1.draft_pb2_grpc import add_DraftingServicer_to_server
-from draftwire.wire import CHANNEL_OPTIONS
 from models import CONTEXT, ModelShelf, session_shelf
 
 CASES = int(os.environ.get("FUZZ_CASES", "1500"))

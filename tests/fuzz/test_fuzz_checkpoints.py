@@ -19,10 +19,10 @@ from fuzz_tokenizers import TEMPLATES, is_proper, odd_request, odd_tokenizer
 from odd_tokenizers import Answer, answers, ask, codec_of, ids_request, served
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftwire.errors import CheckpointError, DraftwireError
-from verifier_service.target import Target, check_split, load_target
-from verifier_service.tensor_parallel import Rank
-from verifier_service.tokenizer import TextCodec
+from draftwire.contract.errors import CheckpointError, DraftwireError
+from verifier_service.core.tokenizer import TextCodec
+from verifier_service.target.target import Target, check_split, load_target
+from verifier_service.target.tensor_parallel import Rank
 
 COUNT = max(1, int(os.environ.get("FUZZ_CASES", "1500")) // 100)
 SEED = os.environ.get("FUZZ_SEED", "1")

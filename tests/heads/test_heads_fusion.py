@@ -7,9 +7,9 @@ import torch
 from head_checkpoints import CASES, inputs
 from test_heads_parity import loaded
 
-from draftwire import fusion as module
-from draftwire.errors import InvalidArgumentError, MismatchError
-from draftwire.fusion import FeatureFusion, fusion_bytes, load_fusion
+from draftwire.contract.errors import InvalidArgumentError, MismatchError
+from draftwire.model import fusion as module
+from draftwire.model.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from head_checkpoints import CASES, DRAFT_VOCAB_SIZE, VOCAB_SIZE, Case, inputs, 
 from safetensors.torch import load_file, save_file
 
 from drafter_service.heads import Head, load_head
-from draftwire.errors import CheckpointError, MismatchError
-from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.contract.errors import CheckpointError, MismatchError
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -7,7 +7,7 @@ import torch
 
 from drafter_service.heads import operations
 
-layers = pytest.importorskip("drafter_service.gpu.layers")
+layers = pytest.importorskip("drafter_service.heads.kernels")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts a float off where bfloat16 rounds it.

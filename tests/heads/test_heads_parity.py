@@ -14,7 +14,7 @@ import torch
 from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, write_case
 
 from drafter_service.heads import Head, load_head
-from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
 CPU = torch.device("cpu")
 BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved

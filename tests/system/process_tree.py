@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services import wait_for
 
-from draftwire.processes import ServiceProcess
+from draftwire_bench.processes import ServiceProcess
 
 
 def descendants(pid: int) -> list[int]:

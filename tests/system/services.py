@@ -14,8 +14,8 @@ from addresses import free_address
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from models import load_reference
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

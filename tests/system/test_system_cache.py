@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.kv_cache import BLOCK_SIZE
-from draftwire.processes import start_drafter, start_verifier
-from verifier_service.step_sender import MAX_HISTORY_ROWS
+from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire_bench.processes import start_drafter, start_verifier
+from verifier_service.drafters.sender import MAX_HISTORY_ROWS
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),

@@ -16,8 +16,8 @@ from process_tree import all_ending, descendants, is_spawned
 from services import DEMO, crowd, drafted_share, wait_for_drafter
 
 from draftwire import Client
-from draftwire.errors import DraftwireError, RequestError
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.contract.errors import DraftwireError, RequestError
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("engine_process")
 
@@ -204,7 +204,7 @@ def test_a_killed_front_leaves_no_process(ending):
 )
 def test_what_keeps_it_from_starting_is_told_as_without_such_a_process(shelf, options, status, told):
     given = ("--target", str(shelf.target("random_llama")), "--listen", "127.0.0.1:0", "--device", "cpu", *options)
-    command = [sys.executable, "-m", "draftwire", "verifier", "--engine-process", *given]
+    command = [sys.executable, "-m", "draftwire_cli", "verifier", "--engine-process", *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
     assert ended.stderr.strip().splitlines()[-1].startswith(told)
     assert ended.returncode == status

@@ -14,7 +14,7 @@ import pytest
 from services import acceptance_rate, crowd, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client, Completion
-from draftwire.processes import start_drafter, start_verifier
+from draftwire_bench.processes import start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("fairness")
 

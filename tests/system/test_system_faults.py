@@ -21,9 +21,9 @@ from services import (
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.processes import start_drafter, start_verifier
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.processes import start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("faults")
 

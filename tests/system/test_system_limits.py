@@ -14,12 +14,12 @@ from services import Continuation, crowd, drafted_share, drafter_status, wait_fo
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.errors import DraftwireError
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
+from draftwire.contract.addresses import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from draftwire.contract.errors import DraftwireError
+from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.version import PROTOCOL_VERSION
-from draftwire.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire_kernels import NOISE_VERSION
 from models import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
 

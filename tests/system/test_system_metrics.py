@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
-from draftwire.processes import start_drafter, start_verifier
+from draftwire_bench.processes import start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("metrics")
 

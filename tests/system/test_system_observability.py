@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from services import DEMO, wait_for, wait_for_drafter
 
 from draftwire import Client
-from draftwire.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc
+from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("observability")
 

@@ -9,8 +9,8 @@ from services import acceptance_rate, crowd, wait_for_drafter
 
 from draftwire import Client
 from draftwire.client import Completion
-from draftwire.config import COUPLED
-from draftwire.processes import start_drafter, start_verifier
+from draftwire.contract.validation import COUPLED
+from draftwire_bench.processes import start_drafter, start_verifier
 from models import prompts_of
 
 pytestmark = pytest.mark.xdist_group("seeded")

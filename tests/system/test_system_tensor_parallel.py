@@ -11,8 +11,8 @@ import pytest
 from process_tree import all_ending
 
 from draftwire import Client
-from draftwire.errors import RequestError
-from draftwire.processes import ServiceProcess, start_verifier
+from draftwire.contract.errors import RequestError
+from draftwire_bench.processes import ServiceProcess, start_verifier
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 

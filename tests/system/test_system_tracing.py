@@ -21,12 +21,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 from services import DEMO, wait_for, wait_for_drafter
 
-from draftwire import Client, tracing
-from draftwire.errors import InvalidArgumentError
-from draftwire.processes import start_drafter, start_verifier
-from draftwire.security import is_plain_url_outside
-from draftwire.tracing import exporting_traces, is_exporting
-from verifier_service.request_watch import RequestWatch
+from draftwire import Client
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.server import tracing
+from draftwire.server.security import is_plain_url_outside
+from draftwire.server.tracing import exporting_traces, is_exporting
+from draftwire_bench.processes import start_drafter, start_verifier
+from verifier_service.api.request_log import RequestWatch
 
 pytestmark = pytest.mark.xdist_group("observability")
 
@@ -86,7 +87,7 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
                 wait_for_drafter(client, drafter.address)
             command = ["generate", "--server", verifier.address, "--prompt", "import ", "--max-tokens", "12"]
             subprocess.run(
-                [sys.executable, "-m", "draftwire", *command, "--temperature", "0", "--ignore-eos",
+                [sys.executable, "-m", "draftwire_cli", *command, "--temperature", "0", "--ignore-eos",
                  "--otlp-endpoint", collector.address],
                 check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ,
             )  # fmt: skip
@@ -104,17 +105,17 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
         assert before.start_time_unix_nano <= before.end_time_unix_nano == after.start_time_unix_nano
     told, drafted = attributes(generate), attributes(draft)
     assert (told["draftwire.output_tokens"], told["draftwire.reason"]) == (12, "length")
-    assert told["draftwire.request_id"] == drafted["draftwire.request_id"] != ""
-    assert attributes(client_span)["draftwire.request_id"] == told["draftwire.request_id"]
+    assert told["draftwire.contract.request_id"] == drafted["draftwire.contract.request_id"] != ""
+    assert attributes(client_span)["draftwire.contract.request_id"] == told["draftwire.contract.request_id"]
     assert drafted["draftwire.drafts"] >= attributes(phases[2])["draftwire.drafted"] > 0
     assert drafted["draftwire.reason"] == "closed"
 
 
 def test_a_request_that_is_refused_is_a_failed_span(monkeypatch):
-    monkeypatch.setattr("draftwire.tracing._is_exporting", True)
+    monkeypatch.setattr("draftwire.server.tracing._is_exporting", True)
     ended: list[tuple[dict[str, Any], str]] = []
     monkeypatch.setattr(
-        "verifier_service.request_watch.end_span", lambda _, told, failure="": ended.append((told, failure))
+        "verifier_service.api.request_log.end_span", lambda _, told, failure="": ended.append((told, failure))
     )
     RequestWatch("r-1", ()).refused(InvalidArgumentError("text", "a secret prompt", "must not be"))
     assert ended == [({"field": "text"}, "refused")]

@@ -20,15 +20,15 @@ import pytest
 from services import Pair, acceptance_rate, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client
-from draftwire.cli.main import main
-from draftwire.errors import QueueFullError
-from draftwire.processes import start_drafter, start_verifier
+from draftwire.contract.addresses import MAX_REQUEST_BYTES
+from draftwire.contract.errors import QueueFullError
+from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.v1 import config_pb2 as config
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
-from draftwire.version import PROTOCOL_VERSION
-from draftwire.wire import MAX_REQUEST_BYTES
+from draftwire_bench.processes import start_drafter, start_verifier
+from draftwire_cli.main import main
 from draftwire_kernels import NOISE_VERSION
 from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, prompts_of
 
@@ -369,7 +369,7 @@ def check_full_queue(client: Client) -> None:
 def run(*arguments: str | Path) -> tuple[int, str]:
     """Exit status and last line of a command that must not start a service; no traceback is shown."""
     result = subprocess.run(
-        [sys.executable, "-m", "draftwire", *map(str, arguments)],
+        [sys.executable, "-m", "draftwire_cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,

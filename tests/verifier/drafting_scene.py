@@ -10,15 +10,25 @@ import pytest
 import torch
 from outgoing import finish
 
-from draftwire.block_pool import BlockPool, blocks_for
-from draftwire.carriers import Outgoing, TensorReceiver, TensorSender
-from draftwire.config import build_sampling_params, resolve_sampling_params, speculative_config_from_mapping
-from draftwire.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
-from draftwire.tensors import decode_tensor, encode_ids, encode_tensor
+from draftwire.contract.tensors import decode_tensor, encode_ids, encode_tensor
+from draftwire.contract.validation import (
+    build_sampling_params,
+    resolve_sampling_params,
+    speculative_config_from_mapping,
+)
+from draftwire.model.block_pool import BlockPool, blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
+from draftwire.transport import Outgoing, TensorReceiver, TensorSender
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import draft_wait, drafting, step_sender
 from verifier_service.core.batch import ForwardOutput
-from verifier_service.draft_stream import (
+from verifier_service.core.request import NoiseKeys, Request
+from verifier_service.core.step_times import StepTimes
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.drafters import draft_wait, drafting
+from verifier_service.drafters import sender as step_sender
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.drafters.features import FeatureKind, FeatureStore
+from verifier_service.drafters.stream import (
     AnnouncedStep,
     Answered,
     Connected,
@@ -27,11 +37,6 @@ from verifier_service.draft_stream import (
     StepMessage,
     Stream,
 )
-from verifier_service.drafting import Drafting
-from verifier_service.features import FeatureKind, FeatureStore
-from verifier_service.request import NoiseKeys, Request
-from verifier_service.step_times import StepTimes
-from verifier_service.stop_conditions import StopConditions
 
 CPU = torch.device("cpu")
 VOCAB = 20

@@ -13,18 +13,18 @@ import torch
 from drafting_scene import RecordedStream, answer_to, make_head, make_request
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftwire.config import speculative_config_from_mapping
-from draftwire.errors import DraftwireError
+from draftwire.contract.errors import DraftwireError
+from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import attention_hook
-from verifier_service.draft_stream import Answered, Connected
-from verifier_service.engine import Engine, EngineLimits
-from verifier_service.outputs import Item
-from verifier_service.ranks import Followers
-from verifier_service.request import Request
-from verifier_service.step import Stage, Step
-from verifier_service.target import Target
+from verifier_service.core.request import Request
+from verifier_service.drafters.stream import Answered, Connected
+from verifier_service.engine.engine import Engine, EngineLimits
+from verifier_service.engine.outputs import Item
+from verifier_service.engine.step import Stage, Step
+from verifier_service.host.ranks import Followers
+from verifier_service.target import attention_hook
+from verifier_service.target.target import Target
 
 async_by_default = False
 VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3

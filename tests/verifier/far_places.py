@@ -2,7 +2,7 @@
 
     make test-pacing
 
-As `python -m benchmarks.far_drafter` measures it: one verifier sees one link after another, on each a round in which
+As `draftwire_bench.far_drafter` measures it: one verifier sees one link after another, on each a round in which
 the link comes to be known, one without drafts and one with; a round is two turns of requests that all come at once.
 What steps, launches, messages and drafts take is as it was recorded on GPUs; the pacing is the verifier's own. Prints
 the mean and the lowest ratio of each place, and which single ones are under 0.93; exit code 1 when the mean of a place

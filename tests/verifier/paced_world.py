@@ -16,14 +16,14 @@ from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.draft_stream import Answered, Stream
-from verifier_service.drafting import Drafting
+from verifier_service.core.request import Request
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.drafters.stream import Answered, Stream
+from verifier_service.engine.planner import Planner
+from verifier_service.engine.scheduler import Scheduler
+from verifier_service.engine.step import Step
 from verifier_service.pacing import Pace, backlog
-from verifier_service.planner import Planner
-from verifier_service.request import Request
-from verifier_service.sampler import SamplerOutput
-from verifier_service.scheduler import Scheduler
-from verifier_service.step import Step
+from verifier_service.sampling.sampler import SamplerOutput
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from draftwire.kv_cache import RaggedBatch
-from verifier_service import graph_inputs, target_runner
-from verifier_service.target_runner import TargetRunner
+from draftwire.model.kv_cache import RaggedBatch
+from verifier_service.target import graph_inputs
+from verifier_service.target import runner as target_runner
+from verifier_service.target.runner import TargetRunner
 
 
 class PlayedGraph(target_runner._Graph):

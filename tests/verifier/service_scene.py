@@ -11,17 +11,17 @@ from typing import Any
 import grpc
 from engine_scene import make_target
 
-from draftwire.config import build_sampling_params, speculative_config_from_mapping
-from draftwire.security import LOOPBACK
+from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
+from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import add_GenerationServicer_to_server
-from verifier_service.engine import EngineLimits
-from verifier_service.engine_access import EngineAccess, InProcessEngine
-from verifier_service.engine_channel import Outbox, receive
-from verifier_service.engine_host import EngineHost
-from verifier_service.engine_proxy import EngineProxy
-from verifier_service.engine_server import run_engine
-from verifier_service.service import GenerationServicer
+from verifier_service.api.service import GenerationServicer
+from verifier_service.engine.engine import EngineLimits
+from verifier_service.host.access import EngineAccess, InProcessEngine
+from verifier_service.host.channel import Outbox, receive
+from verifier_service.host.host import EngineHost
+from verifier_service.host.remote_engine import EngineProxy
+from verifier_service.host.server import run_engine
 
 WAIT_S = 60.0
 MAX_TOKENS = 50

@@ -13,16 +13,16 @@ import torch
 from drafting_scene import CPU, VOCAB, K, Scene, make_head, rows_of, tokens_of
 from rings import channel_ends
 
-from draftwire.carriers import Body, SegmentError, TensorReceiver, TensorSender
-from draftwire.carriers.host_segment import HostSegment
-from draftwire.tensors import encode_ids
-from draftwire.traffic import Traffic
+from draftwire.contract.tensors import encode_ids
+from draftwire.transport import Body, SegmentError, TensorReceiver, TensorSender
+from draftwire.transport.host_segment import HostSegment
+from draftwire.transport.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.draft_session import MAX_ANNOUNCED
-from verifier_service.draft_stream import Answered, Stream
-from verifier_service.request import ReadyDrafts, Request
+from verifier_service.core.request import ReadyDrafts, Request
+from verifier_service.drafters.session import MAX_ANNOUNCED
+from verifier_service.drafters.stream import Answered, Stream
 
 DRAFTS = [5, 6, 7]
 

@@ -16,18 +16,18 @@ import torch
 from drafting_scene import RecordedStream
 from engine_scene import CONTEXT, VOCAB, K, Served, make_target
 
-from draftwire.errors import ServerError
+from draftwire.contract.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens, SampledTokens
-from verifier_service.draft_wait import DraftWaitPolicy
-from verifier_service.outputs import RequestOutputs, response
+from verifier_service.core.step_times import StepMarks
+from verifier_service.core.stop_conditions import Piece
+from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.engine.outputs import RequestOutputs, response
+from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftCountPolicy
-from verifier_service.sampler import TokenSampler
-from verifier_service.step import Stage, Step
-from verifier_service.step_times import StepMarks
-from verifier_service.stop_conditions import Piece
-from verifier_service.target import Target
+from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.target import Target
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draftwire.block_pool import BlockPool, blocks_for
-from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.model.block_pool import BlockPool, blocks_for
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 from draftwire_kernels import paged_attention
 
 HEAD_SIZE = 16

@@ -7,8 +7,8 @@ import torch
 from drafting_scene import Clock, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import generate_pb2
-from verifier_service import redraws
-from verifier_service.breaker import (
+from verifier_service.drafters import audit as redraws
+from verifier_service.drafters.breaker import (
     LEAST_LATE_S,
     OVERDUE_S,
     RECENT_ANSWERS,

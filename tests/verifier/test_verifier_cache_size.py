@@ -9,14 +9,14 @@ import pytest
 import torch
 from engine_scene import CONTEXT, HIDDEN, NUM_LAYERS, make_target
 
-from draftwire.block_pool import blocks_for
-from draftwire.config import speculative_config_from_mapping
-from draftwire.devices import GpuMemory
-from draftwire.errors import InvalidArgumentError, ServerError
-from draftwire.kv_cache import BLOCK_SIZE
-from verifier_service.cache_size import CPU_KV_CACHE_TOKENS, choose_num_blocks, run_largest_step
+from draftwire.contract.errors import InvalidArgumentError, ServerError
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.devices import GpuMemory
+from draftwire.model.kv_cache import BLOCK_SIZE
+from verifier_service.host.kv_sizing import CPU_KV_CACHE_TOKENS, choose_num_blocks, run_largest_step
 from verifier_service.options import VerifierOptions
-from verifier_service.target import Target
+from verifier_service.target.target import Target
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)

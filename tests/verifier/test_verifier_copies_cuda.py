@@ -13,8 +13,8 @@ from device_record import copies_to_host, streams_of_kernels
 from engine_scene import K, Served
 from torch.profiler import ProfilerActivity, profile
 
-from draftwire.carriers import TensorSender
-from verifier_service.target import Target, load_target
+from draftwire.transport import TensorSender
+from verifier_service.target.target import Target, load_target
 
 pytestmark = pytest.mark.gpu
 

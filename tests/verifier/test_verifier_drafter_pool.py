@@ -11,8 +11,8 @@ import time
 import pytest
 
 from draftwire.v1 import generate_pb2
-from verifier_service import drafter_pool
-from verifier_service.drafter_pool import DrafterPool
+from verifier_service.drafters import pool as drafter_pool
+from verifier_service.drafters.pool import DrafterPool
 
 CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
 

@@ -20,17 +20,20 @@ from drafting_scene import (
     tokens_of,
 )
 
-from draftwire.fusion import FeatureFusion
-from draftwire.kv_cache import BLOCK_SIZE
-from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.contract.tensors import decode_tensor, encode_tensor
+from draftwire.model.fusion import FeatureFusion
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from draftwire_kernels import gumbel_sample
-from verifier_service import breaker, draft_session, drafting, redraws, step_sender
-from verifier_service.draft_answer import find_belied
-from verifier_service.draft_stream import Loaded
-from verifier_service.features import FeatureKind
-from verifier_service.request import AnswerLogits, ReadyDrafts, Request
+from verifier_service.core.request import AnswerLogits, ReadyDrafts, Request
+from verifier_service.drafters import audit as redraws
+from verifier_service.drafters import breaker, drafting
+from verifier_service.drafters import sender as step_sender
+from verifier_service.drafters import session as draft_session
+from verifier_service.drafters.answers import find_belied
+from verifier_service.drafters.features import FeatureKind
+from verifier_service.drafters.stream import Loaded
 
 DEADLINE_S = 0.05
 GUMBEL = {"draft_sample_method": "gumbel"}

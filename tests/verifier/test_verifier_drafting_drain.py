@@ -5,7 +5,7 @@ from __future__ import annotations
 from drafting_scene import Scene, refusal_of, rows_of
 
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.draft_stream import Draining
+from verifier_service.drafters.stream import Draining
 
 
 def test_sequences_move_once_the_drafter_has_answered_and_its_drafts_are_used():

@@ -11,15 +11,15 @@ import torch
 from drafting_scene import answer_to
 from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
 
-from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.carriers.host_segment import HostSegment
-from draftwire.carriers.sender import Outgoing
+from draftwire.transport import TensorReceiver, TensorSender
+from draftwire.transport.host_segment import HostSegment
+from draftwire.transport.sender import Outgoing
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service.draft_session import DraftSession, EarlyFeatures
-from verifier_service.draft_stream import Answered
-from verifier_service.features import FeatureStore
-from verifier_service.step_sender import StepSender
-from verifier_service.target import Target
+from verifier_service.drafters.features import FeatureStore
+from verifier_service.drafters.sender import StepSender
+from verifier_service.drafters.session import DraftSession, EarlyFeatures
+from verifier_service.drafters.stream import Answered
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 

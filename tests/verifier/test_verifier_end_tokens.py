@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftwire.errors import CheckpointError
-from verifier_service.target import Target, load_target
+from draftwire.contract.errors import CheckpointError
+from verifier_service.target.target import Target, load_target
 
 VOCAB = 90
 SIZES: dict[str, Any] = {

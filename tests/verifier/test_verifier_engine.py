@@ -11,14 +11,16 @@ import torch
 from drafting_scene import RecordedStream, answer_to, make_head, rows_of, tokens_of
 from engine_scene import HIDDEN, NUM_LAYERS, VOCAB, WAIT_S, K, Served, make_target, scheduling  # noqa: F401
 
-from draftwire.kv_cache import BLOCK_SIZE
-from draftwire.tensors import decode_tensor, encode_tensor
+from draftwire.contract.tensors import decode_tensor, encode_tensor
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import drafting, executor, features, outputs, redraws
-from verifier_service.draft_stream import Answered, Disconnected
+from verifier_service.drafters import audit as redraws
+from verifier_service.drafters import drafting, features
+from verifier_service.drafters.stream import Answered, Disconnected
+from verifier_service.engine import executor, outputs
 from verifier_service.pacing import DraftCountPolicy
-from verifier_service.target import Target
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 

@@ -16,17 +16,18 @@ import grpc
 import pytest
 from service_scene import MAX_TOKENS, WAIT_S, EngineThread, make_host, outputs_of, request, served
 
-from draftwire.config import build_sampling_params
-from draftwire.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
-from draftwire.retry import retry_after_s
+from draftwire.contract.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
+from draftwire.contract.retry import retry_after_s
+from draftwire.contract.validation import build_sampling_params
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
-from verifier_service import engine_process, outputs
-from verifier_service.engine_access import Submission
-from verifier_service.engine_channel import Outbox, pack, receive
-from verifier_service.engine_host import EngineHost
+from verifier_service.core.request import NoiseKeys
+from verifier_service.engine import outputs
+from verifier_service.host import process as engine_process
+from verifier_service.host.access import Submission
+from verifier_service.host.channel import Outbox, pack, receive
+from verifier_service.host.host import EngineHost
 from verifier_service.options import VerifierOptions
-from verifier_service.request import NoiseKeys
 
 
 def test_output_is_the_same_behind_a_socket():

@@ -12,12 +12,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service.fallbacks import cause_name
-from verifier_service.metrics import VerifierCollector
-from verifier_service.request import Request
+from verifier_service.core.request import Request
+from verifier_service.drafters.fallbacks import cause_name
+from verifier_service.host.metrics import VerifierCollector
 
 DEADLINE_S = 0.05
 STEP_TIME = "draftwire_step_time_seconds"

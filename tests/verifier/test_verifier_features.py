@@ -6,11 +6,11 @@ import pytest
 import torch
 from engine_scene import HIDDEN, K, Served, make_target
 
-from draftwire.kv_cache import BLOCK_SIZE
-from draftwire.tensors import decode_tensor
+from draftwire.contract.tensors import decode_tensor
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardOutput
-from verifier_service.features import FeatureStore, copy_runs, slots_of
+from verifier_service.drafters.features import FeatureStore, copy_runs, slots_of
 
 BEFORE, PROMPT = [2] * 33, [5] * 33
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from drafting_scene import CPU, Scene
 
-from draftwire.carriers import TensorSender
-from draftwire.carriers.host_segment import HostSegment
+from draftwire.transport import TensorSender
+from draftwire.transport.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.draft_session import DraftSession, EarlyFeatures
-from verifier_service.features import FeatureStore
+from verifier_service.drafters.features import FeatureStore
+from verifier_service.drafters.session import DraftSession, EarlyFeatures
 
 SIZE = 4096
 NUM_IDS = (SIZE - 128) // 4  # which take all of it

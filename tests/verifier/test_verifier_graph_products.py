@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from verifier_service.graph_products import with_faster_products
+from verifier_service.target.graph_products import with_faster_products
 
 
 @dataclass

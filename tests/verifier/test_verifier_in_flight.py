@@ -10,11 +10,11 @@ import pytest
 import torch
 from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
 
-from draftwire.tensors import decode_tensor
+from draftwire.contract.tensors import decode_tensor
 from draftwire.v1 import generate_pb2
-from verifier_service import draft_session
-from verifier_service.step import Stage, Step
-from verifier_service.target import Target
+from verifier_service.drafters import session as draft_session
+from verifier_service.engine.step import Stage, Step
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 

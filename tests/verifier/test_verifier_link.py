@@ -16,21 +16,21 @@ import pytest
 import torch
 from rings import channel_ends
 
-from draftwire.carriers import TensorReceiver, TensorSender
-from draftwire.carriers.ring import MAX_MESSAGE_BYTES
-from draftwire.config import speculative_config_from_mapping
-from draftwire.fusion import FeatureFusion
-from draftwire.tensors import encode_tensor
-from draftwire.traffic import Traffic
+from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.tensors import encode_tensor
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.fusion import FeatureFusion
+from draftwire.transport import TensorReceiver, TensorSender
+from draftwire.transport.ring import MAX_MESSAGE_BYTES
+from draftwire.transport.traffic import Traffic
 from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.v1 import draft_pb2 as pb
-from draftwire.version import PROTOCOL_VERSION
-from draftwire.wire import CHANNEL_OPTIONS
 from draftwire_kernels import NOISE_VERSION
-from verifier_service import drafter_link
-from verifier_service.draft_stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
-from verifier_service.drafter_link import DrafterLink
-from verifier_service.features import FeatureKind
+from verifier_service.drafters import connection as drafter_link
+from verifier_service.drafters.connection import DrafterLink
+from verifier_service.drafters.features import FeatureKind
+from verifier_service.drafters.stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
 
 READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED

@@ -11,10 +11,10 @@ import pytest
 import torch
 from drafting_scene import make_request
 
-from draftwire.config import speculative_config_from_mapping
+from draftwire.contract.validation import speculative_config_from_mapping
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.request import ReadyDrafts, Request
-from verifier_service.sampler import TokenSampler
+from verifier_service.core.request import ReadyDrafts, Request
+from verifier_service.sampling.sampler import TokenSampler
 
 VOCAB, K, MANY = 2048, 2, 60
 CPU = torch.device("cpu")

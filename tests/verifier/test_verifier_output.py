@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from draftwire.config import build_sampling_params, resolve_sampling_params
+from draftwire.contract.validation import build_sampling_params, resolve_sampling_params
 from draftwire.v1 import generate_pb2 as pb
 from models import EOS, VOCAB_SIZE, make_tokenizer
-from verifier_service.response_text import ResponseText
-from verifier_service.stop_conditions import StopConditions
-from verifier_service.tokenizer import Detokenizer, StopFinder, TextCodec
+from verifier_service.api.response_text import ResponseText
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.core.tokenizer import Detokenizer, StopFinder, TextCodec
 
 TOKENIZER = make_tokenizer()
 ROOM = 1000

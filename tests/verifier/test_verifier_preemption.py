@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from engine_scene import CONTEXT, VOCAB, Served, make_target, scheduling  # noqa: F401
 
-from draftwire.block_pool import blocks_for
-from verifier_service.target import Target
+from draftwire.model.block_pool import blocks_for
+from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 

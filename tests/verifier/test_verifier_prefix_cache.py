@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from draftwire.errors import InvalidArgumentError
-from draftwire.kv_cache import BLOCK_SIZE
-from verifier_service.prefix_cache import PrefixCache
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.model.kv_cache import BLOCK_SIZE
+from verifier_service.engine.prefix_cache import PrefixCache
 
 TOKENS = [7 * i % 50 for i in range(6 * BLOCK_SIZE)]
 

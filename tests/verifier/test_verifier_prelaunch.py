@@ -15,18 +15,18 @@ import pytest
 from drafting_scene import CPU, answer_to
 from engine_scene import WAIT_S, K, Served, make_target
 
-from draftwire.carriers import TensorSender
-from draftwire.carriers.host_segment import HostSegment
+from draftwire.transport import TensorSender
+from draftwire.transport.host_segment import HostSegment
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import engine as engine_module
-from verifier_service import prelaunch
 from verifier_service.core.batch import ForwardOutput
-from verifier_service.draft_stream import Answered, Disconnected
-from verifier_service.draft_wait import DraftWaitPolicy
-from verifier_service.executor import Executor
+from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.drafters.stream import Answered, Disconnected
+from verifier_service.engine import engine as engine_module
+from verifier_service.engine import prelaunch
+from verifier_service.engine.executor import Executor
+from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftCountPolicy
-from verifier_service.step import Stage, Step
-from verifier_service.target import Target
+from verifier_service.target.target import Target
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 

@@ -10,15 +10,15 @@ import torch
 from drafting_scene import Scene, answer_to, make_request
 from engine_scene import VOCAB
 
-from draftwire.tensors import encode_tensor
+from draftwire.contract.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
-from verifier_service import draft_session
 from verifier_service.core.batch import ForwardInput, ScheduledRows
-from verifier_service.draft_session import AwaitedAnswer
-from verifier_service.draft_stream import Answered
-from verifier_service.prelaunch import Prelaunch
-from verifier_service.request import ReadyDrafts, Request
-from verifier_service.step import Stage, Step
+from verifier_service.core.request import ReadyDrafts, Request
+from verifier_service.drafters import session as draft_session
+from verifier_service.drafters.session import AwaitedAnswer
+from verifier_service.drafters.stream import Answered
+from verifier_service.engine.prelaunch import Prelaunch
+from verifier_service.engine.step import Stage, Step
 
 
 class NoRunner:

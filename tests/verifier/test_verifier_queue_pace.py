@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from drafting_scene import Clock
 
-from verifier_service import queue_pace
-from verifier_service.queue_pace import RETRY_S, WINDOW_S, QueuePace
+from verifier_service.core import retry_hint as queue_pace
+from verifier_service.core.retry_hint import RETRY_S, WINDOW_S, QueuePace
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import pytest
 import torch
 from drafting_scene import VOCAB, Scene, answer_to
 
-from draftwire.errors import InvalidArgumentError
+from draftwire.contract.errors import InvalidArgumentError
 from draftwire_kernels import gumbel_sample
-from verifier_service import redraws
-from verifier_service.request import AnswerLogits, ReadyDrafts
+from verifier_service.core.request import AnswerLogits, ReadyDrafts
+from verifier_service.drafters import audit as redraws
 
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 # Of a drafter that rounds otherwise than the verifier, at most: 16 drafts, each with a probability of 1e-5.

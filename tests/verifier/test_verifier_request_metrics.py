@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier_service.request_metrics import RequestMetrics
+from verifier_service.engine.request_metrics import RequestMetrics
 
 
 def samples(metrics: RequestMetrics) -> dict[str, float]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from drafting_scene import make_request
 
-from draftwire.config import speculative_config_from_mapping
-from verifier_service import sampler
+from draftwire.contract.validation import speculative_config_from_mapping
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.request import AnswerLogits, ReadyDrafts
-from verifier_service.sampler import TokenSampler
+from verifier_service.core.request import AnswerLogits, ReadyDrafts
+from verifier_service.sampling import sampler
+from verifier_service.sampling.sampler import TokenSampler
 
 VOCAB = 20
 MANY = 50000

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from draftwire.block_pool import blocks_for
-from draftwire.config import build_sampling_params, resolve_sampling_params
-from draftwire.errors import QueueFullError
-from draftwire.kv_cache import BLOCK_SIZE
+from draftwire.contract.errors import QueueFullError
+from draftwire.contract.validation import build_sampling_params, resolve_sampling_params
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.prefix_cache import PrefixCache
-from verifier_service.request import NoiseKeys, ReadyDrafts, Request
-from verifier_service.scheduler import Scheduler
-from verifier_service.stop_conditions import StopConditions
+from verifier_service.core.request import NoiseKeys, ReadyDrafts, Request
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.engine.prefix_cache import PrefixCache
+from verifier_service.engine.scheduler import Scheduler
 
 Ready = Callable[[Request], bool]
 

@@ -54,7 +54,7 @@ SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.
 def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_slow(
     clock, monkeypatch, trip_s, launch_s, noise, seed
 ):
-    """As `benchmarks.far_drafter` has them, the rounds together, of which a single one may have luck: all that the host
+    """As `far_drafter` has them, the rounds together, of which a single one may have luck: all that the host
     sends in a message counts, new rows of those too that lack nothing."""
     use_rows_of_8b(monkeypatch)
     costs = Costs(
@@ -146,7 +146,7 @@ def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequence
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_link_that_becomes_narrow_is_not_filled_with_what_catches_up(clock, monkeypatch, seed):
-    """Of 25 and 1 Gbit/s, as `benchmarks.far_drafter` has them one after the other: what stands on it unknown keeps the
+    """Of 25 and 1 Gbit/s, as `far_drafter` has them one after the other: what stands on it unknown keeps the
     drafts that are asked for, so that they are given up in a place where they gain."""
     use_rows_of_8b(monkeypatch)
     costs = Costs(

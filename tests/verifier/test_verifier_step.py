@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_scene import Served, make_target, scheduling  # noqa: F401
 
-from verifier_service.step import Stage, Step
+from verifier_service.engine.step import Stage, Step
 
 
 def test_a_step_tells_each_stage_and_skips_none():

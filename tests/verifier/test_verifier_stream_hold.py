@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from draftwire import stream_hold
-from draftwire.carriers.cuda_driver import CudaDriver
-from draftwire.carriers.segment import SegmentError
-from draftwire.stream_hold import StreamHold
+from draftwire.transport.cuda_driver import CudaDriver
+from draftwire.transport.segment import SegmentError
+from verifier_service.target import stream_hold
+from verifier_service.target.stream_hold import StreamHold
 
 CPU = torch.device("cpu")
 

@@ -33,13 +33,13 @@ from transformers import (
     T5Config,
 )
 
-from benchmarks.served_targets import LATENT_SIZES
-from draftwire.block_pool import BlockPool, blocks_for
-from draftwire.errors import CheckpointError
-from draftwire.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.contract.errors import CheckpointError
+from draftwire.model.block_pool import BlockPool, blocks_for
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire_bench.served_targets import LATENT_SIZES
 from verifier_service.core.batch import ForwardInput
-from verifier_service.target import Target, has_experts, load_target
-from verifier_service.target_runner import TargetRunner
+from verifier_service.target.runner import TargetRunner
+from verifier_service.target.target import Target, has_experts, load_target
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]

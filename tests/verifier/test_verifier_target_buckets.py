@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from draftwire.batch_sizes import row_counts
-from draftwire.kv_cache import BatchBuffers, RaggedBatch
-from verifier_service.target_buckets import Bucket, Buckets, sequence_counts
+from draftwire.model.batch_sizes import row_counts
+from draftwire.model.kv_cache import BatchBuffers, RaggedBatch
+from verifier_service.target.graph_sizes import Bucket, Buckets, sequence_counts
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 16, 63, 64, 65, 100, 256, 4096])

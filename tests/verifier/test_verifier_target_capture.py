@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draftwire.errors import CheckpointError
-from verifier_service import target_runner
-from verifier_service.graph_inputs import GraphInputs
-from verifier_service.target import Target
-from verifier_service.target_buckets import Bucket
+from draftwire.contract.errors import CheckpointError
+from verifier_service.target import runner as target_runner
+from verifier_service.target.graph_inputs import GraphInputs
+from verifier_service.target.graph_sizes import Bucket
+from verifier_service.target.target import Target
 
 BUCKET = Bucket(num_sequences=1, max_rows=2, num_rows=2, num_logit_rows=2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verifier_service.cli import verifier
-from verifier_service.target_compile import use_compile_cache
+from verifier_service.target.compile_cache import use_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # A product of matrices is none of inductor's own kernels: no C++ compiler is needed.
@@ -18,7 +18,7 @@ COMPILE = """
 import sys
 import torch
 from torch._dynamo.utils import counters
-from verifier_service.target_compile import use_compile_cache
+from verifier_service.target.compile_cache import use_compile_cache
 
 use_compile_cache(sys.argv[1])
 torch.compile(torch.mm)(torch.ones(2, 2), torch.ones(2, 2))
@@ -26,7 +26,7 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 """
 START = """
 import os
-from verifier_service.target_start import use_compile_cache
+from verifier_service.host.target_start import use_compile_cache
 
 use_compile_cache()
 print(os.environ["TORCHINDUCTOR_CACHE_DIR"])

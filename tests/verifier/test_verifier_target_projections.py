@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from verifier_service import target_projections
-from verifier_service.target_projections import MergedProjection, find_projections, merge_projections
+from verifier_service.target import merged_linears as target_projections
+from verifier_service.target.merged_linears import MergedProjection, find_projections, merge_projections
 
 NUM_LAYERS = 2
 COMMON: dict[str, Any] = {

@@ -13,12 +13,12 @@ import torch
 from played_graphs import play_graphs
 from transformers import AutoModelForCausalLM
 
-from draftwire.block_pool import BlockPool, blocks_for
-from draftwire.kv_cache import KVCache, SequenceRows
-from verifier_service import graph_products
+from draftwire.model.block_pool import BlockPool, blocks_for
+from draftwire.model.kv_cache import KVCache, SequenceRows
 from verifier_service.core.batch import ForwardInput, ForwardOutput
-from verifier_service.target import Target, load_target
-from verifier_service.target_runner import TargetRunner
+from verifier_service.target import graph_products
+from verifier_service.target.runner import TargetRunner
+from verifier_service.target.target import Target, load_target
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 CONTEXT = 256

@@ -31,21 +31,22 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftwire.config import parse_speculative_config
-from draftwire.devices import choose_device
-from draftwire.errors import CheckpointError, InvalidArgumentError
-from draftwire.kv_cache import SequenceRows
+from draftwire.contract.errors import CheckpointError, InvalidArgumentError
+from draftwire.contract.validation import parse_speculative_config
+from draftwire.model.devices import choose_device
+from draftwire.model.kv_cache import SequenceRows
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service import main, settings, tensor_parallel
+from verifier_service import main, settings
 from verifier_service.core.batch import ForwardInput, ForwardOutput
+from verifier_service.host.ranks import Followers, rank_device
+from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
-from verifier_service.ranks import Followers, rank_device
-from verifier_service.target import Target
-from verifier_service.target_projections import MergedProjection, find_projections, merge_projections
-from verifier_service.target_runner import start_runner
-from verifier_service.target_start import start_target
-from verifier_service.tensor_parallel import Rank, split_target
+from verifier_service.target import tensor_parallel
+from verifier_service.target.merged_linears import MergedProjection, find_projections, merge_projections
+from verifier_service.target.runner import start_runner
+from verifier_service.target.target import Target
+from verifier_service.target.tensor_parallel import Rank, split_target
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 

@@ -11,7 +11,7 @@ from service_scene import MAX_TOKENS, WAIT_S, outputs_of, request, served
 
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
-from verifier_service.engine_host import EngineHost
+from verifier_service.host.host import EngineHost
 
 
 class Letters:

@@ -11,9 +11,9 @@ from drafting_scene import make_request
 
 from draftwire_kernels import Penalties
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.request import Request
-from verifier_service.sampling_spec import SamplingSpec
-from verifier_service.token_history import TokenHistory
+from verifier_service.core.request import Request
+from verifier_service.sampling.sampling_spec import SamplingSpec
+from verifier_service.sampling.token_history import TokenHistory
 
 VOCAB = 20
 

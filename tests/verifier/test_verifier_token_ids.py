@@ -18,7 +18,7 @@ from odd_tokenizers import (
 from tokenizers import models
 
 from draftwire.v1 import config_pb2
-from verifier_service.tokenizer import TextCodec, warn_of_ids_beyond
+from verifier_service.core.tokenizer import TextCodec, warn_of_ids_beyond
 
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 OTHERS = [ids_request([3, 1, 4, i]) for i in range(6)]

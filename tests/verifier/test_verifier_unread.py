@@ -12,19 +12,19 @@ import grpc
 import pytest
 from engine_scene import make_target
 
-from draftwire.config import build_sampling_params, speculative_config_from_mapping
-from draftwire.errors import ServerError
-from draftwire.retry import retry_after_s
-from draftwire.security import LOOPBACK
+from draftwire.contract.errors import ServerError
+from draftwire.contract.retry import retry_after_s
+from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
+from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
-from verifier_service import unread as unread_module
-from verifier_service.engine import EngineLimits
-from verifier_service.engine_access import InProcessEngine, Submission
-from verifier_service.engine_host import EngineHost
-from verifier_service.request import Request
-from verifier_service.service import GenerationServicer
-from verifier_service.unread import MAX_MESSAGES, Unread
+from verifier_service.api import response_stream as unread_module
+from verifier_service.api.response_stream import MAX_MESSAGES, Unread
+from verifier_service.api.service import GenerationServicer
+from verifier_service.core.request import Request
+from verifier_service.engine.engine import EngineLimits
+from verifier_service.host.access import InProcessEngine, Submission
+from verifier_service.host.host import EngineHost
 
 WAIT_S = 60.0
 # A window that a few messages fill, and that does not grow.

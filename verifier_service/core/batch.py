@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwire.devices import upload
-from draftwire.kv_cache import SequenceRows
+from draftwire.model.devices import upload
+from draftwire.model.kv_cache import SequenceRows
 from draftwire.v1 import generate_pb2
-from verifier_service.request import ReadyDrafts, Request
-from verifier_service.stop_conditions import Piece
+from verifier_service.core.request import ReadyDrafts, Request
+from verifier_service.core.stop_conditions import Piece
 
 # Stands for a token that only the device knows.
 UNKNOWN_TOKEN = 0

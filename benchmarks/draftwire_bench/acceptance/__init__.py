@@ -1,0 +1,1 @@
+"""Acceptance of a pair, beside its closed forms."""

@@ -1,0 +1,224 @@
+"""Acceptance of a pair with every method, measured through both services and beside its closed forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwire.client.request import Options, build_request
+from draftwire.contract.errors import BenchmarkError
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.v1 import config_pb2
+from draftwire_bench.acceptance import closed_forms
+from draftwire_bench.acceptance.recomputation import Continuation, Models, StepRows
+from draftwire_bench.serve.counts import expected_work
+from draftwire_bench.serve.load import ClientPool, Planned, Timeline
+from draftwire_bench.serve.workload import Level, in_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How drafts are made, sent and tested."""
+
+    name: str
+    config: dict[str, Any]
+    law: str  # the closed form of its acceptance, a key of FORMS or "block"
+
+
+GUMBEL = {"draft_sample_method": "gumbel"}
+METHODS = (
+    Method("greedy one-hot", {}, "p(draft)"),
+    Method("gumbel one-hot", GUMBEL, "sum p q"),
+    Method("gumbel dense", {**GUMBEL, "draft_logits": "dense"}, "1 - TV"),
+    Method("gumbel top-64", {**GUMBEL, "draft_logits": {"top_n": 64}}, "1 - TV"),
+    Method("block one-hot", {**GUMBEL, "rejection_sample_method": "block"}, "block"),
+    Method("block dense", {**GUMBEL, "draft_logits": "dense", "rejection_sample_method": "block"}, "block"),
+    Method("block top-64", {**GUMBEL, "draft_logits": {"top_n": 64}, "rejection_sample_method": "block"}, "block"),
+    Method("coupled", {**GUMBEL, "rejection_sample_method": "coupled"}, "coupled"),
+)
+FORMS = ("p(draft)", "sum p q", "1 - TV", "coupled")
+
+
+@dataclass
+class Position:
+    """Counts at one draft position over the steps whose test of it has a closed form."""
+
+    tested: int = 0
+    accepted: int = 0
+    expected: float = 0.0
+    variance: float = 0.0
+    reached: int = 0  # steps that accepted all drafts before it
+    forms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FORMS, 0.0))  # sums over `reached`
+
+    @property
+    def z(self) -> float | None:
+        """Measured less expected, in standard errors; None where nothing is left to chance, as at temperature 0.
+
+        Given all that went before, a draft is accepted with exactly the probability of the closed form. So the
+        differences are uncorrelated, and their variances add up, whatever the steps have to do with each other.
+        """
+        if self.variance < 1e-9:
+            return None
+        return (self.accepted - self.expected) / math.sqrt(self.variance)
+
+
+@dataclass
+class Cell:
+    """One method at one temperature."""
+
+    method: Method
+    temperature: float
+    k: int
+    continuations: int = 0
+    steps: int = 0
+    emitted: int = 0
+    # Steps whose drafts came out otherwise when they were computed again: two scores within rounding.
+    unlike: int = 0
+    positions: list[Position] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.positions = self.positions or [Position() for _ in range(self.k)]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per step, bonus included."""
+        return self.emitted / max(self.steps, 1)
+
+    @property
+    def rate(self) -> float:
+        """Accepted over drafted, all positions."""
+        return sum(position.accepted for position in self.positions) / max(self.k * self.steps, 1)
+
+    @property
+    def expected_rate(self) -> float:
+        """The same as the closed forms have it."""
+        return sum(position.expected for position in self.positions) / max(self.k * self.steps, 1)
+
+    def conditional(self, closed: bool) -> list[float]:
+        """Acceptance at each position given that the one before was accepted; of the closed form, or as measured."""
+        numbers = [position.expected if closed else position.accepted for position in self.positions]
+        if self.method.law != "block":
+            return [n / max(position.tested, 1) for n, position in zip(numbers, self.positions, strict=True)]
+        return [n / before if before else 0.0 for n, before in zip(numbers, [self.steps, *numbers], strict=False)]
+
+    def add(self, rows: StepRows, draft_token_ids: Tensor | None) -> None:
+        """Counts steps that were computed again."""
+        vocab_size = rows.target_logits.shape[-1]
+        p = closed_forms.probabilities(rows.target_logits, self.temperature)
+        q = closed_forms.draft_probabilities(rows.draft_logits, self.temperature, draft_token_ids, vocab_size)
+        offsets = torch.arange(self.k, device=p.device)
+        was_accepted = offsets < rows.accepted[:, None]
+        # Row j is what was served only as far as the drafts before it were accepted.
+        is_reached = offsets <= rows.accepted[:, None]
+        is_same = self._is_same(rows, was_accepted, is_reached)
+        self.unlike += int((~is_same).sum())
+        self.steps += int(is_same.sum())
+        self.emitted += int((rows.accepted + 1)[is_same].sum())
+        forms = {
+            "p(draft)": closed_forms.at_draft(p, rows.drafts),
+            "sum p q": closed_forms.one_hot(p, q),
+            "1 - TV": closed_forms.with_logits(p, q),
+            "coupled": closed_forms.coupled(p, q),
+        }
+        if self.method.law == "block":
+            law, tested = self._block(rows, q), is_same[:, None].expand_as(was_accepted)
+        else:
+            law, tested = forms[self.method.law], is_reached & is_same[:, None]
+        for j, position in enumerate(self.positions):
+            mask = tested[:, j]
+            own = law[:, j][mask]
+            position.tested += int(mask.sum())
+            position.accepted += int(was_accepted[:, j][mask].sum())
+            position.expected += own.sum().item()
+            position.variance += (own * (1 - own)).sum().item()
+            mask = is_reached[:, j] & is_same
+            position.reached += int(mask.sum())
+            for name, values in forms.items():
+                position.forms[name] += values[:, j][mask].sum().item()
+
+    def _is_same(self, rows: StepRows, was_accepted: Tensor, is_reached: Tensor) -> Tensor:
+        """[S], whether the drafts computed again go with what was accepted.
+
+        An accepted draft is the token served. A rejected one is not, since what is drawn after a rejection excludes it;
+        only block verification may draw it again.
+        """
+        equal = rows.drafts == rows.emitted
+        if self.method.law == "block":
+            return (equal | ~was_accepted).all(-1)
+        return ((equal == was_accepted) | ~is_reached).all(-1)
+
+    def _block(self, rows: StepRows, q: Tensor) -> Tensor:
+        assert rows.own_path_logits is not None
+        p = closed_forms.at_draft(closed_forms.probabilities(rows.own_path_logits, self.temperature), rows.drafts)
+        # Without logits the verifier takes the drafts for certain.
+        sends_logits = "draft_logits" in self.method.config
+        return closed_forms.block(p, closed_forms.at_draft(q, rows.drafts) if sends_logits else torch.ones_like(p))
+
+
+def continue_prompts(
+    pool: ClientPool,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    output_tokens: int,
+    k: int,
+    concurrency: int,
+    seed: int,
+) -> list[Continuation]:
+    """What the verifier answers to the prompts; the seed of each is `seed` + its index.
+
+    Raises
+    ------
+    BenchmarkError
+        When the verifier went on without drafts anywhere, so that not all steps were drafted alike.
+    """
+    requests = [
+        _request(prompt, temperature=temperature, max_tokens=output_tokens, seed=seed + index)
+        for index, prompt in enumerate(prompts)
+    ]
+    level = Level(concurrency=min(concurrency, len(requests)))
+    slots = in_slots(list(requests), level, seed)
+    order = [index for slot in range(len(slots)) for index in range(slot, len(requests), len(slots))]
+    timelines, _ = pool.run(slots)
+    _check_drafts(timelines, k, output_tokens)
+    by_index = dict(zip(order, timelines, strict=True))
+    return [
+        Continuation(tuple(prompt), by_index[i].token_ids, by_index[i].drafted, seed + i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _request(prompt: Sequence[int], **given: Any) -> Planned:
+    options: Options = {**given, "ignore_eos": True}  # type: ignore[typeddict-item]
+    return Planned(build_request(prompt, options)[0].SerializeToString())
+
+
+def _check_drafts(timelines: Sequence[Timeline], k: int, output_tokens: int) -> None:
+    missing = sum(
+        sum(expected_work(timeline, k, output_tokens).drafted) - sum(timeline.statistics.drafted)
+        for timeline in timelines
+    )
+    if missing:
+        raise BenchmarkError(f"{missing} drafts were not made in time: start the verifier with --draft-deadline-ms off")
+    if any(timeline.statistics.synthetic_acceptance for timeline in timelines):
+        raise BenchmarkError("the verifier accepts drafts synthetically, which tells nothing of the head")
+
+
+def evaluate(
+    models: Models, method: Method, temperature: float, k: int, continuations: Sequence[Continuation]
+) -> Cell:
+    """Measured acceptance and closed forms over the same steps."""
+    cell = Cell(method, temperature, k, continuations=len(continuations))
+    for rows in models.recompute(continuations, config_of(method, k), temperature):
+        cell.add(rows, models.draft_token_ids)
+    return cell
+
+
+def config_of(method: Method, k: int) -> config_pb2.SpeculativeConfig:
+    """The verifier's settings."""
+    return speculative_config_from_mapping({**method.config, "num_speculative_tokens": k})

@@ -1,0 +1,260 @@
+"""The distributions behind finished continuations, computed again with both models in one process.
+
+The target is transformers' own model with its own attention; the head is the drafter's, fed here row by row. What has
+been served went through batching, the wire, rolled-back caches and the rejection kernels; none of that is used here.
+This module stands above both services, as the command line does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from drafter_service.heads import load_head
+from draftwire.contract import validation as cfg
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
+from draftwire.v1 import config_pb2
+from draftwire_kernels import derive_stream_keys, gumbel_sample
+
+MAX_BATCH = 1024
+# Logits of the target held at once.
+MAX_LOGITS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """A verify step that had room for all k drafts."""
+
+    last: int  # index of the last token committed before it
+    accepted: int  # drafts accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A prompt and what was served after it."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]  # for each token, whether it is an accepted draft
+    seed: int
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and output."""
+        return [*self.prompt, *self.tokens]
+
+    def whole_steps(self, k: int) -> list[VerifyStep]:
+        """Its verify steps, but for the last ones, in which the end of the output left no room for k drafts.
+
+        Which steps are left out does not depend on what was drafted in them, so the rest is no biased choice.
+        """
+        steps = []
+        start = 1  # tokens out when a step begins; the first comes from the prompt
+        while start + k < len(self.tokens):
+            accepted = 0
+            while self.drafted[start + accepted]:
+                accepted += 1
+            steps.append(VerifyStep(len(self.prompt) + start - 1, accepted))
+            start += accepted + 1
+        return steps
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """S verify steps, computed again."""
+
+    target_logits: Tensor  # [S, k, V]: row j follows j accepted drafts
+    draft_logits: Tensor  # [S, k, V_draft]: row j follows j of its own drafts; -inf where nothing is drafted
+    drafts: Tensor  # [S, k] int64, target ids
+    emitted: Tensor  # [S, k] int64: the k tokens that were served from the step's start on
+    accepted: Tensor  # [S] int64
+    own_path_logits: Tensor | None  # [S, k, V], where asked for: row j follows j of the step's own drafts
+
+
+class Models:
+    """A target and its head."""
+
+    def __init__(self, target_dir: Path, head_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")
+        self._model = model.to(device).eval()
+        self._head = load_head(head_dir, target_dir, dtype, device)
+        self._device, self._dtype = device, dtype
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """[V_draft] int64, target ids of the draft vocabulary; None when both are the same."""
+        return self._head.draft_token_ids
+
+    @torch.inference_mode()
+    def recompute(
+        self,
+        continuations: Sequence[Continuation],
+        config: config_pb2.SpeculativeConfig,
+        temperature: float,
+    ) -> Iterator[StepRows]:
+        """The whole steps of all continuations, many at a time.
+
+        Parameters
+        ----------
+        config
+            The verifier's settings when they were served: drafts are drawn as it says, with the same noise. For block
+            verification the target is asked along rejected drafts as well, at a sequence for each step.
+        """
+        longest = max(len(continuation.tokens) for continuation in continuations) + 1
+        size = min(MAX_BATCH, max(1, MAX_LOGITS // (longest * self.vocab_size)))
+        for start in range(0, len(continuations), size):
+            group = continuations[start : start + size]
+            yield from self._recompute_group(group, config, temperature, longest)
+
+    def _recompute_group(
+        self,
+        group: Sequence[Continuation],
+        config: config_pb2.SpeculativeConfig,
+        temperature: float,
+        num_rows: int,
+    ) -> Iterator[StepRows]:
+        k = config.num_speculative_tokens
+        is_block = config.rejection_sample_method == cfg.BLOCK
+        sequences = [continuation.sequence for continuation in group]
+        logits, features = self._run_target(sequences, num_rows)
+        walk = _HeadWalk(self._head, sequences, features, config, self._dtype, self._device)
+        keys = derive_stream_keys([continuation.seed for continuation in group]).to(self._device)
+        noise = keys.resample if config.rejection_sample_method == cfg.COUPLED else keys.proposal
+        steps = [continuation.whole_steps(k) for continuation in group]
+        # From the last step back: a step's speculative rows overwrite true rows that earlier steps do not see.
+        for place in range(1, 1 + max(map(len, steps), default=0)):
+            members = [b for b, own in enumerate(steps) if len(own) >= place]
+            chosen = [steps[b][-place] for b in members]
+            index = torch.tensor(members, device=self._device)
+            last = torch.tensor([step.last for step in chosen], device=self._device)
+            ends = torch.tensor([len(sequences[b]) for b in members], device=self._device)
+            draft_logits, drafts = walk.draft(members, last, temperature, noise[index])
+            rows = last - ends + num_rows  # of the step's first row among the rows that were kept
+            columns = rows[:, None] + torch.arange(k, device=self._device)
+            emitted = [sequences[b][step.last + 1 : step.last + 1 + k] for b, step in zip(members, chosen, strict=True)]
+            yield StepRows(
+                target_logits=logits[index[:, None], columns],
+                draft_logits=draft_logits,
+                drafts=drafts,
+                emitted=torch.tensor(emitted, device=self._device),
+                accepted=torch.tensor([step.accepted for step in chosen], device=self._device),
+                own_path_logits=self._follow(sequences, members, chosen, drafts) if is_block else None,
+            )
+
+    def _run_target(self, sequences: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, num_rows, V] of the last rows, and the head's features [T_b, width] of each sequence."""
+        longest = max(map(len, sequences))
+        ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, sequence in enumerate(sequences):
+            # Padded on the left, so that the last rows of all are the last columns.
+            ids[row, longest - len(sequence) :] = torch.tensor(sequence)
+            mask[row, longest - len(sequence) :] = 1
+        output = self._model(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            position_ids=(mask.cumsum(1) - 1).clamp_min(0).to(self._device),
+            use_cache=False,
+            output_hidden_states=True,
+            logits_to_keep=num_rows,
+        )
+        states = torch.cat([output.hidden_states[layer] for layer in self._head.spec.feature_layers], dim=-1)
+        features = [states[row, longest - len(sequence) :] for row, sequence in enumerate(sequences)]
+        return output.logits, features
+
+    def _follow(
+        self,
+        sequences: Sequence[Sequence[int]],
+        members: Sequence[int],
+        steps: Sequence[VerifyStep],
+        drafts: Tensor,
+    ) -> Tensor:
+        """The target's logits [S, k, V] along each step's own drafts."""
+        k = drafts.shape[1]
+        paths = [
+            [*sequences[b][: step.last + 1], *own[: k - 1]]
+            for b, step, own in zip(members, steps, drafts.tolist(), strict=True)
+        ]
+        size = max(1, MAX_BATCH // 4)
+        return torch.cat([self._run_target(paths[i : i + size], k)[0] for i in range(0, len(paths), size)])
+
+
+class _HeadWalk:
+    """A head over whole sequences: all true rows at once, then speculative rows from any of them."""
+
+    def __init__(
+        self,
+        head: Any,
+        sequences: Sequence[Sequence[int]],
+        features: Sequence[Tensor],
+        config: config_pb2.SpeculativeConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Row i takes the token at i + 1 and the features at i; a sequence of T tokens has T - 1 true rows."""
+        self._head, self._config, self._device = head, config, device
+        longest = max(map(len, sequences)) + config.num_speculative_tokens
+        width = -(-longest // BLOCK_SIZE)
+        self._blocks = [list(range(1 + b * width, 1 + (b + 1) * width)) for b in range(len(sequences))]
+        self._cache = KVCache(head.spec.layer_shapes, 1 + len(sequences) * width, dtype, device)
+        counts = [len(sequence) - 1 for sequence in sequences]
+        rows = [SequenceRows(blocks, 0, count) for blocks, count in zip(self._blocks, counts, strict=True)]
+        self._states = head.forward(
+            torch.tensor([token for sequence in sequences for token in sequence[1:]], device=device),
+            head.fuse(torch.cat([own[:-1] for own in features])),
+            torch.cat([torch.arange(count) for count in counts]).to(device),
+            self._cache,
+            RaggedBatch(rows, device),
+        )
+        self._first_rows = torch.tensor([0, *counts[:-1]], device=device).cumsum(0)
+
+    def draft(
+        self, members: Sequence[int], last: Tensor, temperature: float, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft logits [S, k, V_draft] and drafts [S, k] after token `last` [S] of the sequences `members`."""
+        state = self._states[self._first_rows[torch.tensor(members, device=self._device)] + last - 1]
+        tokens = torch.empty(0)
+        starts = last.tolist()
+        all_logits, drafts = [], []
+        for offset in range(self._config.num_speculative_tokens):
+            if offset > 0:
+                places = [start - 1 + offset for start in starts]
+                rows = [SequenceRows(self._blocks[b], at, 1) for b, at in zip(members, places, strict=True)]
+                batch = RaggedBatch(rows, self._device)
+                state = self._head.forward(tokens, state, last - 1 + offset, self._cache, batch)
+            logits = _cut(self._head.logits(state).float(), self._config.draft_logits)
+            tokens = self._draw(logits, last, offset, temperature, keys)
+            all_logits.append(logits)
+            drafts.append(tokens)
+        return torch.stack(all_logits, 1), torch.stack(drafts, 1)
+
+    def _draw(self, logits: Tensor, last: Tensor, offset: int, temperature: float, keys: Tensor) -> Tensor:
+        config, ids = self._config, self._head.draft_token_ids
+        if config.draft_sample_method == cfg.GUMBEL:
+            columns = gumbel_sample(
+                logits,
+                torch.full((len(last),), temperature, device=self._device),
+                keys,
+                last + 1 + offset,
+                draft_offset=0 if config.rejection_sample_method == cfg.COUPLED else offset,
+                token_ids=ids,
+                use_fp64=config.use_fp64_gumbel,
+            )
+        else:
+            columns = logits.argmax(-1)
+        return columns if ids is None else ids[columns]
+
+
+def _cut(logits: Tensor, sent: config_pb2.DraftLogits) -> Tensor:
+    """-inf outside the n largest logits of each row where only these are sent, and sampled from."""
+    if sent.form != cfg.TOP_N:
+        return logits
+    largest, columns = logits.topk(sent.n, dim=-1)
+    return torch.full_like(logits, -torch.inf).scatter_(-1, columns, largest)

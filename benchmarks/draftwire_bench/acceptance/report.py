@@ -1,0 +1,114 @@
+"""What `draftwire bench acceptance` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from draftwire_bench.acceptance.acceptance import FORMS, Cell
+
+# Of a table's positions none comes this far from its closed form by chance.
+MAX_Z = 5.0
+
+
+def report(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The JSON form, without the environment."""
+    return {"benchmark": "acceptance", "cells": [_cell(cell) for cell in cells]}
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {
+        "method": cell.method.name,
+        "speculative_config": cell.method.config,
+        "law": cell.method.law,
+        "temperature": cell.temperature,
+        "continuations": cell.continuations,
+        "verify_steps": cell.steps,
+        "steps_unlike": cell.unlike,
+        "acceptance_length": cell.acceptance_length,
+        "accepted_over_drafted": cell.rate,
+        "accepted_over_drafted_closed_form": cell.expected_rate,
+        "conditional": cell.conditional(closed=False),
+        "conditional_closed_form": cell.conditional(closed=True),
+        "positions": [
+            {
+                **asdict(position),
+                "z": position.z,
+                "forms": {name: total / max(position.reached, 1) for name, total in position.forms.items()},
+            }
+            for position in cell.positions
+        ],
+    }
+
+
+def parted(cells: Sequence[Cell]) -> list[str]:
+    """Where measurement and closed form differ by more than chance."""
+    return [
+        f"{cell.method.name}, temperature {cell.temperature:g}, position {number}: {position.accepted} of "
+        f"{position.tested} accepted, {position.expected:.1f} expected, {position.z:+.1f} standard errors"
+        for cell in cells
+        for number, position in enumerate(cell.positions, start=1)
+        if position.z is not None and abs(position.z) > MAX_Z
+    ]
+
+
+def print_report(cells: Sequence[Cell], console: Console) -> None:
+    """Two tables and the largest deviation."""
+    console.print(_measured_table(cells))
+    console.print(_forms_table(cells))
+    deviations = [abs(p.z) for cell in cells for p in cell.positions if p.z is not None]
+    if deviations:
+        largest = max(deviations)
+        console.print(f"largest deviation from a closed form: {largest:.2f} standard errors, of {len(deviations)}")
+    certain = [cell for cell in cells if all(position.z is None for position in cell.positions)]
+    if certain:
+        off = sum(abs(position.accepted - position.expected) for cell in certain for position in cell.positions)
+        tested = sum(position.tested for cell in certain for position in cell.positions)
+        console.print(f"where nothing is left to chance: {off:.0f} of {tested} tests came out otherwise (rounding)")
+    unlike = sum(cell.unlike for cell in cells)
+    steps = sum(cell.steps for cell in cells)
+    console.print(f"left out: {unlike} of {unlike + steps} steps, whose drafts came out otherwise in one process")
+    for text in parted(cells):
+        console.print(f"PARTED: {text}")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table.add_column("method", no_wrap=True)
+    for column in ("T", *columns):
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _measured_table(cells: Sequence[Cell]) -> Table:
+    positions = [f"position {number}" for number in range(1, cells[0].k + 1)]
+    title = "Acceptance, measured and closed form; positions given that the one before was accepted"
+    table = _table(title, ("steps", "length", "accepted / drafted", *positions))
+    for cell in cells:
+        pairs = zip(cell.conditional(closed=False), cell.conditional(closed=True), strict=True)
+        table.add_row(
+            cell.method.name,
+            f"{cell.temperature:g}",
+            str(cell.steps),
+            f"{cell.acceptance_length:.3f}",
+            f"{cell.rate:.4f} {cell.expected_rate:.4f}",
+            *(f"{measured:.4f} {closed:.4f}" for measured, closed in pairs),
+        )
+    return table
+
+
+def _forms_table(cells: Sequence[Cell]) -> Table:
+    title = "The closed forms at position 1 of the same steps, and which of them is the method's"
+    table = _table(title, (*FORMS, "law"))
+    for cell in cells:
+        first = cell.positions[0]
+        means = [first.forms[name] / max(first.reached, 1) for name in FORMS]
+        table.add_row(
+            cell.method.name, f"{cell.temperature:g}", *(f"{mean:.4f}" for mean in means), cell.method.law
+        )
+    return table

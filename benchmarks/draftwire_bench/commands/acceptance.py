@@ -1,0 +1,149 @@
+"""The command `draftwire bench acceptance`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from draftwire.client import Client
+from draftwire.contract.errors import BenchmarkError, InvalidArgumentError
+from draftwire_bench.commands.options import pair_from, pair_options, report_console
+from draftwire_bench.environment import describe
+from draftwire_bench.serve.load import ClientPool
+from draftwire_bench.serve.workload import read_prompts
+from draftwire_bench.services import PairOptions, running_pair, wait_for_drafters
+
+if TYPE_CHECKING:
+    from draftwire_bench.acceptance.acceptance import Cell, Method
+    from draftwire_bench.acceptance.recomputation import Continuation
+
+
+@click.command()
+@pair_options
+@click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSON lines: `text` or `token_ids`.")
+@click.option("--num-prompts", type=click.IntRange(1), help="Take the first ones.  [default: all]")
+@click.option("--prompt-tokens", type=click.IntRange(1), help="Take the first tokens of each.  [default: all]")
+@click.option("--samples", default=1, show_default=True, type=click.IntRange(1), help="Of each prompt above T = 0.")
+@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each continuation.")
+@click.option("--temperatures", default="0,0.7,1", show_default=True, metavar="T,T,...", help="Of the target.")
+@click.option("--methods", metavar="NAME,...", help="Some of the methods alone.  [default: all]")
+@click.option("--num-speculative-tokens", default=4, show_default=True, type=click.IntRange(1, 16), help="k.")
+@click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Requests at once.")
+@click.option("--parallel", default=1, show_default=True, type=click.IntRange(1), help="Methods served at once.")
+@click.option("--seed", default=0, show_default=True, help="Of the first continuation; each has its own.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+def acceptance(json_path: Path | None, **given: Any) -> None:
+    """Measure acceptance with every method, beside the closed forms of the same steps.
+
+    Both services are started for each method. What they served is then computed again in this process, and each test
+    of a draft compared with the probability that it should have had. Exit code 1 where the two part.
+    """
+    # Loading torch takes seconds; --help does not wait for it.
+    from draftwire_bench.acceptance.acceptance import METHODS, evaluate
+    from draftwire_bench.acceptance.report import parted, print_report, report
+
+    pair = pair_from(given).with_room_for(given["concurrency"])
+    methods = _choose(METHODS, given.pop("methods"))
+    temperatures = _temperatures(given.pop("temperatures"))
+    prompts = _token_ids(pair, given)
+    console = report_console()
+    workload = {name: given[name] for name in ("output_tokens", "num_speculative_tokens", "samples", "seed")}
+    document = describe() | {"workload": {**workload, "prompts": len(prompts), "dtype": pair.dtype}}
+    cells: list[Cell] = []
+    with console.status("serving"), ThreadPoolExecutor(given["parallel"]) as pool:
+        served = pool.map(partial(_serve, pair, prompts, temperatures, given), methods)
+        models = _load(pair)
+        for method, (by_temperature, seconds) in zip(methods, served, strict=True):
+            began = time.monotonic()
+            for temperature, continuations in zip(temperatures, by_temperature, strict=True):
+                cells.append(evaluate(models, method, temperature, given["num_speculative_tokens"], continuations))
+            again = time.monotonic() - began
+            console.print(f"{method.name}: served in {seconds:.0f} s, computed again in {again:.0f} s")
+            if json_path is not None:  # after each method, so that what is there outlives an interruption
+                json_path.write_text(json.dumps(document | report(cells), indent=1) + "\n", encoding="utf-8")
+    print_report(cells, console)
+    if parted(cells):
+        raise BenchmarkError("measured acceptance and its closed form part")
+
+
+def _choose(methods: Sequence[Method], names: str | None) -> list[Method]:
+    by_name = {method.name: method for method in methods}
+    chosen = list(by_name) if names is None else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in by_name:
+            raise InvalidArgumentError("methods", name, f"allowed: {', '.join(by_name)}")
+    return [by_name[name] for name in chosen]
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        temperatures = [float(part) for part in text.split(",")]
+    except ValueError:
+        temperatures = [-1.0]
+    if not all(0 <= temperature < float("inf") for temperature in temperatures):
+        raise InvalidArgumentError("temperatures", text, "must be numbers in [0, inf), as in 0,0.7,1")
+    return temperatures
+
+
+def _token_ids(pair: PairOptions, given: dict[str, Any]) -> list[list[int]]:
+    """The prompts as token ids, so that both sides of the comparison have the same."""
+    from draftwire.model.checkpoints import resolve_directory
+    from verifier_service.core.tokenizer import TextCodec
+
+    prompts = read_prompts(given.pop("prompts"))[: given.pop("num_prompts")]
+    length = given.pop("prompt_tokens")
+    codec = TextCodec(resolve_directory(pair.target)) if any(isinstance(p, str) for p in prompts) else None
+    ids = [codec.encode(p) if codec is not None and isinstance(p, str) else list(p) for p in prompts]
+    return [own[:length] for own in ids]  # type: ignore[misc]
+
+
+def _serve(
+    pair: PairOptions,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    given: dict[str, Any],
+    method: Method,
+) -> tuple[list[list[Continuation]], float]:
+    """The continuations of all prompts at each temperature, by services of the method; and the seconds it took."""
+    from draftwire_bench.acceptance.acceptance import continue_prompts
+
+    began = time.monotonic()
+    k = given["num_speculative_tokens"]
+    config = json.dumps({**method.config, "num_speculative_tokens": k})
+    with running_pair(pair, config) as address, Client(address) as client, ClientPool(address, 1) as pool:
+        wait_for_drafters(client)
+        continuations = [
+            continue_prompts(
+                pool,
+                [prompt for prompt in prompts for _ in range(given["samples"] if temperature > 0 else 1)],
+                temperature=temperature,
+                output_tokens=given["output_tokens"],
+                k=k,
+                concurrency=given["concurrency"],
+                seed=given["seed"],
+            )
+            for temperature in temperatures
+        ]
+    return continuations, time.monotonic() - began
+
+
+def _load(pair: PairOptions) -> Any:
+    from transformers.utils.logging import disable_progress_bar
+
+    from draftwire.model.checkpoints import resolve_directory
+    from draftwire.model.devices import choose_device, choose_dtype
+    from draftwire_bench.acceptance.recomputation import Models
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # transformers' own bar, where nobody watches
+    device = choose_device(pair.verifier_device)
+    target = resolve_directory(pair.target)
+    return Models(target, resolve_directory(pair.head), choose_dtype(pair.dtype, device, target), device)

@@ -1,0 +1,88 @@
+"""Options that the commands of `draftwire bench` share."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from draftwire_bench.services import PairOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Numbers(click.ParamType):
+    """N,N,..., each above 0, or from `least` on."""
+
+    name = "n,n,..."
+
+    def __init__(self, kind: type[int] | type[float], least: int | None = None) -> None:
+        self._kind, self._least = kind, least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self._kind(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(self._is_allowed(number) for number in numbers):
+            allowed = "above 0" if self._least is None else f"from {self._least} on"
+            self.fail(f"{value!r} is not a list of numbers {allowed}, as in 1,8,64", param, ctx)
+        return numbers
+
+    def _is_allowed(self, number: float) -> bool:
+        return (number > 0 if self._least is None else self._least <= number) and number < float("inf")
+
+
+_PAIR_OPTIONS = (
+    click.option("--target", metavar="DIR|ID", help="Start both services with this target."),
+    click.option("--head", metavar="DIR|ID", help="And with this head."),
+    click.option("--verifier-device", metavar="cpu|cuda[:INDEX]", help="Default: as `draftwire verifier`."),
+    click.option("--drafter-device", metavar="cpu|cuda[:INDEX]", help="Default: as `draftwire drafter`."),
+    click.option("--dtype", default="auto", show_default=True, help="Compute type of both."),
+    click.option(
+        "--load-format",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "dummy"]),
+        help="dummy: random weights of the shapes in the directories' config.json.",
+    ),
+    click.option("--verifier-args", default="", metavar="ARGS", help="Further arguments of `draftwire verifier`."),
+    click.option("--drafter-args", default="", metavar="ARGS", help="Further arguments of `draftwire drafter`."),
+)
+
+
+def pair_options(command: F) -> F:
+    """Adds the options of services that are started for a measurement."""
+    for option in reversed(_PAIR_OPTIONS):
+        command = option(command)
+    return command
+
+
+def pair_from(given: dict[str, Any]) -> PairOptions:
+    """Takes the options of `pair_options` out of `given`.
+
+    Raises
+    ------
+    UsageError
+        When target or head is missing.
+    """
+    if not (given["target"] and given["head"]):
+        raise click.UsageError("needs --target and --head")
+    return PairOptions(
+        verifier_arguments=shlex.split(given.pop("verifier_args")),
+        drafter_arguments=shlex.split(given.pop("drafter_args")),
+        **{name: given.pop(name) for name in ("target", "head", "verifier_device", "drafter_device")},
+        **{name: given.pop(name) for name in ("dtype", "load_format")},
+    )
+
+
+def report_console() -> Console:
+    """Where results are printed; a file or a pipe has room for whole rows."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=132)

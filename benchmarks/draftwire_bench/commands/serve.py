@@ -1,0 +1,136 @@
+"""The command `draftwire bench serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from draftwire.client.request import Prompt
+from draftwire.server.cli_options import client_security, client_security_options
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.commands.options import Numbers, pair_from, pair_options, report_console
+from draftwire_bench.environment import describe, read_shape
+from draftwire_bench.serve.report import load_matplotlib, plot, print_report, report
+from draftwire_bench.serve.serve import ServeOptions, measure
+from draftwire_bench.serve.workload import Level, Shape, endless, parse_sampling, random_prompts, read_prompts
+from draftwire_bench.services import running_pair
+
+
+@click.command()
+@click.option("--server", metavar="HOST:PORT", help="Measure a running verifier.")
+@client_security_options
+@pair_options
+@click.option(
+    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Of a verifier started here."
+)
+@click.option(
+    "--concurrency",
+    type=Numbers(int),
+    metavar="N,N,...",
+    help="Requests in flight at each level.  [default: 1,4,8,16,32,64]",
+)
+@click.option("--request-rate", type=Numbers(float), metavar="R,R,...", help="Or requests arriving per second.")
+@click.option(
+    "--drafting", default="both", show_default=True, type=click.Choice(["both", "on", "off"]), help="At each level."
+)
+@click.option("--num-requests", type=click.IntRange(1), help="Of each level.  [default: 2 x concurrency, or 30 s]")
+@click.option("--prompt-tokens", default=256, show_default=True, type=click.IntRange(1), help="Random tokens each.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Or JSON lines with `text` or `token_ids`.")
+@click.option("--output-tokens", default=400, show_default=True, type=click.IntRange(1), help="Of each request.")
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="Of each request.")
+@click.option(
+    "--sampling-params",
+    default="{}",
+    show_default=True,
+    metavar="JSON|FILE",
+    help="""Further ones of each request, such as '{"top_k": 50}'.""",
+)
+@click.option(
+    "--num-speculative-tokens",
+    type=Numbers(int, least=0),
+    metavar="K,K,...",
+    help="Of the requests in turn, with drafting on.  [default: the server's]",
+)
+@click.option("--seed", default=0, show_default=True, help="Of prompts, arrivals and requests.")
+@click.option("--warmup-tokens", default=16, show_default=True, type=click.IntRange(0), help="Output before a level.")
+@click.option(
+    "--client-processes", type=click.IntRange(1), help="Default: one for 16 requests, at most half of the cores."
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG of the throughput.")
+def serve(json_path: Path | None, plot_path: Path | None, speculative_config: str, **given: Any) -> None:
+    """Measure throughput and latency, with drafting off and on.
+
+    Either of a running verifier (--server), or of both services, started here (--target and --head). Under synthetic
+    acceptance the command fails when any work was skipped.
+    """
+    if plot_path is not None:
+        load_matplotlib()
+    console, security = report_console(), client_security(given)
+    options = _options(given)
+    with _served(given, options, speculative_config, console) as (address, shapes), console.status("") as status:
+        info, results = measure(address, options, _prompts(given), status.update, security)
+    print_report(info, results, console)
+    if json_path is not None:
+        document = describe() | shapes | report(info, options, results)
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if plot_path is not None:
+        plot(results, f"{info.target} on {info.device} in {info.dtype}", plot_path)
+
+
+def _options(given: dict[str, Any]) -> ServeOptions:
+    if given["concurrency"] and given["request_rate"]:
+        raise click.UsageError("needs at most one of --concurrency and --request-rate")
+    levels = [Level(request_rate=rate) for rate in given["request_rate"] or ()]
+    if not levels:
+        levels = [Level(concurrency=count) for count in given["concurrency"] or (1, 4, 8, 16, 32, 64)]
+    sampling = parse_sampling(given["sampling_params"])
+    return ServeOptions(
+        levels=levels,
+        drafting={"both": (False, True), "on": (True,), "off": (False,)}[given["drafting"]],
+        shape=Shape(
+            *(given["output_tokens"], given["temperature"], given["seed"], sampling),
+            num_speculative_tokens=given["num_speculative_tokens"] or (None,),
+        ),
+        num_requests=given["num_requests"],
+        warmup_tokens=given["warmup_tokens"],
+        client_processes=given["client_processes"],
+    )
+
+
+def _prompts(given: dict[str, Any]) -> Callable[[pb.GetVerifierInfoResponse], Iterator[Prompt]]:
+    path, length, seed = given["prompts"], given["prompt_tokens"], given["seed"]
+    if path is not None:
+        prompts = read_prompts(path)
+        return lambda _: endless(prompts)
+    return lambda info: random_prompts(length, info.vocab_size, seed)
+
+
+@contextmanager
+def _served(
+    given: dict[str, Any], options: ServeOptions, speculative_config: str, console: Console
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Address of the verifier, and the shapes of its models where they are known."""
+    if given["server"] is not None:
+        if given["target"] or given["head"]:
+            raise click.UsageError("needs either --server or --target and --head")
+        yield given["server"], {}
+        return
+    pair = pair_from(given)
+    most = max(level.concurrency or level.default_requests for level in options.levels)
+    pair = pair.with_room_for(most)
+    shapes = {"shapes": {"target": read_shape(pair.target), "head": read_shape(pair.head)}}
+    status = console.status("starting both services")
+    status.start()
+    try:
+        with running_pair(pair, speculative_config) as address:
+            status.stop()
+            yield address, shapes
+    finally:
+        status.stop()

@@ -1,0 +1,97 @@
+"""The command `draftwire bench transport`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE
+from rich.table import Table
+
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire_bench.commands.options import report_console
+from draftwire_bench.environment import describe
+
+if TYPE_CHECKING:
+    from draftwire_bench.transport.transport import Row
+
+SIZES = "8KiB,40KiB,96KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+# A segment has room for one tensor at least.
+LARGEST = 128 << 20
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+
+@click.command()
+@click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE,SIZE,...", help="Bytes, KiB or MiB.")
+@click.option("--sender-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Has the tensors.")
+@click.option("--receiver-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Gets them.")
+@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Most of a row.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+def transport(sizes: str, sender_device: str, receiver_device: str, repeats: int, json_path: Path | None) -> None:
+    """Measure how long tensors travel between two processes of this host, by every carrier.
+
+    The two have the parts of a verifier and a drafter. Times are one-way, with one tensor under way at a time, for at
+    most 5 seconds a row; what arrives is compared with what was sent.
+    """
+    wanted = _parse(sizes)
+    # Loading torch takes seconds; --help does not wait for it.
+    from draftwire.model.devices import choose_device
+    from draftwire_bench.transport.transport import TransportOptions, measure_transport
+
+    options = TransportOptions(choose_device(sender_device), choose_device(receiver_device), wanted, repeats)
+    console = report_console()
+    with console.status("starting the receiver") as status:
+        rows = measure_transport(options, status.update)
+    console.print(_table(rows, f"{sender_device} to {receiver_device}: one-way, microseconds; all bytes as sent"))
+    if json_path is not None:
+        document = describe() | {
+            "benchmark": "transport",
+            "sender_device": sender_device,
+            "receiver_device": receiver_device,
+            "rows": [_mapping(row) for row in rows],
+        }
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _parse(text: str) -> list[int]:
+    sizes = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(|KiB|MiB)\s*", part)
+        size = int(found[1]) * _UNITS[found[2]] if found else 0
+        if not (8 <= size <= LARGEST and size % 4 == 0):
+            raise InvalidArgumentError("sizes", part, f"allowed: multiples of 4 from 8 to {LARGEST}, as in 8KiB,1MiB")
+        sizes.append(size)
+    return sizes
+
+
+def _size_text(size: int) -> str:
+    for unit in ("MiB", "KiB"):
+        if size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]} {unit}"
+    return f"{size} B"
+
+
+def _mapping(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "gb_per_s": row.gb_per_s}
+
+
+def _table(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for column in ("tensor by", "message by", "size", "repeats", "median", "p99", "GB/s", ""):
+        table.add_column(column, justify="left" if column in ("tensor by", "message by", "") else "right")
+    for row in rows:
+        figures = (row.median_us, row.p99_us, row.gb_per_s)
+        table.add_row(
+            row.carrier,
+            row.message_by,
+            "" if row.num_bytes is None else _size_text(row.num_bytes),
+            str(row.repeats or ""),
+            *("" if figure is None else f"{figure:.3g}" if figure < 100 else f"{figure:.0f}" for figure in figures),
+            row.missing and f"not available: {row.missing}",
+        )
+    return table

@@ -1,0 +1,281 @@
+"""A draft step of the EAGLE-3 shape for Llama-3.1-8B on a GPU: random weights, bfloat16, one process, no network.
+
+    python -m draftwire_bench.drafting [--json FILE] [--batches 1,4,8,16,32,64] [--context 512]
+
+`replay` is the captured step alone (CUDA events), `step` the time from a step's submission, its features on the GPU, to
+its answer, draft logits still on the GPU; medians of many. Each sequence brings 1 to 5 rows, 3 on average, and drafts 4
+tokens. The floor is what the step reads once: weights for every pass, keys and values of the context, at the device's
+copy bandwidth. Then the kernels of a replay, and where memory goes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.step import OpenedSequence, Step
+from drafter_service.heads import Head, load_head
+from drafter_service.limits import EngineLimits
+from draftwire.transport import Incoming
+from draftwire_bench.environment import describe
+
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+}
+HEAD = {**TARGET, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+K, MAX_NUM_SEQS, WARM_STEPS, STEPS = 4, 64, 5, 40
+MODES = {
+    "greedy": SamplingMode(),
+    "gumbel": SamplingMode(gumbel=True),
+    "gumbel, dense": SamplingMode(gumbel=True, dense=True),
+    "gumbel, top 64": SamplingMode(gumbel=True, top_n=64),
+}
+PROFILED = (1, 32)
+
+
+@dataclass
+class Rig:
+    """An engine, one session of it and the sequences that it feeds."""
+
+    engine: DraftEngine
+    session: Session
+    answers: list[Any]
+    num_rows: list[int]  # true rows of each sequence so far
+    step_id: int = 0
+
+    @classmethod
+    def open(cls, engine: DraftEngine, mode: SamplingMode, batch: int, context: int) -> Rig:
+        answers: list[Any] = []
+        session = engine.open_session(SessionTerms("benchmark", mode, K, MAX_NUM_SEQS), answers.append)
+        rig = cls(engine, session, answers, [0] * batch)
+        new = [OpenedSequence(i, temperature=1.0, proposal_key=i, first_row=0) for i in range(batch)]
+        rig.submit([context] * batch, 0, new)
+        while engine.has_work:
+            engine.iterate()
+        answers.clear()
+        return rig
+
+    def submit(self, counts: list[int], num_drafts: int, new: list[OpenedSequence] | None = None) -> None:
+        total, batch = sum(counts), len(counts)
+        self.step_id += 1
+        step = Step(
+            step_id=self.step_id,
+            opened=new or [],
+            closed_ids=[],
+            sequence_ids=list(range(batch)),
+            first_rows=np.array(self.num_rows),
+            num_rows=np.array(counts),
+            num_drafts=np.full(batch, num_drafts),
+            tokens=torch.randint(128256, (total,), dtype=torch.int32).numpy(),
+            features=Incoming(torch.randn(total, 3 * 4096).bfloat16().to(self.engine.device), self.engine.device),
+        )
+        self.num_rows = [rows + count for rows, count in zip(self.num_rows, counts, strict=True)]
+        self.engine.submit(self.session, step)
+
+    def step(self) -> float:
+        """Seconds from submission to answer."""
+        batch = len(self.num_rows)
+        self.submit([(i + self.step_id) % 5 + 1 if batch > 1 else 3 for i in range(batch)], K)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.engine.iterate()
+        seconds = time.perf_counter() - began
+        assert sum(self.answers.pop().drafts.num_drafts) == K * batch
+        return seconds
+
+
+@torch.inference_mode()
+def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    rig = Rig.open(engine, mode, batch, context)
+    seconds = [rig.step() for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]
+    replay = last_replay(engine, batch, mode)
+    floor = floor_bytes(engine.head, batch, context) / bandwidth
+    row: dict[str, Any] = {
+        "batch": batch,
+        "replay_ms": timed_ms(replay),
+        "step_ms": statistics.median(seconds) * 1e3,
+        "step_p95_ms": sorted(seconds)[int(len(seconds) * 0.95)] * 1e3,
+        "floor_ms": floor * 1e3,
+        "draft_logits_bytes": engine.logits_bytes,
+    }
+    if batch in PROFILED and mode == SamplingMode():
+        row["kernels"] = kernels_of(replay)
+    engine.close_session(rig.session)
+    return row
+
+
+def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode) -> Callable[[], None]:
+    """Replays the step that the inputs on the device describe."""
+    graphs = engine._graphs
+    assert graphs is not None
+    shape = graphs.shape_for(mode, batch, batch, K)
+    assert shape is not None
+    return lambda: graphs.replay(shape)
+
+
+def timed_ms(call: Callable[[], None], repeats: int = 50) -> float:
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def weight_bytes(head: Head) -> dict[str, int]:
+    """What a pass reads, what `fuse` reads and what is only looked up."""
+    hidden, inner, bytes_each = HEAD["hidden_size"], HEAD["intermediate_size"], 2
+    assert isinstance(hidden, int)
+    assert isinstance(inner, int)
+    qkv = (32 + 2 * 8) * 128 * 2 * hidden
+    layer = qkv + hidden * hidden + 3 * hidden * inner
+    return {
+        "pass": (layer + hidden * head.spec.draft_vocab_size) * bytes_each,
+        "fuse": 3 * hidden * hidden * bytes_each,
+        "embedding": head.spec.target_vocab_size * hidden * bytes_each,
+    }
+
+
+def floor_bytes(head: Head, batch: int, context: int) -> int:
+    weights = weight_bytes(head)
+    token_bytes = sum(heads * (key + value) * 2 for heads, key, value in head.spec.layer_shapes)
+    return K * (weights["pass"] + batch * context * token_bytes)
+
+
+def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, Any]]:
+    """Time and launches of each kernel of a replay, most time first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(repeats):
+            replay()
+        torch.cuda.synchronize()
+    events = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    rows = [
+        {
+            "kernel": event.key[:90],
+            "launches": event.count / repeats,
+            "us": event.self_device_time_total / repeats,
+        }
+        for event in events
+    ]
+    return sorted((row for row in rows if row["us"] > 0), key=lambda row: -row["us"])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / (timed_ms(lambda: target.copy_(source), 10) / 1e3)  # type: ignore[arg-type]
+
+
+def make_head(device: torch.device) -> Head:
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [Path(scratch) / "target", Path(scratch) / "head"]
+        for folder, config in zip(folders, (TARGET, HEAD), strict=True):
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config))
+        return load_head(folders[1], folders[0], torch.bfloat16, device, dummy=True)
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    table = Table(title=f"Draft step, k = {K}, milliseconds, on {results['device']}")
+    for column in ("mode", "batch", "floor", "replay", "step", "step p95", "host and copies"):
+        table.add_column(column, justify="right")
+    for mode, rows in results["modes"].items():
+        for row in rows:
+            numbers = [row["floor_ms"], row["replay_ms"], row["step_ms"], row["step_p95_ms"]]
+            numbers.append(row["step_ms"] - row["replay_ms"])
+            table.add_row(mode, str(row["batch"]), *(f"{number:.3f}" for number in numbers))
+    console.print(table)
+    for row in results["modes"]["greedy"]:
+        if "kernels" in row:
+            table = Table(title=f"Kernels of a greedy replay at batch {row['batch']}: {row['replay_ms']:.3f} ms")
+            for column in ("kernel", "launches", "us"):
+                table.add_column(column)
+            for kernel in row["kernels"]:
+                table.add_row(kernel["kernel"], f"{kernel['launches']:.0f}", f"{kernel['us']:.1f}")
+            console.print(table)
+    console.print(results["memory"])
+    console.print({key: results[key] for key in ("capture_s", "copy_bandwidth")})
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
+@click.option("--batches", default="1,4,8,16,32,64", show_default=True)
+@click.option("--context", default=512, show_default=True, help="True rows of each sequence before the first step.")
+def main(json_path: Path | None, batches: str, context: int) -> None:
+    """Measures and prints tables."""
+    console = Console(width=130)
+    device = torch.device("cuda:0")
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    head = make_head(device)
+    limits = EngineLimits(max_num_seqs=MAX_NUM_SEQS, max_model_len=8192, kv_cache_tokens=MAX_NUM_SEQS * 2048)
+    weights_allocated = torch.cuda.memory_allocated()
+    engine = DraftEngine(head, limits, torch.bfloat16, device)
+    began = time.monotonic()
+    engine.warm_up()
+    results: dict[str, Any] = {
+        **describe(),
+        "device": torch.cuda.get_device_name(),
+        "context": context,
+        "copy_bandwidth": bandwidth,
+        "capture_s": {"greedy": time.monotonic() - began},
+        "modes": {},
+        "memory": {
+            "weights_bytes": weights_allocated,
+            "kv_cache_bytes": sum(x.nbytes for x in (*engine._cache.keys, *engine._cache.values)),
+            "graphs_reserved_bytes": torch.cuda.memory_reserved(),
+        },
+    }
+    for name, mode in MODES.items():
+        began = time.monotonic()
+        # Keeps the mode's buffers and graphs while batches come and go.
+        keeper = engine.open_session(SessionTerms("keeper", mode, K, 1), lambda _: None)
+        results["capture_s"].setdefault(name, time.monotonic() - began)
+        sizes = [int(size) for size in batches.split(",")]
+        results["modes"][name] = [measure(engine, mode, size, context, bandwidth) for size in sizes]
+        engine.close_session(keeper)
+    results["memory"]["draft_logits_bytes"] = {
+        name: rows[-1]["draft_logits_bytes"] for name, rows in results["modes"].items()
+    }
+    results["memory"]["peak_bytes"] = torch.cuda.max_memory_allocated()
+    show(console, results)
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Records what a verifier's pacing did and what it went by, for `draftwire_bench.pacing_record`."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from methods import wrapping  # type: ignore[import-not-found]  # beside this file, which is on the path
+
+WRITE_EVERY_S = 0.5
+
+
+class PacingRecord:
+    """Keeps what the engine's thread adds; another thread appends it to the file, compressed if that ends in .gz.
+
+    The methods that add take the object and the result of the call that they follow, then its arguments.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._events: deque[dict[str, Any]] = deque()
+        self._writing = threading.Lock()
+        self._drafters: dict[Any, str] = {}  # addresses by `Pace`
+
+    def start(self, *_: Any) -> None:
+        """Begins to write now and then."""
+        threading.Thread(target=self._go_on_writing, name="pacing-record", daemon=True).start()
+
+    def _go_on_writing(self) -> None:
+        while True:
+            time.sleep(WRITE_EVERY_S)
+            self.write()
+
+    def write(self, *_: Any) -> None:
+        """Appends what has been added since the last time."""
+        with self._writing:
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            lines = "".join(json.dumps(event, default=float) + "\n" for event in events).encode()  # float: of NumPy's
+            if lines:
+                with self._path.open("ab") as file:
+                    file.write(gzip.compress(lines) if self._path.suffix == ".gz" else lines)
+
+    def add_session(self, session: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Notes whose pace it is."""
+        for one in (session.pace, session.pace.policy):
+            self._drafters[one] = session.stream.address
+
+    def add_step(self, _drafting: Any, _: None, *, verified: Mapping[Any, int], **about: Any) -> None:
+        """Adds a step that was counted."""
+        about |= {"verified": _as_list(verified)}
+        self._events.append({"event": "step", "at": time.monotonic(), **about})
+
+    def add_plan(self, policy: Any, _: None, step: Any) -> None:
+        """Adds what a policy chose after a step, with that step and the measured throughput."""
+        about = {"num_drafts": policy.num_drafts, "is_off": policy.is_off, "speeds": policy.speeds()}
+        self._add(policy, "plan", about | {"step": step._asdict()})
+
+    def add_message(self, pace: Any, message: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Adds a message that was sent."""
+        self._add(pace, "message", vars(message))
+
+    def add_answer(self, pace: Any, _: None, message: Any, received: float, _step_s: float) -> None:
+        """Adds an answer, as it is learnt from."""
+        self._add(pace, "answer", vars(message) | {"received": received})
+
+    def _add(self, of: Any, event: str, about: dict[str, Any]) -> None:
+        if of in self._drafters:
+            self._events.append({"event": event, "at": time.monotonic(), "drafter": self._drafters[of], **about})
+
+
+def _as_list(verified: Mapping[Any, int]) -> list[tuple[str, int, int]]:
+    """(drafter, drafts, requests) of each."""
+    return [(drafter, drafts, count) for (drafter, drafts), count in verified.items()]
+
+
+def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
+    """By module, what has its part recorded at `path`."""
+    record = PacingRecord(path)
+    followed: dict[str, dict[str, Callable[..., None]]] = {
+        "verifier_service.engine.engine": {"Engine.start": record.start, "Engine.stop": record.write},
+        "verifier_service.drafters.session": {"DraftSession.__init__": record.add_session},
+        "verifier_service.drafters.drafting": {"Drafting.count_step": record.add_step},
+        "verifier_service.pacing.policy": {"DraftCountPolicy.count": record.add_plan},
+        "verifier_service.pacing.pace": {"Pace.send": record.add_message, "Pace.take_answer": record.add_answer},
+    }
+    return {
+        module: wrapping({name: functools.partial(_followed, then) for name, then in calls.items()})
+        for module, calls in followed.items()
+    }
+
+
+def _followed(then: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(self, *args, **kwargs)
+        then(self, result, *args, **kwargs)
+        return result
+
+    return followed

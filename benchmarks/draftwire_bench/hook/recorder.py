@@ -1,0 +1,69 @@
+"""Records calls of a process, for `draftwire_bench.timeline`."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from calls import CALLS  # type: ignore[import-not-found]  # beside this file, which is on the path
+from methods import wrapping  # type: ignore[import-not-found]
+
+RECORD = struct.Struct("<qqq")  # number of the call, monotonic time of its begin and its end in ns
+MOST_RECORDS = 1 << 20
+NAMES = [name for names in CALLS.values() for name in names]
+
+
+class Recorder:
+    """Records in a file that outlives the process however that ends: the count, then the records."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: mmap.mmap | None = None
+        self._pid = 0
+        self._count = 0
+
+    def add(self, number: int, begin: int, end: int) -> None:
+        """Adds a record; those past the last place are lost."""
+        if self._file is None or self._pid != os.getpid():
+            self._open()
+        assert self._file is not None
+        if self._count < MOST_RECORDS:
+            RECORD.pack_into(self._file, 8 + self._count * RECORD.size, number, begin, end)
+            self._count += 1
+            struct.pack_into("<q", self._file, 0, self._count)
+
+    def _open(self) -> None:
+        self._pid, self._count = os.getpid(), 0
+        with (self._directory / f"{self._pid}.records").open("w+b") as file:
+            file.truncate(8 + MOST_RECORDS * RECORD.size)  # takes room on the disk when it is written
+            self._file = mmap.mmap(file.fileno(), 0)
+
+
+def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
+    """By module, what has the methods of `CALLS` recorded in `directory`."""
+    recorder = Recorder(directory)
+    return {
+        module: wrapping({name: functools.partial(_recorded, recorder, NAMES.index(name)) for name in names})
+        for module, names in CALLS.items()
+    }
+
+
+def _recorded(recorder: Recorder, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    add, now = recorder.add, time.monotonic_ns
+
+    @functools.wraps(call)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        begin = now()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            add(number, begin, now())
+
+    return recorded

@@ -1,0 +1,48 @@
+"""Python imports this module when it starts: it watches the process, for `draftwire_bench.timeline` and its like."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules as they are and hands each to its wrapper once it is loaded."""
+
+    def __init__(self, wrappers: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._wrappers = wrappers
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, or None for the other finders."""
+        is_known = fullname in self._wrappers
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if is_known else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_wrap(module: ModuleType) -> None:
+            load(module)
+            self._wrappers[fullname](module)
+
+        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+# By the environment variable that says where to write: what watches. The modules are beside this one, on the path.
+WATCHERS = {
+    "DRAFTWIRE_TIMELINE": "recorder",
+    "DRAFTWIRE_KERNEL_GAPS": "passes",
+    "DRAFTWIRE_PACING_RECORD": "pacing",
+}
+
+for variable, name in WATCHERS.items():
+    if variable in os.environ:
+        sys.meta_path.insert(0, Finder(importlib.import_module(name).wrappers(Path(os.environ[variable]))))

@@ -1,0 +1,107 @@
+"""The time between the kernels of a verifier's passes, while a command runs its services.
+
+    python -m draftwire_bench.kernel_gaps [--json FILE] -- draftwire bench serve --concurrency 1,8 ...
+
+Has torch's profiler record 30 steps of each level of load in the verifier's engine process
+(hook/passes.py). Prints, for each record, of the passes that are the same CUDA graph: microseconds of the
+kernels, and from the end of each to the begin of the next; medians over the passes of each sum. Less than 0 where
+launches overlap. A slow host, which makes steps longer, changes neither. What the command measures is no measure then:
+to begin and to end a record takes a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from draftwire_bench.environment import describe
+from draftwire_bench.watched import run_watched
+
+# Fewer kernels of one launch are no pass.
+LEAST_KERNELS = 20
+
+
+class Passes(NamedTuple):
+    """Those of one record; microseconds."""
+
+    num_passes: int
+    num_kernels: int  # of each
+    kernels_us: float
+    gaps_us: float
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def main(json_path: Path | None, command: tuple[str, ...]) -> None:
+    """Runs COMMAND and prints what was recorded; exits with its status."""
+    with tempfile.TemporaryDirectory() as directory:
+        status = run_watched(command, "DRAFTWIRE_KERNEL_GAPS", Path(directory))
+        found = [(about, passes_of(events)) for about, events in read(Path(directory))]
+    table = Table(title="microseconds of a pass", box=SIMPLE)
+    for column in ("s", "requests", "drafts", "passes", "kernels", "in kernels", "between them"):
+        table.add_column(column, justify="right")
+    for about, passes in found:
+        cells = ["0", "no CUDA graphs", "", ""]
+        if passes is not None:
+            cells = [
+                str(passes.num_passes),
+                str(passes.num_kernels),
+                f"{passes.kernels_us:.1f}",
+                f"{passes.gaps_us:.1f}",
+            ]
+        seconds = about["at"] - found[0][0]["at"]
+        table.add_row(f"{seconds:.1f}", str(about["requests"]), "yes" if about["has_drafts"] else "no", *cells)
+    Console(width=max(Console().width, 100)).print(table)
+    if json_path is not None:
+        records = [about | ({} if passes is None else passes._asdict()) for about, passes in found]
+        json_path.write_text(json.dumps(describe() | {"records": records}, indent=1) + "\n", encoding="utf-8")
+    sys.exit(status)
+
+
+def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """What is said about each record, in order, and the events of its trace."""
+    paths = sorted(directory.glob("*.about"), key=lambda path: int(path.stem))
+    return [
+        (json.loads(path.read_text()), json.loads(path.with_suffix(".json").read_text())["traceEvents"])
+        for path in paths
+    ]
+
+
+def passes_of(events: Sequence[Mapping[str, Any]]) -> Passes | None:
+    """The passes with the number of kernels that most have; None where no launch has as many as a pass.
+
+    Parameters
+    ----------
+    events
+        Of a trace in Chrome's format; those of the category "kernel" have `ts` and `dur`, microseconds, and
+        `args.correlation`, the same for all kernels of a launch.
+    """
+    launches: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            launches.setdefault(event["args"]["correlation"], []).append((event["ts"], event["dur"]))
+    passes = [sorted(kernels) for kernels in launches.values() if len(kernels) >= LEAST_KERNELS]
+    if not passes:
+        return None
+    ((num_kernels, num_passes),) = Counter(map(len, passes)).most_common(1)
+    alike = [kernels for kernels in passes if len(kernels) == num_kernels]
+    in_kernels = [sum(taken for _, taken in kernels) for kernels in alike]
+    whole = [kernels[-1][0] + kernels[-1][1] - kernels[0][0] for kernels in alike]
+    gaps = [all_of_it - inside for all_of_it, inside in zip(whole, in_kernels, strict=True)]
+    return Passes(num_passes, num_kernels, statistics.median(in_kernels), statistics.median(gaps))
+
+
+if __name__ == "__main__":
+    main()

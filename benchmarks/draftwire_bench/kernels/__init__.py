@@ -1,0 +1,1 @@
+"""The sampling kernels, beside a peer."""

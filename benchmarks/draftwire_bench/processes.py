@@ -1,0 +1,227 @@
+"""Services as child processes, for the demo and the system tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftwire.contract.errors import ServerError
+from draftwire.server.parent_watch import PARENT_PIPE, STOP_TIMEOUT_S
+from draftwire.server.security import LOOPBACK, ClientSecurity, open_channel
+
+START_TIMEOUT_S = 120.0
+POLL_S = 0.02
+LOG_CHARS = 3000  # of a log's beginning and of its end, in an error
+DRAFTWIRE = (sys.executable, "-m", "draftwire_cli")
+
+_LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
+
+
+class ServiceProcess:
+    """A running service. As a context manager it is stopped at the end.
+
+    Its output goes to a log file; `address` is what it listens on.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        security: ClientSecurity = LOOPBACK,
+        program: Sequence[str] = DRAFTWIRE,
+    ) -> None:
+        """Starts `draftwire ARGUMENTS` and waits until it is healthy.
+
+        Parameters
+        ----------
+        arguments
+            Of the command line, from the name of the command on.
+        log_path
+            File that its output is appended to; by default a temporary one, removed by `stop`.
+        timeout_s
+            Seconds within which it must be healthy.
+        security
+            How its health is asked for.
+        program
+            Command that runs `draftwire`, as one that first enters a network namespace.
+
+        Raises
+        ------
+        ServerError
+            With its log, when it ends or is not healthy in time.
+        """
+        self.name = arguments[0]
+        self._own_log = log_path is None
+        self._kept_log: str | None = None
+        if log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix=f"draftwire-{self.name}-", suffix=".log")
+            os.close(descriptor)
+            log_path = Path(name)
+        self.log_path = log_path
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*program, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, PARENT_PIPE: "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone, which then stops its children
+            )
+        try:
+            deadline = time.monotonic() + timeout_s
+            self.address = self._wait_for_address(deadline)
+            self._wait_for_health(deadline, security)
+        except BaseException:
+            self.kill()
+            self._remove_log()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def log_text(self) -> str:
+        """What it has printed so far."""
+        if self._kept_log is not None:
+            return self._kept_log
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, as SIGSTOP and SIGCONT for a service that hangs for a while."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would."""
+        self._process.kill()
+        self.wait()
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Asks it to end, kills it after `timeout_s` seconds, and returns its exit status."""
+        self._process.terminate()
+        try:
+            status = self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self.wait()
+        self._remove_log()
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _remove_log(self) -> None:
+        if self._own_log and self._kept_log is None:
+            self._kept_log = self.log_text()
+            self.log_path.unlink()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits until it has ended, at most `timeout_s` seconds (then subprocess.TimeoutExpired); its exit status."""
+        status = self._process.wait(timeout_s)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return status
+
+    def _wait_for_address(self, deadline: float) -> str:
+        while True:
+            ended = not self.running
+            match = _LISTENING.search(self.log_text())
+            if match:
+                return match.group(1)
+            self._check_start(ended, deadline)
+            time.sleep(POLL_S)
+
+    def _wait_for_health(self, deadline: float, security: ClientSecurity) -> None:
+        with open_channel(self.address, security, ()) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                ended = not self.running
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                self._check_start(ended, deadline)
+                time.sleep(POLL_S)
+
+    def check_running(self, grace_s: float = 1.0) -> None:
+        """Raises ServerError with its status and its log when it has ended, or does so within `grace_s` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(grace_s)
+            raise self._failure(f"ended with status {self.returncode}")
+
+    def _check_start(self, ended: bool, deadline: float) -> None:
+        if ended:
+            raise self._failure(f"ended with status {self.returncode}")
+        if time.monotonic() >= deadline:
+            raise self._failure("was not ready in time")
+
+    def _failure(self, what: str) -> ServerError:
+        return ServerError(f"the {self.name} {what}; its log:\n{both_ends(self.log_text().strip())}")
+
+
+def both_ends(log: str) -> str:
+    """A log without its middle, if it is long: what went wrong first stands before what came of it."""
+    if len(log) <= 2 * LOG_CHARS:
+        return log
+    return f"{log[:LOG_CHARS]}\n[{len(log) - 2 * LOG_CHARS} characters]\n{log[-LOG_CHARS:]}"
+
+
+def start_drafter(
+    head: str | Path,
+    target: str | Path,
+    *extra: str,
+    log_path: Path | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    security: ClientSecurity = LOOPBACK,
+    program: Sequence[str] = DRAFTWIRE,
+) -> ServiceProcess:
+    """A drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
+    arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
+    return ServiceProcess(arguments, log_path, timeout_s, security, program)
+
+
+def start_verifier(
+    target: str | Path,
+    drafters: Sequence[str],
+    *extra: str,
+    log_path: Path | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    security: ClientSecurity = LOOPBACK,
+) -> ServiceProcess:
+    """A verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
+    pool = ["--drafters", ",".join(drafters)] if drafters else []
+    arguments = ["verifier", "--target", str(target), *pool, "--listen", "127.0.0.1:0", *extra]
+    return ServiceProcess(arguments, log_path, timeout_s, security)

@@ -1,0 +1,1 @@
+"""Throughput and latency of a verifier under load."""

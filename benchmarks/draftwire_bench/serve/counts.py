@@ -1,0 +1,108 @@
+"""Whether a run did all of its work: every row verified, every draft made, every feature sent, nothing from a prefix.
+
+What should have been done follows from the token streams that the clients received; what was done is what the verifier
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.serve.load import Timeline
+from draftwire_bench.serve.metrics import acceptance, sums
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one request takes when nothing is skipped."""
+
+    verify_steps: int
+    drafted: tuple[int, ...]  # at each draft position
+    feature_rows: int  # that the drafter needs for the last of its drafts
+
+
+def expected_work(timeline: Timeline, k: int, max_tokens: int) -> Work:
+    """The work behind a token stream of `max_tokens` tokens.
+
+    The prompt's step gives the first token. Each verify step then drafts k tokens, or as many as leave room for one
+    more, and emits its accepted drafts and one token of the verifier's own.
+    """
+    drafted = [0] * k
+    steps = feature_rows = 0
+    emitted, step_start = 1, 1  # tokens out; those that were out when the step began
+    for is_draft in timeline.drafted[1:]:
+        emitted += 1
+        if is_draft and emitted < len(timeline.drafted):
+            continue
+        steps += 1
+        num_drafts = min(k, max_tokens - step_start - 1)
+        for position in range(num_drafts):
+            drafted[position] += 1
+        if num_drafts > 0:
+            # Row i of the head needs the token at i + 1, so the last of the tokens that are out has no row yet.
+            feature_rows = timeline.statistics.prompt_tokens + step_start - 1
+        step_start = emitted
+    return Work(steps, tuple(drafted), feature_rows)
+
+
+def find_skipped(
+    timelines: Sequence[Timeline],
+    k: int,
+    max_tokens: int,
+    counters: pb.EngineCounters,
+    feature_row_bytes: int,
+) -> list[str]:
+    """What was not done, or done twice; empty when all is as it should be.
+
+    Parameters
+    ----------
+    k
+        Draft tokens per verify step of requests that ask for no number.
+    max_tokens
+        Tokens of each output, which no end of sequence cuts short.
+    counters
+        Of the verifier's engine, for these requests alone.
+    feature_row_bytes
+        Features of one row as its drafters take them.
+    """
+    ks = [k if timeline.num_speculative_tokens is None else timeline.num_speculative_tokens for timeline in timelines]
+    works = [expected_work(timeline, own, max_tokens) for timeline, own in zip(timelines, ks, strict=True)]
+    seen = acceptance(timelines)
+    steps = sum(work.verify_steps for work in works)
+    drafted = sums([work.drafted for work in works])
+    pairs = [
+        ("output tokens", max_tokens * len(timelines), sum(sum(t.counts) for t in timelines)),
+        ("verify steps of the requests", steps, seen.verify_steps),
+        ("verify steps of the engine", steps, counters.verify_steps),
+        ("rows verified", steps + sum(drafted), counters.verify_rows),
+        ("prompt rows (a prefix that is found computes fewer)", _prompt_tokens(timelines), counters.prompt_rows),
+    ]
+    for position, (due, made) in enumerate(zip_longest(drafted, seen.drafted, fillvalue=0), start=1):
+        pairs.append((f"drafts verified at position {position}", due, made))
+    problems = [f"{name}: {due} due, {done} done" for name, due, done in pairs if due != done]
+    least = sum(work.feature_rows for work in works)
+    most = sum(t.statistics.prompt_tokens + len(t.drafted) - 1 for t, own in zip(timelines, ks, strict=True) if own)
+    return problems + _find_unsent(least, most, counters, feature_row_bytes)
+
+
+def _prompt_tokens(timelines: Sequence[Timeline]) -> int:
+    return sum(timeline.statistics.prompt_tokens for timeline in timelines)
+
+
+def _find_unsent(least: int, most: int, counters: pb.EngineCounters, feature_row_bytes: int) -> list[str]:
+    """`least` rows are needed for the last drafts; `most` is one for each token that another one follows."""
+    from draftwire.transport.carriers import carrier_name  # it loads torch, which takes seconds
+
+    rows = sum(traffic.feature_rows for traffic in counters.traffic)
+    problems = [] if least <= rows <= most else [f"feature rows: {least} to {most} due, {rows} sent"]
+    for traffic in counters.traffic:
+        due = traffic.feature_rows * feature_row_bytes
+        if traffic.feature_bytes != due:
+            problems.append(
+                f"feature bytes by {carrier_name(traffic.carrier)}: {traffic.feature_rows} rows of "
+                f"{feature_row_bytes} bytes are {due}, {traffic.feature_bytes} sent"
+            )
+    return problems

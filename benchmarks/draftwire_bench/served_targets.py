@@ -1,0 +1,328 @@
+"""Which of transformers' causal language models the verifier serves, and whether as transformers computes them.
+
+    python -m draftwire_bench.served_targets --json served-targets.json
+    python -m draftwire_bench.served_targets --device cuda:0 --processes 10 --json served-targets-gpu.json
+
+Each type of model is made small, with random weights, and given sequences bit by bit: prompts, rows of several drafts,
+rows that come again. Its logits, and the states that enter its layers, which features are made of, must be those of
+transformers' own forward pass in float32 on the CPU. On a GPU it is compiled and runs as CUDA graphs, as in a verifier.
+Models with experts are served there in bfloat16 alone: the median row may be twice as far from float32 as transformers'
+own in bfloat16. Types that cannot be made small from these sizes are told apart from those that the verifier refuses.
+Exit code 1 when one is served with others, or fails with anything but a refusal.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import torch
+import transformers
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftwire.contract.errors import CheckpointError, DraftwireError
+from draftwire.model.devices import choose_device, make_current
+from draftwire.model.kv_cache import SequenceRows
+from draftwire_bench.environment import describe
+from verifier_service.core.batch import ForwardInput
+from verifier_service.host.ranks import end_with_parent
+from verifier_service.target.runner import start_runner
+from verifier_service.target.target import Target, has_experts, load_target
+
+# Of every type that has such fields, so that its layers are small; a window shorter than the sequences, few experts.
+SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size": 48,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 6,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Of attention whose keys and values are made from one latent: as many KV heads as heads.
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+MOST_PARAMETERS = 20_000_000
+# In float32: the largest difference of a logit or of a state's element, over the largest of them.
+TOLERANCE = 1e-4
+# In bfloat16: the median row's difference, over that of transformers' own. Not the root mean square, which is that of
+# the few rows where rounding has chosen another expert: of correct targets on a CPU it was 0.06 to 10 times theirs, and
+# the median row at most 1.4 times.
+ROUNDING = 2.0
+LENGTHS = (30, 21)
+BLOCKS = ([1, 2], [3, 4])
+# (sequence, first row, rows) of each step: prompts, one row beside several, one each, rows that were refused and come
+# again.
+STEPS = [
+    [(0, 0, 12), (1, 0, 9)],
+    [(0, 12, 1), (1, 9, 11)],
+    [(0, 13, 1), (1, 20, 1)],
+    [(0, 13, 8), (1, 20, 1)],
+    [(0, 16, 14)],
+]
+MOST_ROWS, NUM_DRAFTS = 32, 7  # of prompts in a step; of a sequence that decodes
+ROUNDS = 8  # through the steps, each with sequences of its own
+CPU = torch.device("cpu")
+TYPES_A_PROCESS = 8  # some types take much memory even when they are not used
+SERVED, OTHERS, REFUSED, NOT_MADE, FAILED = "served", "served with others", "refused", "not made", "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one type of model."""
+
+    model_type: str
+    dtype: str  # that it was tried in; "" when it was not made
+    outcome: str
+    detail: str  # why, or the differences
+
+
+@click.command()
+@click.option("--device", "device_name", default="cpu", show_default=True, help="Of the verifier, such as cuda:0.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Types tried at once.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+@click.argument("model_types", nargs=-1)
+def main(device_name: str, processes: int, json_path: Path | None, model_types: tuple[str, ...]) -> None:
+    """Tries MODEL_TYPES, by default all of them."""
+    try:
+        device = choose_device(device_name)
+    except DraftwireError as error:
+        raise click.ClickException(str(error)) from error
+    every = model_types or tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = sorted(try_all(every, device, processes), key=lambda one: one.model_type)
+    counts = Counter(finding.outcome for finding in found)
+    table = Table(title=f"transformers {transformers.__version__}, {device}", title_justify="left", box=SIMPLE)
+    for column in ("model type", "dtype", "outcome", "difference, or why"):
+        table.add_column(column)
+    for finding in found:
+        table.add_row(finding.model_type, finding.dtype, finding.outcome, finding.detail)
+    Console().print(table, ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
+    if json_path is not None:
+        result = describe() | {"device": str(device), "findings": [asdict(one) for one in found]}
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    if counts[OTHERS] or counts[FAILED]:
+        raise click.ClickException("a model is served with others than transformers' logits, or not refused by name")
+
+
+def try_all(model_types: Sequence[str], device: torch.device, processes: int) -> list[Finding]:
+    """Tries each in a process that may die of it: the next one has another."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts one more for every core
+    spawn = multiprocessing.get_context("spawn")
+    idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+
+    def start() -> None:
+        process = ProcessPoolExecutor(1, spawn, end_with_parent, max_tasks_per_child=TYPES_A_PROCESS)
+        idle.put(stack.enter_context(process))
+
+    def try_one(model_type: str) -> Finding:
+        process = idle.get()
+        try:
+            finding = process.submit(_try_in_process, model_type, device).result()
+        except Exception as error:  # it has died, or no other type can be tried in it
+            finding = Finding(model_type, "", FAILED, _first_line(error))
+        # An error of CUDA stays in its process; torch's generator believes to be captured after a capture that failed.
+        if finding.outcome in (FAILED, REFUSED):
+            process.shutdown()
+            start()
+        else:
+            idle.put(process)
+        return finding
+
+    with ExitStack() as stack, ThreadPoolExecutor(processes) as threads:
+        for _ in range(processes):
+            start()
+        found = []
+        for finding in threads.map(try_one, model_types):
+            click.echo(f"{finding.model_type}: {finding.outcome}, {finding.detail}", err=True)
+            found.append(finding)
+        return found
+
+
+def _try_in_process(model_type: str, device: torch.device) -> Finding:
+    """Tries it and makes room for the next."""
+    finding = try_type(model_type, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
+        torch.cuda.synchronize(device)  # raises what a refusal may have been made of: an error that is here to stay
+        torch.cuda.empty_cache()
+    return finding
+
+
+def try_type(model_type: str, device: torch.device = CPU) -> Finding:
+    """Makes a small model of the type, serves it and compares its logits and states."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    make_current(device)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        try:
+            dtype = save_small(model_type, directory, device)
+            exact = compute(directory, torch.float32, CPU)
+        except Exception as error:  # of many kinds, where sizes do not fit the type
+            return Finding(model_type, "", NOT_MADE, _first_line(error))
+        try:
+            served = serve(load_target(directory, model_type, dtype, device))
+            if dtype == torch.float32:
+                difference = largest_difference(served, exact)
+                is_served, detail = difference < TOLERANCE, f"{difference:.1e}"
+            else:
+                ours, own = worst_rounding(served, compute(directory, dtype, device), exact)
+                is_served, detail = ours <= ROUNDING * own, f"{ours:.1e}, transformers' own {own:.1e}"
+            outcome = SERVED if is_served else OTHERS
+        except CheckpointError as error:
+            outcome, detail = REFUSED, _first_line(error)
+        except Exception as error:  # whatever it is, it is what this program looks for
+            outcome, detail = FAILED, _first_line(error)
+    return Finding(model_type, str(dtype).removeprefix("torch."), outcome, detail)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return lines[0] if isinstance(error, CheckpointError) else f"{type(error).__name__}: {lines[0][:100]}"
+
+
+def save_small(model_type: str, directory: Path, device: torch.device) -> torch.dtype:
+    """Saves a model of the type in the dtype that it is to be served in."""
+    config_class = type(transformers.AutoConfig.for_model(model_type))
+    sizes = SIZES | (LATENT_SIZES if hasattr(config_class, "kv_lora_rank") else {"head_dim": 16})
+    known = {name for name in sizes if hasattr(config_class, name)} | set(config_class.attribute_map)
+    config = config_class(**{name: size for name, size in sizes.items() if name in known})
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"{parameters / 1e6:.0f} million parameters with these sizes")
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    dtype = torch.bfloat16 if device.type == "cuda" and has_experts(model) else torch.float32
+    model.to(dtype).save_pretrained(directory)
+    return dtype
+
+
+class Rows(NamedTuple):
+    """What a step of T rows computes, in float32 on the CPU; logits of every second one."""
+
+    logits: Tensor  # [(T + 1) / 2, vocab_size]
+    states: Tensor  # [T, num_layers * hidden_size]: what enters the layers
+
+
+def _rounds() -> list[list[Tensor]]:
+    """The sequences of each round."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+        for _ in range(ROUNDS)
+    ]
+
+
+@torch.inference_mode()
+def compute(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Rows]:
+    """Every round's steps by transformers' own model, from whole sequences."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model.to(device).eval()
+    entering: list[Tensor] = []
+    for layer in getattr(model.base_model, "layers", []):
+        layer.register_forward_pre_hook(lambda _layer, args: entering.append(args[0][0]))
+
+    def of_sequence(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        entering.clear()
+        logits = model(tokens[None].to(device), use_cache=False).logits[0]
+        return logits.float().cpu(), torch.cat(entering or [logits], -1).float().cpu()
+
+    steps = []
+    for sequences in _rounds():
+        logits, states = zip(*map(of_sequence, sequences), strict=True)
+        for step in STEPS:
+            logits_of_step, states_of_step = (
+                torch.cat([every[i][start : start + count] for i, start, count in step]) for every in (logits, states)
+            )
+            steps.append(Rows(logits_of_step[::2], states_of_step))
+    return steps
+
+
+def serve(target: Target) -> list[Rows]:
+    """Every round's steps by the verifier's target."""
+    if target.device.type == "cuda":
+        target.compile()
+    runner = start_runner(target, 5, len(LENGTHS), NUM_DRAFTS, MOST_ROWS)
+    steps = []
+    for sequences in _rounds():
+        tokens = [one.numpy() for one in sequences]
+        for step in STEPS:
+            rows = ForwardInput(
+                np.concatenate([tokens[i][start : start + count] for i, start, count in step]),
+                np.concatenate([np.arange(start, start + count) for _, start, count in step]),
+                [SequenceRows(BLOCKS[i], start, count) for i, start, count in step],
+                np.arange(sum(count for _, _, count in step))[::2],
+            )
+            output = runner.run(rows)
+            steps.append(Rows(output.logits.float().cpu(), output.features(range(target.num_layers)).float().cpu()))
+    return steps
+
+
+def largest_difference(found: Sequence[Rows], expected: Sequence[Rows]) -> float:
+    """The largest difference of any element, over the largest of its step's; NaN where there is one."""
+    pairs = zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True)
+    return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())
+
+
+def worst_rounding(served: Sequence[Rows], own: Sequence[Rows], exact: Sequence[Rows]) -> tuple[float, float]:
+    """Differences from the exact values, of what is served and of transformers' own: of the step, and of its logits or
+    its states, where the first are the most times the second."""
+    ours, theirs = _roundings(served, exact), _roundings(own, exact)
+    worst = (ours / theirs).argmax()  # NaN where there is one
+    return float(ours[worst]), float(theirs[worst])
+
+
+def _roundings(found: Sequence[Rows], exact: Sequence[Rows]) -> Tensor:
+    """Of each step's logits and states in all rounds: the median row's difference, over the length of the row."""
+    medians = []
+    for i in range(len(STEPS)):
+        for kind in range(len(Rows._fields)):
+            one, other = (torch.cat([rows[kind] for rows in steps[i :: len(STEPS)]]) for steps in (found, exact))
+            medians.append(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
+    return torch.stack(medians)
+
+
+if __name__ == "__main__":
+    main()

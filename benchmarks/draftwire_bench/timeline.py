@@ -1,0 +1,162 @@
+"""Where the time between two passes goes: what both engines' threads do from a step's tokens to the next step.
+
+    python -m draftwire_bench.timeline [--json FILE] -- draftwire bench serve --drafting on --concurrency 1,32 ...
+
+Runs a command and records when chosen methods of its services began and ended (hook/calls.py), by
+the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
+their drafts, and of steps that have none, the median way of a step, mark after mark from when its tokens are on the
+verifier's host, and what the methods took. Where steps are announced it has two ways: that of the drafts, which can
+begin a little before that, and that of the message. A record takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from draftwire_bench.environment import describe
+from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY, Mark
+from draftwire_bench.watched import run_watched
+
+NAMES = [name for names in CALLS.values() for name in names]
+# Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
+GAP_S = 0.5
+LEAST_STEPS = 50
+# A device's numbers are seen at most so long before its tokens are taken.
+LEAD_S = 0.3e-3
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def main(json_path: Path | None, command: tuple[str, ...]) -> None:
+    """Runs COMMAND and prints where its steps' time went; exits with its status."""
+    with tempfile.TemporaryDirectory() as directory:
+        status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
+        records = read(Path(directory))
+    console = Console(width=max(Console().width, 100))
+    found = summaries(records)
+    for summary in found:
+        console.print(_table(summary))
+    if json_path is not None:
+        json_path.write_text(json.dumps(describe() | {"stretches": found}, indent=1) + "\n", encoding="utf-8")
+    sys.exit(status)
+
+
+def read(directory: Path) -> dict[str, np.ndarray]:
+    """Seconds [n, 2] from begin to end of each method's calls, in order, of all processes."""
+    rows = [np.empty((0, 3), np.int64)]
+    for path in directory.glob("*.records"):
+        values = np.fromfile(path, np.int64)
+        rows.append(values[1 : 1 + 3 * values[0]].reshape(-1, 3))
+    all_rows = np.concatenate(rows)
+    all_rows = all_rows[all_rows[:, 1].argsort()]
+    return {name: all_rows[all_rows[:, 0] == number, 1:] * 1e-9 for number, name in enumerate(NAMES)}
+
+
+def stretches(steps: np.ndarray) -> list[tuple[float, float]]:
+    """(begin, end), monotonic seconds, of the middle halves of stretches of steps at these times, in order."""
+    parts = np.split(steps, np.flatnonzero(np.diff(steps) > GAP_S) + 1)
+    return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
+
+
+def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
+    """Monotonic seconds, in order, of the tokens of steps around which no drafter drafted."""
+    tokens, drafted = np.sort(_times(records, WAY[0])), np.sort(_times(records, DRAFTED))
+    num_near = np.searchsorted(drafted, tokens + GAP_S) - np.searchsorted(drafted, tokens - GAP_S)
+    return tokens[num_near == 0]
+
+
+def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
+    """Those that the steps with drafts have taken."""
+    for found in (WAYS_BOTH_EARLY, WAYS_EARLY):
+        if all(len(records[mark.call]) for mark in found[0]):
+            return found
+    return (WAY,)
+
+
+def way(records: dict[str, np.ndarray], marks: Sequence[Mark], begin: float, end: float) -> list[float]:
+    """Median seconds from a step's tokens to each of `marks`, each being the first after the one before it."""
+    tokens = _times(records, WAY[0])
+    start = tokens[(tokens >= begin) & (tokens < end)]
+    now = start - LEAD_S
+    medians = []
+    for mark in marks:
+        times = np.append(np.sort(_times(records, mark)), np.nan)
+        now = times[np.minimum(np.searchsorted(times[:-1], now), len(times) - 1)]
+        medians.append(float(np.nanmedian(now - start)))
+    return medians
+
+
+def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
+    """Monotonic seconds of all of a mark."""
+    return records[mark.call][:, int(mark.end == "end")]
+
+
+def summaries(records: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Of each stretch: number of steps, milliseconds each, their ways (microseconds from the tokens to each mark) and
+    of each method the calls a step and the median microseconds."""
+    begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
+    marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
+    kinds = ((True, begun, ways(records)), (False, undrafted, [marks]))
+    return [
+        {"drafts": drafts, **_summary(records, steps, stretch, taken)}
+        for drafts, steps, taken in kinds
+        for stretch in stretches(steps)
+    ]
+
+
+def _summary(
+    records: dict[str, np.ndarray],
+    steps: np.ndarray,
+    stretch: tuple[float, float],
+    taken: Sequence[Sequence[Mark]],
+) -> dict[str, Any]:
+    begin, end = stretch
+    count = int(((steps >= begin) & (steps < end)).sum())
+    calls = {}
+    for name, of_method in records.items():
+        inside = of_method[(of_method[:, 0] >= begin) & (of_method[:, 0] < end)]
+        if len(inside):
+            median_us = 1e6 * float(np.median(inside[:, 1] - inside[:, 0]))
+            calls[name] = {"a_step": len(inside) / count, "median_us": median_us}
+    found = [
+        [
+            {"mark": f"{mark.call} {mark.end}", "us": 1e6 * median}
+            for mark, median in zip(marks, way(records, marks, begin, end), strict=True)
+        ]
+        for marks in taken
+    ]
+    return {"steps": count, "ms_each": 1e3 * (end - begin) / count, "ways": found, "calls": calls}
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    kind = "" if summary["drafts"] else ", no drafts"
+    title = f"{summary['steps']} steps{kind}, {summary['ms_each']:.2f} ms each; microseconds"
+    table = Table(title=title, box=SIMPLE)
+    table.add_column("mark or method", no_wrap=True)
+    for column in ("from the tokens", "from the mark before", "calls a step", "median"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for marks in summary["ways"]:
+        before = 0.0
+        for one in marks:
+            table.add_row(one["mark"], f"{one['us']:.0f}", f"{one['us'] - before:.0f}")
+            before = one["us"]
+        table.add_section()
+    for name, calls in summary["calls"].items():
+        table.add_row(name, "", "", f"{calls['a_step']:.2f}", f"{calls['median_us']:.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How long tensors travel between two processes of one host."""

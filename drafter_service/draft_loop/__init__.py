@@ -1,0 +1,1 @@
+"""A draft step on the device."""

@@ -1,0 +1,150 @@
+"""What happens between the passes of a draft step, one launch each: `drafter_service.draft_loop.state` says what."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drafter_service.draft_loop.inputs import LoopInputs
+from drafter_service.draft_loop.state import LoopState
+from draftwire.model.kv_cache import BLOCK_SIZE as _BLOCK_SIZE
+
+BLOCK_SIZE = tl.constexpr(_BLOCK_SIZE)
+_TABLE_BLOCK = 256
+_RECORD_BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "tables_width", "given_width"])
+def _begin_kernel(
+    inputs,
+    state,
+    tables,
+    tables_width,
+    given_width,  # of state.block_tables' rows
+    num_sequences,
+    num_rows,
+    NEW_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """One program a sequence; one more for the rows of padding."""
+    sequence = tl.program_id(0)
+    first_row = tl.load(inputs.cu_rows + sequence)
+    if sequence == num_sequences:
+        while first_row < num_rows:
+            row = first_row + tl.arange(0, ROWS)
+            inside = row < num_rows
+            zero = tl.zeros([ROWS], tl.int64)
+            tl.store(state.tokens + row, zero, mask=inside)
+            tl.store(state.positions + row, zero, mask=inside)
+            tl.store(state.slot_mapping + row, zero + row % BLOCK_SIZE, mask=inside)
+            first_row += ROWS
+    else:
+        count = tl.load(inputs.cu_rows + sequence + 1) - first_row
+        first_place = tl.load(inputs.first_places + sequence)
+        first_position = tl.load(inputs.first_positions + sequence)
+        slot = tl.load(inputs.slots + sequence).to(tl.int64)
+        new_blocks = inputs.new_blocks + sequence * NEW_BLOCKS
+        offset = tl.arange(0, ROWS)
+        inside = offset < count
+        row = first_row + offset
+        token = tl.load(inputs.tokens + row, mask=inside, other=0)
+        place = first_place + offset
+        block = tl.load(new_blocks + (place // BLOCK_SIZE - first_place // BLOCK_SIZE), mask=inside, other=0)
+        tl.store(state.tokens + row, token.to(tl.int64), mask=inside)
+        tl.store(state.positions + row, (first_position + offset).to(tl.int64), mask=inside)
+        tl.store(state.slot_mapping + row, block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE, mask=inside)
+        tl.store(state.lengths + sequence, tl.where(count > 0, first_place + count, 0))
+        tl.store(state.last_rows + sequence, tl.maximum(first_row + count - 1, 0).to(tl.int64))
+        tl.store(state.draw_positions + sequence, (first_position + count + 1).to(tl.int64))
+
+        # The blocks known from earlier steps, and the new ones, which the tables keep for later steps.
+        first_block = first_place // BLOCK_SIZE
+        end = tl.where(slot >= 0, tl.minimum(first_block + NEW_BLOCKS, tables_width), 1)
+        first_column = end * 0
+        while first_column < end:
+            column = first_column + tl.arange(0, TABLE_BLOCK)
+            is_new = (column >= first_block) & (column < end) & (slot >= 0)
+            is_known = (column < first_block) & (slot >= 0)
+            new = tl.load(new_blocks + (column - first_block), mask=is_new, other=0)
+            known = tl.load(tables + slot * tables_width + column, mask=is_known, other=0)
+            given = state.block_tables + sequence.to(tl.int64) * given_width + column
+            tl.store(given, tl.where(is_new, new, known), mask=column < end)
+            tl.store(tables + slot * tables_width + column, new, mask=is_new & (new > 0))
+            first_column += TABLE_BLOCK
+
+
+@triton.jit(do_not_specialize=["num_sequences", "offset", "drafts_width"])
+def _record_kernel(
+    columns,  # [N] int64
+    offset,
+    inputs,
+    state,
+    drafts_width,
+    draft_token_ids,  # [V_draft] int64, or None
+    num_sequences,
+    NEW_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK sequences."""
+    sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = sequence < num_sequences
+    column = tl.load(columns + sequence, mask=inside, other=0)
+    token = tl.maximum(column, 0)
+    if draft_token_ids is not None:
+        token = tl.load(draft_token_ids + token, mask=inside, other=0)
+    num_drafts = tl.load(inputs.num_drafts + sequence, mask=inside, other=0)
+    drafts = state.drafts + sequence * drafts_width + offset
+    before = tl.load(drafts - 1, mask=inside & (offset > 0), other=0)
+    is_draft = (column >= 0) & (offset < num_drafts) & (before >= 0)
+    tl.store(drafts, tl.where(is_draft, token, -1).to(tl.int32), mask=inside)
+    tl.store(state.next_tokens + sequence, token, mask=inside)
+    first_place = tl.load(inputs.first_places + sequence, mask=inside, other=0)
+    first_position = tl.load(inputs.first_positions + sequence, mask=inside, other=0)
+    place = tl.load(state.lengths + sequence, mask=inside, other=0) + offset
+    is_wanted = inside & (offset + 1 < num_drafts)
+    index = place // BLOCK_SIZE - first_place // BLOCK_SIZE
+    block = tl.load(inputs.new_blocks + sequence * NEW_BLOCKS + index, mask=is_wanted, other=0)
+    # Who wants no more drafts computes padding: it writes to block 0, and nothing reads what it gets.
+    slot = tl.where(is_wanted, block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE, sequence % BLOCK_SIZE)
+    position = tl.where(is_wanted, first_position + place - first_place, 0)
+    tl.store(state.next_slots + sequence, slot, mask=inside)
+    tl.store(state.next_lengths + sequence, tl.where(is_wanted, place + 1, 1), mask=inside)
+    tl.store(state.next_positions + sequence, position.to(tl.int64), mask=inside)
+    drawn = tl.load(state.draw_positions + sequence, mask=inside, other=0)
+    tl.store(state.draw_positions + sequence, drawn + 1, mask=inside)
+
+
+def begin(inputs: LoopInputs, tables: Tensor, state: LoopState) -> None:
+    num_sequences, num_new_blocks = inputs.new_blocks.shape
+    num_rows = inputs.tokens.shape[0]
+    _begin_kernel[(num_sequences + 1,)](
+        inputs,
+        state,
+        tables,
+        tables.shape[1],
+        state.block_tables.stride(0),
+        num_sequences,
+        num_rows,
+        NEW_BLOCKS=num_new_blocks,
+        ROWS=triton.next_power_of_2(num_new_blocks * _BLOCK_SIZE),  # the new blocks hold a sequence's rows
+        TABLE_BLOCK=_TABLE_BLOCK,
+        num_warps=4,
+    )
+
+
+def record(columns: Tensor, offset: int, inputs: LoopInputs, state: LoopState, draft_token_ids: Tensor | None) -> None:
+    num_sequences, num_new_blocks = inputs.new_blocks.shape
+    _record_kernel[(triton.cdiv(num_sequences, _RECORD_BLOCK),)](
+        columns,
+        offset,
+        inputs,
+        state,
+        state.drafts.stride(0),
+        draft_token_ids,
+        num_sequences,
+        NEW_BLOCKS=num_new_blocks,
+        BLOCK=_RECORD_BLOCK,
+        num_warps=2,
+    )

@@ -1,0 +1,61 @@
+"""Fixed float32 buffers of the draft logits that are sent."""
+
+from __future__ import annotations
+
+import torch
+
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.session import SessionTerms
+
+
+class LogitsBuffers:
+    """Per width one buffer [max_num_seqs, k, width]; the same memory at every step, so that it can be captured."""
+
+    def __init__(self, max_num_seqs: int, draft_vocab_size: int, device: torch.device) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._draft_vocab_size = draft_vocab_size
+        self._device = device
+        self._logits: dict[int, torch.Tensor] = {}  # width -> float32 [max_num_seqs, k, width]
+        self._token_ids: dict[int, torch.Tensor] = {}  # n -> int32 [max_num_seqs, k, n], of top_n alone
+
+    def keep(self, terms: list[SessionTerms]) -> None:
+        """Allocates what sessions of these terms need and frees the rest."""
+        widths: dict[int, int] = {}  # -> k
+        top_ns: dict[int, int] = {}
+        for mode, k in ((each.mode, each.num_speculative_tokens) for each in terms):
+            if mode.sends_logits:
+                width = mode.logits_width(self._draft_vocab_size)
+                widths[width] = max(k, widths.get(width, 0))
+            if mode.top_n:
+                top_ns[mode.top_n] = max(k, top_ns.get(mode.top_n, 0))
+        self._logits = self._resized(self._logits, widths, torch.float32)
+        self._token_ids = self._resized(self._token_ids, top_ns, torch.int32)
+
+    def _resized(
+        self, buffers: dict[int, torch.Tensor], widths: dict[int, int], dtype: torch.dtype
+    ) -> dict[int, torch.Tensor]:
+        kept = {}
+        for width, k in widths.items():
+            buffer = buffers.get(width)
+            if buffer is None or buffer.shape[1] < k:
+                buffer = torch.zeros(self._max_num_seqs, k, width, dtype=dtype, device=self._device)
+            kept[width] = buffer
+        return kept
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated, bytes."""
+        return sum(buffer.nbytes for buffer in (*self._logits.values(), *self._token_ids.values()))
+
+    def of(self, mode: SamplingMode) -> list[torch.Tensor]:
+        """What a mode fills, as far as it is allocated: its logits and, for top_n, their token ids."""
+        buffers = (self._logits.get(mode.logits_width(self._draft_vocab_size)), self._token_ids.get(mode.top_n))
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def logits(self, mode: SamplingMode) -> torch.Tensor:
+        """float32 [max_num_seqs, k, width]."""
+        return self._logits[mode.logits_width(self._draft_vocab_size)]
+
+    def token_ids(self, mode: SamplingMode) -> torch.Tensor:
+        """int32 [max_num_seqs, k, n], target ids."""
+        return self._token_ids[mode.top_n]

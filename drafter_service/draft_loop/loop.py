@@ -1,0 +1,116 @@
+"""A draft step on the device: one pass over the true rows, then one row of each sequence for every further draft."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop.inputs import PackedInputs
+from drafter_service.draft_loop.logits_buffers import LogitsBuffers
+from drafter_service.draft_loop.sampling import DraftSampler
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.state import LoopState
+from drafter_service.heads.spec import Head
+from drafter_service.limits import EngineLimits
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch
+
+
+class LoopShape(NamedTuple):
+    """What the launches of a step depend on, besides its inputs."""
+
+    mode: SamplingMode
+    num_sequences: int  # padding included
+    num_rows: int  # padding included
+    max_rows: int  # most rows of a sequence
+    num_drafts: int  # drafts of the sequence that wants most
+
+
+class DraftLoop:
+    """Inputs and results lie at fixed addresses: `inputs` and `states` in, `drafts` and the logits' buffers out.
+
+    Attributes
+    ----------
+    inputs
+        What the host says of the step's sequences and rows; not to be changed before the step is done.
+    states
+        [rows, hidden], g of each true row, on the device.
+    tables
+        [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the device.
+    drafts
+        [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1 from a
+        sequence's first draft on that is not wanted or had nothing to be drawn from.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        cache: KVCache,
+        buffers: LogitsBuffers,
+        limits: EngineLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._head = head
+        self._cache = cache
+        count, k = limits.max_num_seqs, limits.max_num_speculative_tokens
+        max_rows, max_blocks = count * (k + 1), blocks_for(limits.max_model_len)
+        self._sampler = DraftSampler(count, head.draft_token_ids, buffers, device)
+        self._state = LoopState.allocate(count, max_rows, max_blocks, k, device)
+        self._single_rows = torch.arange(count + 1, dtype=torch.int32, device=device)
+        self._max_length = max_blocks * BLOCK_SIZE
+        self.inputs = PackedInputs(count, max_rows, k, device)
+        self.states = torch.zeros(max_rows, head.spec.hidden_size, dtype=dtype, device=device)
+        self.tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
+        self.drafts = torch.zeros(count, k, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._state_rows = lru_cache(maxsize=4096)(lambda begin, end: self.states[begin:end])
+
+    def state_rows(self, begin: int, end: int) -> torch.Tensor:
+        """Some of `states`; most steps have as many rows as one before, and to make a view takes long."""
+        return self._state_rows(begin, end)
+
+    def drafts_on_device(self, num_sequences: int, num_drafts: int) -> torch.Tensor:
+        """[S, num_drafts] int32, what `drafts` will have of the step that was launched last."""
+        return self._state.drafts[:num_sequences, :num_drafts]
+
+    def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Notes the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the loop."""
+        self.tables[slots] = blocks[:, : self.tables.shape[1]]
+
+    def run(self, shape: LoopShape) -> None:
+        """Computes the step that `inputs` and `states` describe; launches alone, nothing waits for the device."""
+        self.inputs.send(shape.num_sequences, shape.num_rows)
+        inputs = self.inputs.device(shape.num_sequences, shape.num_rows)
+        state = self._state.view(shape.num_sequences, shape.num_rows)
+        loop_state.begin(inputs, self.tables, state)
+        batch = RaggedBatch.from_tensors(
+            state.slot_mapping,
+            inputs.cu_rows,
+            state.lengths,
+            state.block_tables,
+            max_rows=shape.max_rows,
+            max_length=self._max_length,
+        )
+        states = self.states[: shape.num_rows]
+        states = self._head.forward(state.tokens, states, state.positions, self._cache, batch)[state.last_rows]
+        for offset in range(shape.num_drafts):
+            if offset > 0:
+                states = self._draft_pass(states, state)
+            columns = self._sampler.draw(self._head.logits(states), shape.mode, offset, inputs, state)
+            loop_state.record(columns, offset, inputs, state, self._head.draft_token_ids)
+        self.drafts[: shape.num_sequences].copy_(state.drafts, non_blocking=True)
+
+    def _draft_pass(self, states: torch.Tensor, state: LoopState) -> torch.Tensor:
+        """States of the rows of the drafts just noted, which take the head's own states as their g."""
+        batch = RaggedBatch.from_tensors(
+            state.next_slots,
+            self._single_rows[: len(states) + 1],
+            state.next_lengths,
+            state.block_tables,
+            max_rows=1,
+            max_length=self._max_length,
+        )
+        return self._head.forward(state.next_tokens, states, state.next_positions, self._cache, batch)

@@ -1,0 +1,74 @@
+"""Rows after which nothing is drafted, through the head: those of prompts, histories and steps that came late."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter_service.heads.spec import Head
+from drafter_service.limits import EngineLimits
+from draftwire.model.batch_sizes import row_counts
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.devices import upload
+from draftwire.model.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
+
+_CPU = torch.device("cpu")
+
+
+class RowFeed:
+    """Fills the head's cache. On a GPU batches are padded to a few sizes, whose kernels `warm_up` compiles."""
+
+    def __init__(
+        self, head: Head, cache: KVCache, limits: EngineLimits, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._head = head
+        self._cache = cache
+        self._dtype = dtype
+        self._device = device
+        self._buffers: BatchBuffers | None = None
+        self._max_num_seqs = limits.max_num_seqs
+        self._sizes = row_counts(limits.max_batch_rows)
+        if device.type == "cuda":
+            blocks = blocks_for(limits.max_model_len)
+            self._buffers = BatchBuffers(limits.max_batch_rows, limits.max_num_seqs, blocks, device)
+
+    def states(self, num_rows: int) -> Tensor:
+        """[>= num_rows, hidden]: room for the states g of so many rows, at most max_batch_rows."""
+        shape = (self._padded(num_rows), self._head.spec.hidden_size)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def run(self, tokens: np.ndarray, positions: np.ndarray, states: Tensor, sequences: Sequence[SequenceRows]) -> None:
+        """Computes rows. Launches alone, nothing waits for the device.
+
+        Parameters
+        ----------
+        tokens, positions
+            [T] int64: x_{i+1} and i of each row, sequence after sequence.
+        states
+            What `states` gave for T rows, filled.
+        sequences
+            Where the rows are written and what they attend to; each sequence once.
+        """
+        missing = (0, len(states) - len(tokens))
+        arrays = [np.pad(tokens, missing), np.pad(positions, missing)] if missing[1] else [tokens, positions]
+        if self._buffers is None:
+            batch = RaggedBatch(sequences, self._device)
+        else:
+            own, num_rows = RaggedBatch(sequences, _CPU), len(states)
+            batch = self._buffers.load(own, num_rows, self._max_num_seqs, max_rows=num_rows)
+        given_tokens, given_positions = upload(arrays, self._device)
+        self._head.forward(given_tokens, states, given_positions, self._cache, batch)
+
+    def warm_up(self) -> None:
+        """Runs every size once, of padding alone: else the first prompts would wait for their kernels."""
+        if self._buffers is not None:
+            none = np.zeros(0, np.int64)
+            for size in self._sizes:
+                self.run(none, none, self.states(size), [])
+
+    def _padded(self, num_rows: int) -> int:
+        return num_rows if self._buffers is None else self._sizes[bisect_left(self._sizes, num_rows)]

@@ -1,0 +1,45 @@
+"""How the drafts of a session are picked and what of q is sent with them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from draftwire.contract.validation import COUPLED, DENSE, GUMBEL, TOP_N
+from draftwire.v1 import config_pb2
+
+
+class SamplingMode(NamedTuple):
+    """Rows of equal modes are sampled together, whatever session they belong to."""
+
+    gumbel: bool = False  # Gumbel-max at the request's temperature; else argmax
+    coupled: bool = False  # the verifier draws the same noise, which knows no offset within the step
+    use_fp64: bool = False
+    dense: bool = False  # send every logit
+    top_n: int = 0  # sample from, and send, this many logits; 0 for all
+
+    @classmethod
+    def from_config(cls, config: config_pb2.SpeculativeConfig) -> SamplingMode:
+        """The mode that a resolved SpeculativeConfig asks for."""
+        if config.draft_sample_method != GUMBEL:
+            return cls()
+        form = config.draft_logits.form
+        return cls(
+            gumbel=True,
+            coupled=config.rejection_sample_method == COUPLED,
+            use_fp64=config.use_fp64_gumbel,
+            dense=form == DENSE,
+            top_n=config.draft_logits.n if form == TOP_N else 0,
+        )
+
+    @property
+    def sends_logits(self) -> bool:
+        """Whether logits travel with the drafts."""
+        return self.dense or self.top_n > 0
+
+    def logits_width(self, draft_vocab_size: int) -> int:
+        """Logits sent with each draft."""
+        return self.top_n or (draft_vocab_size if self.dense else 0)
+
+    def row_bytes(self, draft_vocab_size: int) -> int:
+        """What travels with each draft: float32 logits, and for top_n their int32 ids."""
+        return (8 if self.top_n else 4) * self.logits_width(draft_vocab_size)

@@ -1,0 +1,149 @@
+"""What a draft step computes on the device before, between and after the head's passes.
+
+Torch on the CPU; on CUDA one Triton kernel in front of the first pass and one behind each draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from drafter_service.draft_loop.inputs import LoopInputs
+from drafter_service.heads.operations import uses_triton
+from draftwire.model.kv_cache import BLOCK_SIZE
+
+
+class LoopState(NamedTuple):
+    """N sequences with T rows, padding included; fixed addresses, so that a step can be captured.
+
+    The first group is for the pass over the true rows, the second for the next pass over one row of each sequence,
+    the third for drawing.
+    """
+
+    tokens: Any  # [T] int64
+    positions: Any  # [T] int64
+    slot_mapping: Any  # [T] int64
+    lengths: Any  # [N] int32, true rows in the cache
+    block_tables: Any  # [N, W] int32
+    last_rows: Any  # [N] int64, row of each sequence's last true row
+
+    next_tokens: Any  # [N] int64
+    next_positions: Any  # [N] int64
+    next_slots: Any  # [N] int64
+    next_lengths: Any  # [N] int32
+
+    draw_positions: Any  # [N] int64, position of the token being drawn
+    # [N, K] int32, target ids; -1 from a sequence's first draft on that is not wanted or had nothing to be drawn from.
+    drafts: Any
+
+    @classmethod
+    def allocate(
+        cls, max_sequences: int, max_rows: int, max_blocks: int, max_drafts: int, device: torch.device
+    ) -> LoopState:
+        """Room for so many sequences, rows, blocks of a sequence and drafts of a sequence."""
+        n = max_sequences
+
+        def wide(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        def narrow(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        return cls(
+            *(wide(max_rows), wide(max_rows), wide(max_rows), narrow(n), narrow(n, max_blocks), wide(n)),
+            *(wide(n), wide(n), wide(n), narrow(n), wide(n), narrow(n, max_drafts)),
+        )
+
+    def view(self, num_sequences: int, num_rows: int) -> LoopState:
+        """The first sequences and rows."""
+        return LoopState(*(part[:num_rows] for part in self[:3]), *(part[:num_sequences] for part in self[3:]))
+
+
+def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
+    """Sets the state for the pass over the true rows.
+
+    Parameters
+    ----------
+    tables
+        [slots, W] int32, the blocks of all sequences as far as earlier steps needed them; the new ones are added.
+    state
+        Written: all of `lengths`, `last_rows`, `draw_positions` and of what rows have; of `block_tables` as much as
+        the step needs. Rows of padding get token and position 0 and a slot of block 0.
+    """
+    if uses_triton(tables):
+        from drafter_service.draft_loop import kernels
+
+        kernels.begin(inputs, tables, state)
+        return
+    num_sequences, num_rows = len(inputs.slots), len(inputs.tokens)
+    cu_rows = inputs.cu_rows.long()
+    counts = cu_rows.diff()
+    row = torch.arange(num_rows, device=tables.device)
+    owner = torch.searchsorted(cu_rows[1:], row, right=True)
+    is_row = owner < num_sequences
+    owner = owner.clamp_max(num_sequences - 1)
+    offset = row - cu_rows[owner]
+    slots = _slots_of(inputs.first_places[owner] + offset, owner, inputs)
+    state.tokens[:] = torch.where(is_row, inputs.tokens, 0)
+    state.positions[:] = torch.where(is_row, inputs.first_positions[owner] + offset, 0)
+    state.slot_mapping[:] = torch.where(is_row, slots, row % BLOCK_SIZE)
+    state.lengths[:] = torch.where(counts > 0, inputs.first_places + counts, 0)
+    state.last_rows[:] = (cu_rows[1:] - 1).clamp_min(0)
+    state.draw_positions[:] = inputs.first_positions + counts + 1
+
+    columns = inputs.first_places[:, None] // BLOCK_SIZE + torch.arange(
+        inputs.new_blocks.shape[1], device=tables.device
+    )
+    is_new = (inputs.slots[:, None] >= 0) & (inputs.new_blocks > 0)
+    known = inputs.slots.long()[:, None].expand_as(columns)
+    tables[known[is_new], columns[is_new].long()] = inputs.new_blocks[is_new]
+    state.block_tables[:] = torch.where(inputs.slots[:, None] >= 0, tables[inputs.slots.clamp_min(0).long()], 0)
+
+
+def record(
+    columns: torch.Tensor,
+    offset: int,
+    inputs: LoopInputs,
+    state: LoopState,
+    draft_token_ids: torch.Tensor | None,
+) -> None:
+    """Notes drafts, and sets the state for the pass over their rows.
+
+    Parameters
+    ----------
+    columns
+        [N] int64, what was drawn: ids of the draft vocabulary, or -1.
+    offset
+        Place of these drafts within the step.
+    draft_token_ids
+        [V_draft] int64, target ids; None when they are the same.
+    """
+    if uses_triton(columns):
+        from drafter_service.draft_loop import kernels
+
+        kernels.record(columns, offset, inputs, state, draft_token_ids)
+        return
+    tokens = columns.clamp_min(0)
+    if draft_token_ids is not None:
+        tokens = draft_token_ids[tokens]
+    is_draft = (columns >= 0) & (offset < inputs.num_drafts)
+    if offset > 0:
+        is_draft &= state.drafts[:, offset - 1] >= 0
+    state.drafts[:, offset] = torch.where(is_draft, tokens, -1)
+    state.next_tokens[:] = tokens
+    sequence = torch.arange(len(columns), device=columns.device)
+    place = state.lengths + offset
+    # Who wants no more drafts computes padding: it writes to block 0, and nothing reads what it gets.
+    is_wanted = offset + 1 < inputs.num_drafts
+    state.next_slots[:] = torch.where(is_wanted, _slots_of(place, sequence, inputs), sequence % BLOCK_SIZE)
+    state.next_lengths[:] = torch.where(is_wanted, place + 1, 1)
+    state.next_positions[:] = torch.where(is_wanted, inputs.first_positions + place - inputs.first_places, 0)
+    state.draw_positions.add_(1)
+
+
+def _slots_of(places: torch.Tensor, owner: torch.Tensor, inputs: LoopInputs) -> torch.Tensor:
+    """int64 slots of the cache of places of sequences `owner`; anything where there is no such place."""
+    index = places // BLOCK_SIZE - inputs.first_places[owner] // BLOCK_SIZE
+    last = inputs.new_blocks.shape[1] - 1
+    return inputs.new_blocks[owner, index.clamp(0, last).long()].long() * BLOCK_SIZE + places % BLOCK_SIZE

@@ -1,0 +1,1 @@
+"""The draft engine: one continuous batch over the sequences of all sessions."""

@@ -1,0 +1,268 @@
+"""Early drafts: computed from an announced step's tokens before the verifier commits the step.
+
+The verifier's device writes the tokens that it draws into shared memory. The verifier's host needs time to read and
+commit them and to send a message; the head computes meanwhile. A Commit takes the early drafts. A DraftStep that
+replaces the announced step drops them, and its own drafts are computed anew.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from drafter_service.draft_loop.loop import DraftLoop
+from drafter_service.engine.proposer import Launched, Prepared, Proposal, Proposer
+from drafter_service.engine.sequence_table import SequenceTable
+from drafter_service.engine.session import Session
+from drafter_service.engine.step import AnnouncedStep, Step
+from drafter_service.engine.step_work import StepRows
+from drafter_service.heads.spec import Head
+
+# After an early batch that was dropped, this many steps of the session must come before the next one begins.
+STEPS_AFTER_WASTE = 4
+# An early batch this old no longer keeps other announced steps waiting: its verifier hangs, or has stopped sending.
+STALE_S = 0.05
+
+
+class PreparedBatch(NamedTuple):
+    """An announced step of S sequences, ready for its tokens."""
+
+    step: AnnouncedStep
+    inputs: Prepared
+
+
+@dataclass(eq=False)
+class EarlyBatch:
+    """An announced step that the device computes, or has computed, before its Commit."""
+
+    session: Session
+    step: AnnouncedStep
+    begun: float  # monotonic time
+    launched: Launched | None  # None once the drafts have been copied out of the next batch's way
+    proposal: Proposal | None = None
+    ended: float = math.inf  # monotonic time of that copy
+
+    def seconds_before(self, now: float) -> float:
+        """Return how long it was computed before a monotonic time."""
+        return max(0.0, min(self.ended, now) - self.begun)
+
+
+class EarlyDrafts:
+    """Computes one early batch at a time, of one session. Used by the engine's thread alone.
+
+    Attributes
+    ----------
+    num_taken, num_wasted
+        Early batches that a Commit took, and that were dropped.
+    """
+
+    def __init__(self, head: Head, loop: DraftLoop, table: SequenceTable, proposer: Proposer) -> None:
+        self.num_taken = self.num_wasted = 0
+        self._head = head
+        self._loop = loop
+        self._table = table
+        self._proposer = proposer
+        self._announced: deque[tuple[Session, AnnouncedStep]] = deque()  # not begun, committed or dropped
+        self._prepared: PreparedBatch | None = None  # the device reads no inputs while there is one
+        self._has_tried = False  # to prepare one, since something has changed
+        self._begun: EarlyBatch | None = None
+        self._unread: Launched | None = None  # of a wasted batch, whose inputs the device may still read
+
+    def announce(self, session: Session, step: AnnouncedStep) -> None:
+        """Take a step that a session has announced."""
+        self._drop_prepared()
+        self._announced.append((session, step))
+
+    def note(self, session: Session, step: Step) -> None:
+        """Take note of a session's step, which may commit or drop announced ones."""
+        self._drop_prepared()
+        self._announced = deque(one for one in self._announced if not one[1].is_resolved)
+        batch = self._begun
+        if batch is not None and batch.step.is_dropped:
+            self._waste()
+            if step.num_drafts.any():  # else no sequence of the session wants drafts, and nothing was lost
+                session.steps_ahead = -STEPS_AFTER_WASTE
+        if step.sequence_ids:
+            session.steps_ahead = min(session.steps_ahead + 1, 1)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an early batch has begun that is neither taken nor dropped."""
+        return self._begun is not None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the device computes it."""
+        return self._begun is not None and not self.is_done(self._begun)
+
+    def look(self) -> bool:
+        """Return whether an early batch can begin, because its tokens have been written.
+
+        While none can, prepare the first one that has room, once after each change. To be called when no step waits:
+        what is prepared depends on the sequences as they are.
+        """
+        if not self._announced or (self._begun is not None and not self._is_stale(self._begun)):
+            return False
+        if self._first_ready() is not None:
+            return True
+        if not self._has_tried and (self._unread is None or self._proposer.is_done):
+            self._prepare_first()
+        return False
+
+    def _first_ready(self) -> tuple[Session, AnnouncedStep] | None:
+        for entry in self._announced:
+            session, step = entry
+            if session.steps_ahead > 0 and step.is_written:
+                return entry
+        return None
+
+    def _is_stale(self, batch: EarlyBatch) -> bool:
+        return time.monotonic() > batch.begun + STALE_S and self.is_done(batch)
+
+    def _prepare_first(self) -> None:
+        """Prepare the first step that has room for the most rows and drafts that it can have."""
+        for session, step in self._announced:
+            counts = np.full(len(step.sequence_ids), step.columns - 1)
+            if session.steps_ahead <= 0 or not self._has_room(session, step, counts):
+                continue
+            inputs = self._prepare(session, step, counts)
+            if inputs is not None:
+                self._prepared = PreparedBatch(step, inputs)
+                break
+        self._has_tried = True
+
+    def _has_room(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> bool:
+        """Return whether the sequences are open and have, or can get, the blocks for these rows and their drafts.
+
+        Rows that may not be drawn take no blocks that other sequences need.
+        """
+        slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids])
+        if min(slots.tolist()) < 0:
+            return False
+        num_rows = counts + step.num_drafts - 1
+        self._table.reserve_ahead(slots, num_rows)
+        return bool(self._table.has_room(slots, step.first_rows + num_rows).all())
+
+    def _prepare(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> Prepared | None:
+        """Write all inputs that do not depend on the tokens; None when the step does not fit its sequences.
+
+        `counts`, int64 [S], are the most rows that its sequences have.
+        """
+        self.settle()
+        table = self._table
+        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(counts))
+        if np.count_nonzero(step.first_rows != table.next_row[slots]):
+            return None
+        num_drafts = table.reserve_drafts(slots, counts + step.num_drafts) - counts
+        if min(num_drafts.tolist()) < 1:
+            return None
+        num_rows = min(int(counts.sum()), len(step.features.tensor))
+        return self._proposer.prepare(
+            session.terms.mode, slots, step.first_rows, num_drafts, num_rows, max(counts.tolist())
+        )
+
+    def begin(self) -> None:
+        """Begin the first announced step whose tokens have been written, if it fits its sequences."""
+        entry = self._first_ready()
+        if entry is None:
+            return
+        began = time.monotonic()
+        session, step = entry
+        self._announced.remove(entry)
+        if self._begun is not None:
+            self._waste()
+        batch = self._prepared
+        self._drop_prepared()
+        drawn = step.read()
+        if drawn is None:
+            return  # its Commit says so
+        counts, tokens = drawn
+        inputs = batch.inputs if batch is not None and batch.step is step else self._prepare(session, step, counts)
+        if inputs is None:
+            return
+        num_rows = len(tokens)
+        features = step.features.tensor[:num_rows]
+        if not step.is_fused:
+            features = self._head.fuse(features.to(self._loop.states.device, non_blocking=True))
+        self._loop.state_rows(0, num_rows).copy_(features, non_blocking=True)
+        launched = self._proposer.start(inputs, counts, tokens)
+        session.steps_ahead -= 1
+        self._begun = EarlyBatch(session, step, began, launched)
+        if launched.num_drafts == step.num_drafts:  # else there is no room for all of them
+            step.show(self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts))
+
+    def _drop_prepared(self) -> None:
+        """Drop the prepared step: something that it depends on has changed, or is about to."""
+        self._prepared, self._has_tried = None, False
+
+    def take(self, parts: list[StepRows]) -> tuple[StepRows, EarlyBatch, np.ndarray] | None:
+        """Return the one of `parts` whose step was begun early, its batch and the sequences' places there, int64 [n].
+
+        None when there is none. A step whose rows are computed in several batches is computed as any other.
+        """
+        batch = self._begun
+        if batch is None:
+            return None
+        for part in parts:
+            work = part.work
+            if work.step.announced is not batch.step:
+                continue
+            if work.is_split:
+                self._waste()
+                return None
+            assert work.step.places is not None
+            self._begun = None
+            self.num_taken += 1
+            return part, batch, work.step.places[part.indices]
+        return None
+
+    def is_done(self, batch: EarlyBatch) -> bool:
+        """Return whether its drafts have been computed."""
+        return batch.launched is None or self._proposer.is_done
+
+    def proposal(self, batch: EarlyBatch) -> Proposal:
+        """Wait for its drafts and return them; they are valid until the next launch."""
+        if batch.launched is None:
+            assert batch.proposal is not None
+            return batch.proposal
+        return self._proposer.take(batch.launched)
+
+    def settle(self) -> None:
+        """Wait for the early batch and keep its drafts: its inputs are about to be overwritten."""
+        self._drop_prepared()
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._proposer.take(unread)
+        batch = self._begun
+        if batch is not None and batch.launched is not None:
+            tokens, is_draft, logits = self._proposer.take(batch.launched)
+            batch.proposal, batch.launched = Proposal(tokens.copy(), is_draft.copy(), logits), None
+            batch.ended = time.monotonic()
+
+    def _waste(self) -> None:
+        """Drop the early batch."""
+        assert self._begun is not None
+        self._unread, self._begun = self._begun.launched or self._unread, None
+        self.num_wasted += 1
+
+    def forget(self, session: Session) -> None:
+        """Forget what a session has announced, and with it memory that is shared."""
+        self._drop_prepared()
+        self._announced = deque(one for one in self._announced if one[0] is not session)
+        if self._begun is not None and self._begun.session is session:
+            self._waste()
+
+
+def chosen(proposal: Proposal, places: np.ndarray, num_drafts: np.ndarray) -> Proposal:
+    """Return the drafts at some places, at most `num_drafts` of each, int64 [n] both."""
+    tokens, is_draft, logits = proposal
+    if not np.array_equal(places, np.arange(len(tokens))):
+        tokens, is_draft = tokens[places], is_draft[places]
+        logits = [buffer[places.tolist()] for buffer in logits]
+    return Proposal(tokens, is_draft & (np.arange(tokens.shape[1]) < num_drafts[:, None]), logits)

@@ -1,0 +1,155 @@
+"""From the true rows of sequences of one mode to their drafts, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from drafter_service.draft_loop.graphs import LoopGraphs
+from drafter_service.draft_loop.inputs import LoopInputs, fill, fill_rows
+from drafter_service.draft_loop.logits_buffers import LogitsBuffers
+from drafter_service.draft_loop.loop import DraftLoop, LoopShape
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.sequence_table import SequenceTable
+from draftwire.model.kv_cache import BLOCK_SIZE
+
+
+class DraftRows(NamedTuple):
+    """Rows of S sequences that want drafts after them; room for their speculative rows is reserved.
+
+    Their states are in the loop's.
+    """
+
+    slots: np.ndarray  # int64 [S]
+    first_rows: np.ndarray  # int64 [S], position of the first row
+    counts: np.ndarray  # int64 [S], rows
+    num_drafts: np.ndarray  # int64 [S], at least 1
+    tokens: np.ndarray  # int32 [T], sequence after sequence
+
+
+class Proposal(NamedTuple):
+    """Drafts of S sequences."""
+
+    tokens: np.ndarray  # int32 [S, k] target ids; valid until the next launch
+    is_draft: np.ndarray  # bool [S, k], which of the tokens are drafts: the first ones of each sequence
+    logits: list[torch.Tensor]  # float32 [S, k, n] and, for top_n, their token ids int32 [S, k, n]; may be empty
+
+    def part(self, begin: int, end: int) -> Proposal:
+        """Drafts of some of the sequences."""
+        return Proposal(self.tokens[begin:end], self.is_draft[begin:end], [x[begin:end] for x in self.logits])
+
+
+class Prepared(NamedTuple):
+    """A step whose inputs are written but for its rows."""
+
+    host: LoopInputs
+    run: Callable[[], None]  # launches it on the device
+    mode: SamplingMode
+    num_sequences: int
+    num_drafts: int  # drafts of the sequence that wants most
+
+
+class Launched(NamedTuple):
+    """A step that the device computes."""
+
+    num_sequences: int
+    num_drafts: int  # drafts of the sequence that wants most
+    logits: list[torch.Tensor]  # as in `Proposal`
+
+
+class Proposer:
+    """Fills the loop's inputs, runs it and takes what it drafted; one step at a time."""
+
+    def __init__(
+        self,
+        loop: DraftLoop,
+        graphs: LoopGraphs | None,
+        table: SequenceTable,
+        buffers: LogitsBuffers,
+    ) -> None:
+        """`graphs` are None where there are none, and every step is run anew."""
+        self._loop = loop
+        self._graphs = graphs
+        self._table = table
+        self._buffers = buffers
+        self._new_blocks = np.arange(loop.inputs.num_new_blocks)
+        self._drafts = loop.drafts.numpy()
+
+    def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
+        """Drafts for rows of sessions of one mode; `prepare` and `start` in one."""
+        num_rows, max_rows = len(rows.tokens), max(rows.counts.tolist())
+        prepared = self.prepare(mode, rows.slots, rows.first_rows, rows.num_drafts, num_rows, max_rows)
+        return self.start(prepared, rows.counts, rows.tokens)
+
+    def prepare(
+        self,
+        mode: SamplingMode,
+        slots: np.ndarray,
+        first_rows: np.ndarray,
+        num_drafts: np.ndarray,
+        num_rows: int,
+        max_rows: int,
+    ) -> Prepared:
+        """Writes the inputs of a step but for its rows. The device must be done with those of the last one.
+
+        Parameters
+        ----------
+        slots, first_rows, num_drafts
+            As in `DraftRows`.
+        num_rows, max_rows
+            Most rows that there will be, of all sequences and of one.
+        """
+        count, most = len(slots), max(num_drafts.tolist())
+        shape = None
+        if self._graphs is not None:
+            shape = self._graphs.shape_for(mode, count, num_rows, most)
+        if self._graphs is not None and shape is not None:
+            run = partial(self._graphs.replay, shape)
+        else:
+            shape = LoopShape(mode, count, num_rows, max_rows, most)
+            run = partial(self._loop.run, shape)
+        host = self._loop.inputs.host(shape.num_sequences, shape.num_rows)
+        self._fill(host, slots, first_rows, num_drafts)
+        return Prepared(host, run, mode, count, most)
+
+    def start(self, prepared: Prepared, counts: np.ndarray, tokens: np.ndarray) -> Launched:
+        """Drafts for the rows of what was prepared last; counts [S] and tokens int32 [T] as in `DraftRows`. Does not
+        wait for the device; `take` must be called before the next `prepare`."""
+        fill_rows(prepared.host, counts, tokens)
+        prepared.run()
+        count = prepared.num_sequences
+        logits = [buffer[:count].clone() for buffer in self._buffers.of(prepared.mode)]
+        return Launched(count, prepared.num_drafts, logits)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether what was launched has been computed."""
+        return not self._loop.states.is_cuda or torch.cuda.current_stream().query()
+
+    def take(self, launched: Launched) -> Proposal:
+        """What was drafted, once the device is done."""
+        if self._loop.states.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
+        tokens = self._drafts[: launched.num_sequences, : launched.num_drafts]
+        return Proposal(tokens, tokens >= 0, launched.logits)
+
+    def _fill(self, host: LoopInputs, slots: np.ndarray, first_rows: np.ndarray, num_drafts: np.ndarray) -> None:
+        table = self._table
+        first_places = first_rows - table.first_row[slots]
+        width = table.blocks.shape[1]
+        first_blocks = slots * width + first_places // BLOCK_SIZE
+        fill(
+            host,
+            proposal_keys=table.proposal_key[slots],
+            first_positions=first_rows,
+            first_places=first_places,
+            slots=slots,
+            num_drafts=num_drafts,
+            temperatures=table.temperature[slots],
+            new_blocks=table.blocks.ravel().take(first_blocks[:, None] + self._new_blocks),
+        )

@@ -1,0 +1,227 @@
+"""Which waiting rows the next batch computes, and which sequences live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
+
+from drafter_service.engine.sequence_table import SequenceTable
+from drafter_service.engine.session import Session
+from drafter_service.engine.step import Step
+from drafter_service.engine.step_work import StepRows, StepWork
+from drafter_service.limits import EngineLimits
+from draftwire.model.block_pool import blocks_for
+from draftwire.v1 import draft_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Batch:
+    """Rows to compute, and the steps that are done with them. A sequence may have rows of several steps, in order."""
+
+    rows: list[tuple[Session, StepRows]] = field(default_factory=list)
+    finished: list[tuple[Session, StepWork]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Opens, feeds and closes sequences as the sessions' steps say, and shares what there is among the sessions.
+
+    Rows of a batch are shared evenly. Slots and blocks go to whoever asks first; when there are none left, a session
+    takes them from the one that holds most, sequence by sequence, until it holds no less than that one.
+    """
+
+    def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
+        self.takes_sequences = True
+        self.num_evictions = 0
+        self._limits = limits
+        self._table = table
+        self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
+        self._dropped: list[int] = []  # slots of the batch whose sequences are gone
+
+    def next_batch(self, sessions: Sequence[Session]) -> Batch:
+        """Shares max_batch_rows evenly; what a session does not need is shared by those with more rows waiting.
+
+        So drafts never wait for another session's prefill, and no prefill starves. The batch must be computed, and
+        `end_batch` called, before the next one.
+        """
+        batch = Batch()
+        waiting = [session for session in sessions if session.works]
+        waiting.sort(key=lambda session: (not session.has_claimed, session.waiting_rows))
+        budget = self._limits.max_batch_rows
+        for index, session in enumerate(waiting):
+            budget -= self._take(session, sessions, budget // (len(waiting) - index), batch)
+        return batch
+
+    def end_batch(self) -> None:
+        """Frees what the computed batch was the last to use."""
+        for slot in self._dropped:
+            self._table.close(slot)
+        self._dropped.clear()
+        self._is_busy[:] = False
+
+    def drop(self, session: Session, sequence_id: int) -> None:
+        """Forgets a sequence; its blocks are free once the batch that uses them is computed."""
+        slot = session.slots.pop(sequence_id, None)
+        if slot is None:
+            return
+        if self._is_busy[slot]:
+            self._dropped.append(slot)
+        else:
+            self._table.close(slot)
+
+    def _take(self, session: Session, sessions: Sequence[Session], share: int, batch: Batch) -> int:
+        """Takes up to `share` rows of a session's steps, in order."""
+        taken = 0
+        parts: list[StepRows] = []
+        while session.works and taken < share:
+            work = session.works[0]
+            if not work.is_admitted:
+                if self._closes_busy(session, work.step):
+                    break
+                session.has_claimed = self._claim(session, sessions, work.step)
+                if session.has_claimed:
+                    break
+                self._admit(session, work)
+            if left := work.rows_left:
+                part = work.take(share - taken, self._table)
+                self._is_busy[part.slots] = True
+                taken += left - work.rows_left
+                parts.append(part)
+            if work.rows_left:
+                break
+            batch.finished.append((session, session.works.popleft()))
+        self._drop_superseded(session, parts)
+        batch.rows += [(session, part) for part in parts if len(part.counts)]
+        session.waiting_rows -= taken
+        return taken
+
+    def _closes_busy(self, session: Session, step: Step) -> bool:
+        """Whether the step closes a sequence with rows in this batch, whose slot is not free before its end."""
+        slots = [session.slots[sequence_id] for sequence_id in step.closed_ids if sequence_id in session.slots]
+        return bool(slots) and bool(self._is_busy[slots].any())
+
+    def _claim(self, session: Session, sessions: Sequence[Session], step: Step) -> bool:
+        """Makes room for a step at the cost of sessions that hold more; whether it is there after this batch only.
+
+        A sequence that is taken away is answered as unknown when its next rows come, and its verifier opens it anew.
+        """
+        table, evicted_busy = self._table, False
+        others = [other for other in sessions if other is not session]
+        if not others:
+            return False
+        own = len(session.slots) - sum(sequence_id in session.slots for sequence_id in step.closed_ids)
+        wanted = min(len(step.opened), session.terms.max_sequences - own) if self.takes_sequences else 0
+        for held in range(own + table.num_free, own + wanted):
+            victim = max(others, key=_num_slots, default=None)
+            if victim is None or _num_slots(victim) <= held + 1:
+                break
+            evicted_busy |= self._evict(victim)
+        missing = self._num_missing_blocks(session, step) - table.num_free_blocks
+        held = self._num_blocks(session) + missing if missing > 0 else 0
+        while missing > 0:
+            victim = max(others, key=self._num_blocks, default=None)
+            if victim is None or self._num_blocks(victim) <= held:
+                break
+            missing -= self._num_blocks(victim)
+            evicted_busy |= self._evict(victim)
+            missing += self._num_blocks(victim)
+        return evicted_busy
+
+    def _num_missing_blocks(self, session: Session, step: Step) -> int:
+        """Blocks that the step's rows need beside what their sequences have; 0 where enough are free in any case."""
+        if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= self._table.num_free_blocks:
+            return 0
+        known = (session.slots.get(sequence_id) for sequence_id in step.sequence_ids)
+        return sum(
+            blocks_for(num_rows) if slot is None else self._table.num_missing_blocks(slot, num_rows)
+            for slot, num_rows in zip(known, step.num_rows.tolist(), strict=True)
+        )
+
+    def _num_blocks(self, session: Session) -> int:
+        return int(self._table.num_blocks[list(session.slots.values())].sum())
+
+    def _evict(self, session: Session) -> bool:
+        """Takes its newest sequence from a session; whether its room is free after the batch only."""
+        self.num_evictions += 1
+        sequence_id, slot = next(reversed(session.slots.items()))
+        logger.debug("%s: sequence %d makes room for another verifier's", session.terms.verifier, sequence_id)
+        if session.works:
+            session.waiting_rows -= session.works[0].forget(slot)
+        is_busy = bool(self._is_busy[slot])
+        self.drop(session, sequence_id)
+        return is_busy
+
+    def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
+        """Drafts only after a sequence's newest rows: a newer step has moved its end on, or closes it."""
+        named = [sequence_id for work in session.works if not work.is_admitted for sequence_id in _named(work.step)]
+        if not named and len(parts) < 2:
+            return
+        is_newer = np.zeros_like(self._is_busy)
+        is_newer[[session.slots[sequence_id] for sequence_id in named if sequence_id in session.slots]] = True
+        for part in reversed(parts):
+            part.withdraw(is_newer[part.slots])
+            is_newer[part.slots] = True
+
+    def _admit(self, session: Session, work: StepWork) -> None:
+        """Closes and opens sequences, finds room for the step's rows and answers for those that have none."""
+        step, table = work.step, self._table
+        for sequence_id in step.closed_ids:
+            self.drop(session, sequence_id)
+        refused = self._open(session, step)
+        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(step.sequence_ids))
+        follows = step.first_rows == table.next_row[slots]
+        is_taken = follows & table.has_room(slots, step.first_rows + step.num_rows)
+        work.admit(slots)
+        if np.count_nonzero(is_taken) < len(is_taken):
+            self._make_room(session, work, slots, follows, is_taken, refused)
+            work.keep(is_taken)
+        for sequence_id in refused:
+            work.answer.add_failure(sequence_id, pb.SEQUENCE_STATUS_NO_CAPACITY)
+        session.waiting_rows -= len(work.tokens) - work.rows_left
+
+    def _make_room(
+        self,
+        session: Session,
+        work: StepWork,
+        slots: np.ndarray,
+        follows: np.ndarray,
+        is_taken: np.ndarray,
+        refused: set[int],
+    ) -> None:
+        """Reserves blocks for sequences that are not taken as they are, in order; drops those whose rows do not fit."""
+        step = work.step
+        for index in np.flatnonzero(~is_taken):
+            sequence_id = step.sequence_ids[index]
+            if sequence_id in refused:
+                continue
+            is_taken[index] = follows[index] and self._table.reserve(int(slots[index]), int(step.num_rows[index]))
+            if not is_taken[index]:
+                self.drop(session, sequence_id)
+                status = pb.SEQUENCE_STATUS_NO_CAPACITY if follows[index] else pb.SEQUENCE_STATUS_UNKNOWN
+                work.answer.add_failure(sequence_id, status)
+
+    def _open(self, session: Session, step: Step) -> set[int]:
+        """Opens the step's new sequences; the ids of those that there is no room for."""
+        refused = set()
+        for new in step.opened:
+            slot = None
+            if self.takes_sequences and len(session.slots) < session.terms.max_sequences:
+                slot = self._table.open(new)
+            if slot is None:
+                refused.add(new.sequence_id)
+            else:
+                session.slots[new.sequence_id] = slot
+        return refused
+
+
+def _num_slots(session: Session) -> int:
+    return len(session.slots)
+
+
+def _named(step: Step) -> list[int]:
+    return [*step.sequence_ids, *step.closed_ids]

@@ -1,0 +1,145 @@
+"""State of every open sequence in the drafter, structure of arrays, so that a batch is handled without a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from drafter_service.draft_loop.inputs import num_new_blocks
+from drafter_service.engine.step import OpenedSequence
+from drafter_service.limits import EngineLimits
+from draftwire.model.block_pool import BlockPool, blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE
+
+
+class SequenceTable:
+    """Sequences by slot, 0 .. max_num_seqs - 1; the row of position p is cached at place p - first_row.
+
+    Attributes
+    ----------
+    first_row
+        [max_num_seqs] int64, position of the first row.
+    next_row
+        [max_num_seqs + 1] int64, position of the first row that is not true: the true rows counted from position 0.
+        The last one is -1, which no row follows: slot -1 stands for a sequence that there is not.
+    temperature, proposal_key
+        [max_num_seqs] float32 and int64.
+    end_row
+        [max_num_seqs] int64, position past the last one that a sequence's blocks and context hold.
+    blocks
+        [max_num_seqs, W] int32, ids of each sequence's blocks; 0 beyond its `num_blocks`. W is enough for a step's new
+        blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
+    """
+
+    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs = limits.max_num_seqs
+        self._max_model_len = limits.max_model_len
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        width = blocks_for(limits.max_model_len) + num_new_blocks(limits.max_num_speculative_tokens)
+        self.first_row = np.zeros(max_num_seqs, np.int64)
+        self.next_row = np.zeros(max_num_seqs + 1, np.int64)
+        self.next_row[-1] = -1
+        self.end_row = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.proposal_key = np.zeros(max_num_seqs, np.int64)
+        self.blocks = np.zeros((max_num_seqs, width), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return self._max_num_seqs - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence has."""
+        return self._pool.num_free
+
+    def open(self, new: OpenedSequence) -> int | None:
+        """The slot of a new sequence, None when all are taken."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self.first_row[slot] = self.next_row[slot] = self.end_row[slot] = new.first_row
+        self.temperature[slot] = new.temperature
+        self.proposal_key[slot] = new.proposal_key
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Takes a slot and its blocks back."""
+        count = self.num_blocks[slot]
+        self._pool.release(self.blocks[slot, :count].tolist())
+        self.blocks[slot, :count] = 0
+        self.num_blocks[slot] = 0
+        self._free.append(slot)
+
+    def blocks_of(self, slot: int) -> Any:
+        """[n] int32, the blocks of a sequence."""
+        return self.blocks[slot, : self.num_blocks[slot]]
+
+    def num_missing_blocks(self, slot: int, num_rows: int) -> int:
+        """Blocks that a sequence needs for `num_rows` rows after its true ones, beside those that it has."""
+        end = self.next_row.item(slot) + num_rows
+        return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
+
+    def has_room(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Whether each sequence's blocks and context hold rows up to the position `ends`, exclusive; [n] bool."""
+        return ends <= self.end_row[slots]
+
+    def reserve(self, slot: int, num_rows: int) -> bool:
+        """Makes room for `num_rows` rows after a sequence's true ones, if the context and the pool have it."""
+        if self.next_row.item(slot) + num_rows > self._max_model_len:
+            return False
+        missing = self.num_missing_blocks(slot, num_rows)
+        if missing > 0:
+            blocks = self._pool.allocate(missing)
+            if blocks is None:
+                return False
+            held = self.num_blocks.item(slot)
+            self.blocks[slot, held : held + missing] = blocks
+            self.num_blocks[slot] = held + missing
+            room = self.first_row.item(slot) + (held + missing) * BLOCK_SIZE
+            self.end_row[slot] = min(room, self._max_model_len)
+        return True
+
+    def reserve_drafts(self, slots: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        """Makes room for the rows of up to `num_drafts` drafts, at least 1 each; how many there is room for.
+
+        A sequence's first draft needs no row of its own: its last true row predicts it.
+        """
+        has_room = self.has_room(slots, self.next_row[slots] + num_drafts - 1)
+        if np.count_nonzero(has_room) == len(slots):
+            return num_drafts
+        self._extend(slots[~has_room], num_drafts[~has_room] - 1)
+        return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
+
+    def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
+        """Makes room for so many rows after the sequences' true ones; one block for each open sequence stays free.
+
+        A step for which there is room is taken with no look at each of its sequences.
+        """
+        end_rows = self.end_row[slots]
+        lacks = (self.next_row[slots] + num_rows > end_rows) & (end_rows < self._max_model_len)
+        if np.count_nonzero(lacks):
+            self._extend(slots[lacks], num_rows[lacks], spare=self.num_open)
+
+    def _extend(self, slots: np.ndarray, num_rows: np.ndarray, spare: int = 0) -> None:
+        """Gives sequences the blocks for so many rows after their true ones, in order; `spare` blocks stay free."""
+        first_rows, held = self.first_row[slots], self.num_blocks[slots]
+        ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
+        missing = -(-(ends - first_rows) // BLOCK_SIZE) - held
+        missing[missing.cumsum() > self._pool.num_free - spare] = 0
+        total = int(missing.sum())
+        columns = (held - (missing.cumsum() - missing)).repeat(missing) + np.arange(total)
+        blocks = self._pool.allocate(total)
+        assert blocks is not None  # so many are free
+        self.blocks[slots.repeat(missing), columns] = blocks
+        self.num_blocks[slots] = held + missing
+        self.end_row[slots] = np.minimum(first_rows + (held + missing) * BLOCK_SIZE, self._max_model_len)

@@ -1,0 +1,35 @@
+"""State of one verifier's stream in the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.engine.answer import Answer
+from drafter_service.engine.step_work import StepWork
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """What the handshake settled."""
+
+    verifier: str  # name for the logs
+    mode: SamplingMode
+    num_speculative_tokens: int  # most drafts of a sequence in a step
+    max_sequences: int  # most sequences open at once
+
+
+@dataclass(eq=False)
+class Session:
+    """Sequences and waiting steps of one stream; touched by the engine's thread alone."""
+
+    terms: SessionTerms
+    deliver: Callable[[Answer | Exception], None]  # called on the engine's thread
+    slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
+    works: deque[StepWork] = field(default_factory=deque)
+    waiting_rows: int = 0
+    # Early batches that may begin: one for each step that has come. Negative after one was dropped.
+    steps_ahead: int = 0
+    has_claimed: bool = False  # what others had to give up for it is free in the next batch

@@ -1,0 +1,1 @@
+"""The Drafting service: streams, handshakes, and the engine's thread."""

@@ -1,0 +1,213 @@
+"""Runs a draft engine in its own thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from drafter_service.engine.answer import Answer, Load
+from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.engine_times import EngineTimes, Phase
+from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.step import AnnouncedStep, Step
+from drafter_service.server.engine_state import EngineState
+from draftwire.model.devices import awake_s, check_context, make_current
+from draftwire.transport.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineFailureError(Exception):
+    """The engine could not go on with a session for a reason of its own."""
+
+
+class EngineThread:
+    """Takes commands from any thread and gives them to the engine between two of its batches, in order."""
+
+    def __init__(self, engine: DraftEngine, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called, on the engine's thread, when the engine has failed for good."""
+        self.engine = engine
+        self._on_failure = on_failure
+        self._failure: EngineFailureError | None = None
+        self.times = EngineTimes()
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._look_early)
+        self._later: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the batch that it computes."""
+        self._commands.put(None)
+        self._thread.join()
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is."""
+        return self.engine.load
+
+    @property
+    def state(self) -> EngineState:
+        """What the metrics tell of it; from any thread."""
+        engine, early = self.engine, self.engine.early
+        return EngineState(
+            engine.load,
+            engine.waiting_rows,
+            engine.num_evictions,
+            early.num_taken,
+            early.num_wasted,
+            self.times.read()[Phase.IDLE],
+        )
+
+    def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
+        """Opens a session; `deliver` is called on the engine's thread."""
+        opened: Future[Session] = Future()
+        self._commands.put(partial(self._open_session, terms, deliver, opened))
+        return opened
+
+    def close_session(self, session: Session) -> None:
+        """Drops a session and all that it holds."""
+        self._commands.put(partial(self.engine.close_session, session))
+
+    def drain(self) -> None:
+        """Opens no sequence any more."""
+        self._commands.put(self.engine.drain)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Calls `command` on the engine's thread, in order."""
+        self._commands.put(command)
+
+    def watch(self, fd: int, read: Callable[[], Sequence[Callable[[], None]] | None]) -> None:
+        """Calls the commands that `read` returns when `fd` is readable; on the engine's thread."""
+        self._commands.watch(fd, read)
+
+    def unwatch(self, fd: int) -> None:
+        """Takes no more from there; on the engine's thread."""
+        self._commands.unwatch(fd)
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Calls `call` when no step waits for it: while the device drafts, or before the thread waits; in order. On the
+        engine's thread. For what is counted and told of steps: an error is logged and ends nothing."""
+        self._later.append(call)
+
+    def submit(self, session: Session, step: Step) -> None:
+        """Queues a step; on the engine's thread."""
+        self.engine.submit(session, step)
+
+    def announce(self, session: Session, step: AnnouncedStep) -> None:
+        """Take an announced step; on the engine's thread."""
+        self.engine.announce(session, step)
+
+    def _look_early(self) -> Callable[[], None] | None:
+        """Return what begins early drafts, once they can begin; on the engine's thread."""
+        return self._begin_early if self._guard(self.engine.look_early) else None
+
+    def _begin_early(self) -> None:
+        self.times.enter(Phase.COMPUTE)
+        self._guard(self.engine.early.begin)
+
+    def _open_session(
+        self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None], opened: Future[Session]
+    ) -> None:
+        if not opened.set_running_or_notify_cancel():
+            return
+        if self._failure is not None:
+            opened.set_exception(self._failure)
+            return
+        try:
+            opened.set_result(self.engine.open_session(terms, partial(self._deliver, deliver)))
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+            opened.set_exception(EngineFailureError(f"no memory for the draft logits of this session: {error}"))
+            check_context(self.engine.device)
+
+    def _deliver(self, deliver: Callable[[Answer | Exception], None], answer: Answer | Exception) -> None:
+        phase = self.times.phase
+        self.times.enter(Phase.ANSWER)
+        deliver(answer)
+        self.times.enter(phase)
+
+    def _run(self) -> None:
+        make_current(self.engine.device)
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
+        try:
+            while self._run_commands():
+                self._iterate()
+                self.times.end_step()
+        except Exception as error:
+            logger.exception("the draft engine failed")
+            self._failure = EngineFailureError(f"the draft engine failed: {error}")
+            try:
+                self.engine.fail(self._failure)
+            finally:
+                self._on_failure()
+            self._catch_up()
+            self.times.enter(Phase.IDLE)
+            while (command := self._commands.get()) is not None:
+                command()
+                self._catch_up()
+
+    def _run_commands(self) -> bool:
+        """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
+        has_looked = False
+        while True:
+            has_work = self.engine.has_work
+            if has_work and has_looked and not self._commands.has_more:
+                return True
+            if self._later and not has_work:
+                self.times.enter(Phase.ANSWER)
+                self._catch_up()
+            waiting = Phase.COMPUTE if self.engine.early.is_computing else Phase.IDLE
+            self.times.enter(Phase.DECODE if has_work else waiting)
+            try:
+                command = self._commands.get(timeout=0 if has_work else None)
+            except queue.Empty:
+                return True
+            has_looked = True
+            if command is None:
+                self._catch_up()
+                return False
+            self.times.enter(Phase.DECODE)
+            command()
+            del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
+
+    def _iterate(self) -> None:
+        self.times.enter(Phase.COMPUTE)
+        self._guard(lambda: self.engine.iterate(self._catch_up))
+
+    def _guard(self, compute: Callable[[], T]) -> T | None:
+        """Computes; where there is no memory for it all sessions end, and it gives None."""
+        try:
+            return compute()
+        except (RuntimeError, MemoryError) as error:
+            known = (torch.OutOfMemoryError, MemoryError)
+            if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
+                raise
+            check_context(self.engine.device)  # "illegal memory access" is none of that
+            logger.exception("out of memory; all sessions end")
+            self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
+            torch.cuda.empty_cache()
+            return None
+
+    def _catch_up(self) -> None:
+        """Makes the calls that could wait."""
+        while self._later:
+            call = self._later.popleft()
+            try:
+                call()
+            except Exception:
+                logger.exception("a step is not counted, or not told of")

@@ -1,0 +1,43 @@
+"""What both ends of a connection agree on: the form of addresses and the size of messages."""
+
+from __future__ import annotations
+
+from draftwire.contract.errors import InvalidArgumentError
+
+# One step of a large batch carries its features in one message.
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+# A prompt of a very long context; what is larger is refused before it is read.
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose host has vanished is noticed within seconds, on both sides.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def receiving_at_most(num_bytes: int) -> list[tuple[str, int]]:
+    """Options of a channel or server that takes no larger message."""
+    return [*{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": num_bytes}.items()]
+
+
+def parse_address(address: str, field: str) -> tuple[str, int]:
+    """(host, port) of `HOST:PORT`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names `field` when the address is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise InvalidArgumentError(field, address, "must be HOST:PORT with a port in [0, 65535]")
+    try:
+        host.encode("idna")  # as look-ups do
+    except UnicodeError as error:
+        raise InvalidArgumentError(field, address, f"must be HOST:PORT with a name or an address ({error})") from error
+    return host, int(port)

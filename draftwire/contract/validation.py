@@ -1,0 +1,447 @@
+"""The one validation of SamplingParams and SpeculativeConfig, and their JSON form.
+
+Limits of single fields are read from the contract (`limits` options in proto/draftwire/v1); this module adds the rules
+across fields. Both services, the client and the command line call the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from draftwire.contract.errors import Described, InvalidArgumentError
+from draftwire.v1 import config_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+GREEDY = pb.DRAFT_SAMPLE_METHOD_GREEDY
+GUMBEL = pb.DRAFT_SAMPLE_METHOD_GUMBEL
+NONE = pb.DRAFT_LOGITS_FORM_NONE
+DENSE = pb.DRAFT_LOGITS_FORM_DENSE
+TOP_N = pb.DRAFT_LOGITS_FORM_TOP_N
+STANDARD = pb.REJECTION_SAMPLE_METHOD_STANDARD
+SYNTHETIC = pb.REJECTION_SAMPLE_METHOD_SYNTHETIC
+BLOCK = pb.REJECTION_SAMPLE_METHOD_BLOCK
+COUPLED = pb.REJECTION_SAMPLE_METHOD_COUPLED
+
+HEAD_METHODS = ("eagle", "eagle3")
+
+
+def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = None) -> pb.SamplingParams:
+    """Validates sampling parameters and fills in their defaults.
+
+    Parameters
+    ----------
+    params
+        As given by the user; left as it is.
+    vocab_size
+        Size of the target's vocabulary, to check token ids against; None where it is not known (on the client).
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, its value and what is allowed.
+    """
+    check_limits(params, "sampling_params.")
+    resolved = with_defaults(params)
+    if resolved.min_tokens > resolved.max_tokens:
+        raise InvalidArgumentError(
+            "sampling_params.min_tokens", resolved.min_tokens, f"allowed range [0, max_tokens = {resolved.max_tokens}]"
+        )
+    if vocab_size is not None:
+        check_token_ids("sampling_params.logit_bias", resolved.logit_bias, vocab_size)
+        check_token_ids("sampling_params.stop_token_ids", resolved.stop_token_ids, vocab_size)
+    return resolved
+
+
+def check_token_ids(
+    field: str, token_ids: Iterable[int], vocab_size: int, describe: Callable[[int], object] = int
+) -> None:
+    """Refuse token ids for which a target of `vocab_size` tokens has no row.
+
+    Parameters
+    ----------
+    describe
+        Shows a token id as the value of the field; by default the id itself.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, the largest id and what is allowed.
+    """
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidArgumentError(field, describe(largest), f"token ids must be in [0, {vocab_size})")
+
+
+def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeConfig:
+    """Validates speculation settings and fills in their defaults.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, its value and what is allowed.
+    """
+    prefix = "speculative_config."
+    check_limits(config, prefix)
+    resolved = with_defaults(config)
+    resolved.draft_sample_method = resolved.draft_sample_method or GREEDY
+    resolved.draft_logits.form = resolved.draft_logits.form or NONE
+    resolved.rejection_sample_method = resolved.rejection_sample_method or STANDARD
+    if resolved.HasField("method") and resolved.method not in HEAD_METHODS:
+        raise InvalidArgumentError(f"{prefix}method", resolved.method, f"allowed: {', '.join(HEAD_METHODS)}")
+    _check_draft_logits(resolved, prefix)
+    _check_synthetic(resolved, prefix)
+    if resolved.rejection_sample_method == COUPLED and resolved.draft_sample_method != GUMBEL:
+        raise InvalidArgumentError(f"{prefix}draft_sample_method", "greedy", "coupled needs gumbel")
+    if resolved.rejection_sample_method == COUPLED and resolved.draft_logits.form != NONE:
+        raise InvalidArgumentError(
+            f"{prefix}draft_logits", draft_logits_text(resolved.draft_logits), "coupled allows none"
+        )
+    return resolved
+
+
+def _check_draft_logits(config: pb.SpeculativeConfig, prefix: str) -> None:
+    logits = config.draft_logits
+    shown = draft_logits_text(logits)
+    if logits.form == TOP_N and not logits.HasField("n"):
+        raise InvalidArgumentError(f"{prefix}draft_logits", shown, 'top_n needs n, as in {"top_n": 64}')
+    if logits.form != TOP_N and logits.HasField("n"):
+        raise InvalidArgumentError(f"{prefix}draft_logits.n", logits.n, "allowed with top_n alone")
+    if logits.form != NONE and config.draft_sample_method != GUMBEL:
+        raise InvalidArgumentError(
+            f"{prefix}draft_logits", shown, "logits travel with gumbel drafts alone; set draft_sample_method to gumbel"
+        )
+
+
+def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
+    k = config.num_speculative_tokens
+    rates = [_rounded(rate) for rate in config.synthetic_acceptance_rates]
+    has_length = config.HasField("synthetic_acceptance_length")
+    if config.rejection_sample_method != SYNTHETIC:
+        length = _rounded(config.synthetic_acceptance_length) if has_length else None
+        for name, given in (("rates", rates), ("length", length)):
+            if given:
+                raise InvalidArgumentError(
+                    f"{prefix}synthetic_acceptance_{name}", given, "needs rejection_sample_method synthetic"
+                )
+        return
+    if bool(rates) == has_length:
+        raise InvalidArgumentError(
+            f"{prefix}rejection_sample_method",
+            "synthetic",
+            "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length, "
+            f"got {'both' if has_length else 'neither'}",
+        )
+    if has_length and config.synthetic_acceptance_length > k + 1:
+        raise InvalidArgumentError(
+            f"{prefix}synthetic_acceptance_length",
+            _rounded(config.synthetic_acceptance_length),
+            f"allowed range [1, num_speculative_tokens + 1 = {k + 1}]",
+        )
+    if rates and len(rates) != k:
+        raise InvalidArgumentError(
+            f"{prefix}synthetic_acceptance_rates", rates, f"needs num_speculative_tokens = {k} values, got {len(rates)}"
+        )
+    if any(later > earlier for earlier, later in pairwise(rates)):
+        raise InvalidArgumentError(f"{prefix}synthetic_acceptance_rates", rates, "must not increase")
+
+
+def check_limits(message: Message, prefix: str = "") -> None:
+    """Checks every set field, in depth, against the `limits` written in the contract.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field (with `prefix`), its value and its allowed range.
+    """
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        limits = _limits(field)
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        entries = list(value.values()) if is_map else list(value) if field.is_repeated else [value]
+        if limits.HasField("max_items") and len(entries) > limits.max_items:
+            raise InvalidArgumentError(
+                path, Described(f"{len(entries)} entries"), f"at most {limits.max_items} entries"
+            )
+        if field.message_type is None and field.enum_type is None and not limits.ListFields():
+            continue  # as the ids of a long prompt
+        for entry in entries:
+            if field.enum_type is not None:
+                _check_enum(field.enum_type, entry, path)
+            elif isinstance(entry, Message):
+                check_limits(entry, path + ".")
+            else:
+                _check_value(entry, limits, path)
+
+
+def _fields(message: Message) -> list[FieldDescriptor]:
+    # The type stubs name the descriptors of one protobuf implementation beside the public ones.
+    return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))
+
+
+def limits_of(message: Message, name: str) -> pb.Limits:
+    """Limits of a message's field, as the contract states them; empty where it states none."""
+    return next(_limits(field) for field in _fields(message) if field.name == name)
+
+
+def _limits(field: FieldDescriptor) -> pb.Limits:
+    extensions: Any = field.GetOptions().Extensions
+    return cast(pb.Limits, extensions[pb.limits])
+
+
+def _check_enum(enum: EnumDescriptor, value: int, path: str) -> None:
+    if value not in enum.values_by_number:
+        allowed = ", ".join(f"{v.number} ({v.name})" for v in enum.values)
+        raise InvalidArgumentError(path, value, f"allowed: {allowed}")
+
+
+def _check_value(value: Any, limits: pb.Limits, path: str) -> None:
+    if isinstance(value, str):
+        size = len(value.encode())
+        if limits.HasField("max_bytes") and not 1 <= size <= limits.max_bytes:
+            raise InvalidArgumentError(path, value, f"allowed length 1 to {limits.max_bytes} bytes, got {size}")
+        return
+    if not (limits.HasField("min") or limits.HasField("max")) or isinstance(value, bool):
+        return
+    too_low = limits.HasField("min") and (value <= limits.min if limits.exclusive_min else value < limits.min)
+    too_high = limits.HasField("max") and value > limits.max
+    if too_low or too_high or not math.isfinite(value):
+        raise InvalidArgumentError(path, _rounded(value), f"allowed range {range_text(limits)}")
+
+
+def range_text(limits: pb.Limits) -> str:
+    """The allowed range in interval notation: `(0, 1]`, `[0, inf)`."""
+    low = f"{'(' if limits.exclusive_min else '['}{limits.min:.10g}" if limits.HasField("min") else "(-inf"
+    return f"{low}, {limits.max:.10g}]" if limits.HasField("max") else f"{low}, inf)"
+
+
+def _rounded(value: float) -> float:
+    """Undoes the digits that float32 adds to a decimal number."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def with_defaults(message: M) -> M:
+    """A copy in which every unset field with a default in the contract is set to it."""
+    filled = type(message)()
+    filled.CopyFrom(message)
+    for field in _fields(filled):
+        limits = _limits(field)
+        if limits.HasField("default") and not filled.HasField(field.name):
+            setattr(filled, field.name, _cast(field, limits.default))
+    return filled
+
+
+def _cast(field: FieldDescriptor, value: float) -> float | int | bool:
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return bool(value)
+    return value if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE) else int(value)
+
+
+def build_sampling_params(**options: Any) -> pb.SamplingParams:
+    """SamplingParams from keyword options; an option of None counts as not given.
+
+    Raises
+    ------
+    InvalidArgumentError
+        For an unknown name, a wrong type or a value out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    params = build_message(pb.SamplingParams(), given, "sampling_params.")
+    resolve_sampling_params(params)
+    return params
+
+
+RETIRED_VALUES = {
+    "strict": 'use "standard" (with draft_sample_method "gumbel" for the same drafts)',
+    "probabilistic": 'use "standard" with draft_sample_method "gumbel" and draft_logits "dense"',
+}
+RETIRED_KEYS = {
+    "synthetic_acceptance_rate": "use synthetic_acceptance_rates (a list of k) or synthetic_acceptance_length"
+}
+
+
+def speculative_config_from_mapping(options: Mapping[str, Any]) -> pb.SpeculativeConfig:
+    """Validated SpeculativeConfig, defaults filled in, from vLLM-style keys and values.
+
+    `draft_logits` is "none", "dense" or {"top_n": n}; enum values are lower-case names; `probabilistic` is read as
+    gumbel in `draft_sample_method`, its newer spelling in vLLM.
+
+    Raises
+    ------
+    InvalidArgumentError
+        For an unknown or retired name, a wrong type or a broken rule.
+    """
+    prefix = "speculative_config."
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, successor in RETIRED_KEYS.items():
+        if name in given:
+            raise InvalidArgumentError(prefix + name, given[name], f"this name is retired: {successor}")
+    method = given.get("rejection_sample_method")
+    if isinstance(method, str) and method in RETIRED_VALUES:
+        raise InvalidArgumentError(
+            f"{prefix}rejection_sample_method", method, f"this name is retired: {RETIRED_VALUES[method]}"
+        )
+    if given.get("draft_sample_method") == "probabilistic":
+        given["draft_sample_method"] = "gumbel"
+    if "draft_logits" in given:
+        given["draft_logits"] = _draft_logits_mapping(given["draft_logits"], f"{prefix}draft_logits")
+    return resolve_speculative_config(build_message(pb.SpeculativeConfig(), given, prefix))
+
+
+def _draft_logits_mapping(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, str) and value in ("none", "dense"):
+        return {"form": value}
+    if isinstance(value, Mapping) and list(value) == ["top_n"]:
+        return {"form": "top_n", "n": value["top_n"]}
+    raise InvalidArgumentError(path, value, 'allowed: "none", "dense", {"top_n": n}')
+
+
+def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
+    """Validated SpeculativeConfig from a JSON object or from the path of a file that holds one.
+
+    Raises
+    ------
+    InvalidArgumentError
+        As `parse_json_object` and `speculative_config_from_mapping` do.
+    """
+    return speculative_config_from_mapping(parse_json_object("speculative_config", argument))
+
+
+def parse_json_object(name: str, argument: str) -> dict[str, Any]:
+    """The options in a JSON object, or in a file of such a path that holds one.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When there is no such file, when it is no JSON object, or when an option is given twice; it names `name`.
+    """
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            repeated = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+            raise InvalidArgumentError(f"{name}.{repeated}", mapping[repeated], "is given more than once")
+        return mapping
+
+    text = argument.strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(argument).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(
+                name, argument, f"must be a JSON object or the path of a file with one ({error})"
+            ) from error
+    try:
+        options = json.loads(text, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as error:
+        raise InvalidArgumentError(name, argument, f"is not valid JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise InvalidArgumentError(name, argument, "must be a JSON object")
+    return options
+
+
+def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any]:
+    """The vLLM-style form of a resolved config: what `speculative_config_from_mapping` reads."""
+    mapping: dict[str, Any] = {}
+    for field, value in config.ListFields():
+        if field.name == "draft_logits":
+            mapping[field.name] = {"top_n": value.n} if value.form == TOP_N else draft_logits_text(value)
+        elif field.enum_type is not None:
+            mapping[field.name] = _enum_word(field.enum_type, value)
+        elif field.is_repeated:
+            mapping[field.name] = [_rounded(entry) for entry in value]
+        else:
+            mapping[field.name] = _rounded(value)
+    return mapping
+
+
+def draft_logits_text(logits: pb.DraftLogits) -> str:
+    """`none`, `dense` or `top_n=64`."""
+    if logits.form == TOP_N:
+        return f"top_n={logits.n}"
+    return _enum_word(pb.DraftLogitsForm.DESCRIPTOR, logits.form or NONE)
+
+
+def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
+    """Sets fields of `message` by name; nested messages are mappings, enum values lower-case words.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field (with `prefix`) for an unknown name or a wrong type.
+    """
+    fields = {field.name: field for field in _fields(message)}
+    for name, value in options.items():
+        if name not in fields:
+            raise InvalidArgumentError(prefix + name, value, f"unknown name; known: {', '.join(sorted(fields))}")
+        field = fields[name]
+        try:
+            if field.enum_type is not None:
+                setattr(message, name, _enum_number(field.enum_type, value, prefix + name))
+            elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+                getattr(message, name).update({_map_key(key): _number(entry) for key, entry in value.items()})
+            elif field.message_type is not None:
+                build_message(getattr(message, name), value, f"{prefix}{name}.")
+            elif field.is_repeated:
+                if isinstance(value, str):
+                    raise TypeError("expected a list")
+                getattr(message, name).extend(_not_boolean(entry) for entry in value)
+            else:
+                if isinstance(value, bool) != (field.type == FieldDescriptor.TYPE_BOOL):
+                    raise TypeError(f"expected {'true or false' if not isinstance(value, bool) else 'a number'}")
+                setattr(message, name, value)
+        except InvalidArgumentError:
+            raise
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            limits = _limits(field)
+            has_range = limits.HasField("min") or limits.HasField("max")
+            allowed = f"allowed range {range_text(limits)}" if has_range else _type_text(field)
+            raise InvalidArgumentError(prefix + name, value, f"{allowed} ({error})") from error
+    return message
+
+
+def _not_boolean(value: Any) -> Any:
+    """Return a value that protobuf is to take: it would take true for the number 1."""
+    if isinstance(value, bool):
+        raise TypeError("expected no true or false")
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(_not_boolean(value))
+
+
+def _map_key(value: Any) -> int:
+    """Return the integer that a key is, or that it spells: the keys of JSON objects are strings."""
+    return int(value) if isinstance(value, str) else operator.index(_not_boolean(value))
+
+
+def _type_text(field: FieldDescriptor) -> str:
+    words = {FieldDescriptor.TYPE_BOOL: "true or false", FieldDescriptor.TYPE_STRING: "text"}
+    word = words.get(field.type, "a 64-bit integer" if field.type == FieldDescriptor.TYPE_INT64 else "a number")
+    return f"must be {'a list of ' if field.is_repeated else ''}{word}"
+
+
+def _enum_prefix(enum: EnumDescriptor) -> str:
+    return enum.values[0].name.removesuffix("UNSPECIFIED")
+
+
+def _enum_word(enum: EnumDescriptor, number: int) -> str:
+    return enum.values_by_number[number].name.removeprefix(_enum_prefix(enum)).lower()
+
+
+def _enum_number(enum: EnumDescriptor, word: Any, path: str) -> int:
+    prefix = _enum_prefix(enum)
+    words = {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
+    if not isinstance(word, str) or word not in words:
+        raise InvalidArgumentError(path, word, f"allowed: {', '.join(words)}")
+    return words[word]

@@ -1,0 +1,1 @@
+"""What the target and the heads share: checkpoints, devices, paged caches, fused features."""

@@ -1,0 +1,51 @@
+"""The blocks of a paged cache and who may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.model.kv_cache import BLOCK_SIZE
+
+
+class BlockPool:
+    """Hands out block ids; the only owner of the free list.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When there is not even one block to hand out.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise InvalidArgumentError("num_blocks", num_blocks, "must be at least 2; block 0 is padding")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks not in use."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, [0, 1]."""
+        return 1 - self.num_free / (self.num_blocks - 1)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks, or None when fewer are free. Those that never were in use lie side by side, in order."""
+        if count > len(self._free):
+            return None
+        taken = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes blocks back; those of a sequence, given last to first, are handed out in order again."""
+        self._free.extend(blocks)
+
+
+def blocks_for(num_rows: int) -> int:
+    """Blocks that hold `num_rows` rows."""
+    return -(-num_rows // BLOCK_SIZE)

@@ -1,0 +1,126 @@
+"""Model directories: finding, reading and fingerprinting them, with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from draftwire.contract.errors import CheckpointError
+
+
+def resolve_directory(name: str) -> Path:
+    """The local directory of a model given as a directory or a hub id (`organisation/model`).
+
+    Raises
+    ------
+    CheckpointError
+        When there is neither such a directory nor such a model to be had.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(f"{name!r} is not a directory; give a model directory or a hub id organisation/model")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja"]))
+    except Exception as error:  # the hub client raises errors of many kinds: network, HTTP, validation, cache
+        raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {error}") from error
+
+
+def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    """The contents of config.json, or of another such file of a model directory.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is missing or not a JSON object.
+    """
+    path = directory / name
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{directory}: there is no {name}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: must be a JSON object")
+    return config
+
+
+# Names of the weights without an index, in the order in which they are looked for. Directories hold other files of both
+# kinds beside them: optimizer state, training arguments, consolidated copies.
+_WEIGHT_PATTERNS = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "pytorch_model*.bin", "model*.bin")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
+
+    Raises
+    ------
+    CheckpointError
+        When there are none, or the index is damaged or names a file that is missing.
+    """
+    for suffix in ("safetensors", "bin"):
+        for index in sorted(directory.glob(f"*.{suffix}.index.json")):
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index}: is damaged or not an index of weights: {error}") from error
+            missing = [name for name in names if not (directory / name).is_file()]
+            if missing:
+                raise CheckpointError(f"{directory}: {index.name} names {missing[0]}, which is missing")
+            return [directory / name for name in names]
+    for pattern in _WEIGHT_PATTERNS:
+        files = sorted(directory.glob(pattern))
+        if files:
+            return files
+    raise CheckpointError(f"{directory}: there are no weights (*.safetensors or *.bin)")
+
+
+def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by name, on the CPU, all of them or those among `names` that it has.
+
+    Raises
+    ------
+    CheckpointError
+        When a file is missing, may not be read, is truncated or not a checkpoint.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            path.open("rb").close()  # safetensors says of all reasons that there is no such file
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            tensors.update(_read_safetensors(path, names) if path.suffix == ".safetensors" else _read_bin(path, names))
+        except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError, EOFError) as error:
+            raise CheckpointError(f"{path}: is damaged or not a checkpoint: {error}") from error
+    return tensors
+
+
+def _read_safetensors(path: Path, names: list[str] | None) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
+
+
+def _read_bin(path: Path, names: list[str] | None) -> dict[str, torch.Tensor]:
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
+    return {name: tensor for name, tensor in loaded.items() if names is None or name in names}
+
+
+def fingerprint(*parts: bytes) -> str:
+    """16 hexadecimal digits that stand for `parts`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What both services are built on: bootstrap, security, interceptors, logs, metrics, traces."""

@@ -1,0 +1,119 @@
+"""Bootstrap that both services share: address, health, reflection, orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draftwire.contract.addresses import parse_address
+from draftwire.contract.errors import ServerError
+from draftwire.server.call_admission import AdmissionInterceptor
+from draftwire.server.grpc_guard import GuardedServer
+from draftwire.server.message_reading import MessageReader, ReadingLimits
+from draftwire.server.security import ServerSecurity, TokenInterceptor
+from draftwire.server.stop_signals import STOP_SIGNALS, end_at_signals
+
+logger = logging.getLogger(__name__)
+
+# What is left to a call that has its end or its error to be sent.
+STOP_GRACE_S = 1.0
+# Connections that never become HTTP/2 are closed after so long; gRPC's own default is two minutes.
+CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
+# An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
+SWITCH_INTERVAL_S = 0.0002
+
+
+async def serve(
+    listen: str,
+    service_name: str,
+    register: Callable[[grpc.aio.Server], None],
+    security: ServerSecurity,
+    reader: MessageReader,
+    *,
+    stop: asyncio.Event,
+    drain: Callable[[], Awaitable[None]],
+    on_stop: Callable[[], Awaitable[None]],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> None:
+    """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
+
+    Parameters
+    ----------
+    listen
+        HOST:PORT; port 0 takes a free one. The line `listening on HOST:PORT` on standard output names it.
+    service_name
+        Full name of the service, for health and reflection.
+    register
+        Adds the service to the server.
+    security
+        Who is let in; tokens are asked for by the service, not by health and reflection.
+    reader
+        Reads the messages of the service's unary calls.
+    stop
+        Set by the first signal; the caller may set it too.
+    drain
+        Called then, when health says NOT_SERVING and calls still come: refuses new work, and returns when what runs has
+        ended or has had its time.
+    on_stop
+        Called once no call is left.
+    interceptors
+        Of the service's own.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When it would be plain text outside of loopback without having been asked for.
+    ServerError
+        When the address cannot be bound, or a certificate or token file cannot be read.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    credentials = security.credentials(listen)
+    others = MessageReader(limits_of_others(reader.limits), by_host=True)
+    interceptors = [AdmissionInterceptor(service_name, reader, others), *interceptors]
+    if security.token_file:
+        interceptors.insert(0, TokenInterceptor(security.token_file, service_name))
+    options = [*reader.limits.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
+    server: Any = GuardedServer(options, interceptors)
+    register(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    host, _ = parse_address(listen, "listen")
+    try:
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ServerError(
+            f"listen = {listen!r}: cannot be bound: the port is in use or the host is not of this machine"
+        ) from error
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    for name in ("", service_name):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    # With its end in one write, so that no log line of another thread comes between the two where output is unbuffered.
+    print(f"listening on {host}:{port}\n", end="", flush=True)
+    await stop.wait()
+    for number in STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+    end_at_signals()  # whatever hangs, the second one ends the process
+    logger.info("draining")
+    await health_servicer.enter_graceful_shutdown()
+    await drain()
+    logger.info("stopping")
+    await server.stop(STOP_GRACE_S)
+    await on_stop()
+
+
+def limits_of_others(own: ReadingLimits) -> ReadingLimits:
+    """Return the limits of health and reflection, which need no token; the options of the server are the service's."""
+    max_readers = max(1, own.max_readers // 2)
+    return ReadingLimits(own.max_message_bytes, max_readers, max(1, max_readers // 4), 256, 64, own.window_bytes)

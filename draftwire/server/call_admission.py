@@ -1,0 +1,139 @@
+"""Serves every method as one with a stream of requests, so that its message is read within limits.
+
+grpc.aio reads the message of a unary call before it calls the method, without a limit of time, calls or bytes. It calls
+a method with a stream of requests once it has the metadata, and that method reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from draftwire.contract.errors import Described, InvalidArgumentError, QueueFullError
+from draftwire.contract.retry import retry_metadata
+from draftwire.server.message_reading import MessageReader
+from draftwire.server.method_handlers import Behaviour, Refusal, rebuild_handler
+
+# A call that was cancelled ends like one without a message; gRPC tells the cancellation within this time.
+CANCELLATION_S = 0.1
+
+
+class AdmissionInterceptor(grpc.aio.ServerInterceptor):
+    """Reads the messages of one service's methods with `reader`, those of other services with `others`.
+
+    Methods of that service which take a stream read it themselves. What cannot be decoded is INVALID_ARGUMENT.
+    """
+
+    def __init__(self, service_name: str, reader: MessageReader, others: MessageReader) -> None:
+        self._prefix = f"/{service_name}/"
+        self._reader = reader
+        self._others = others
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        is_own = handler_call_details.method.startswith(self._prefix)
+        decode = _decoding(handler.request_deserializer)
+        if is_own and handler.request_streaming:
+            return rebuild_handler(handler, decode, handler.response_serializer)
+        return _reading_handler(handler, decode, self._reader if is_own else self._others)
+
+
+def _decoding(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except DecodeError as error:
+            text = f"cannot be decoded: {error}"
+        raise InvalidArgumentError("message", Described(f"{len(data)} bytes"), text)
+
+    return decode
+
+
+def _reading_handler(handler: Any, decode: Callable[[bytes], Any], reader: MessageReader) -> Any:
+    """Return a handler that takes a stream and has `handler`'s method serve what `reader` reads of it."""
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(
+            _reading_all(handler.stream_stream, reader), decode, handler.response_serializer
+        )
+    if handler.response_streaming:
+        behaviour = handler.unary_stream
+        reading = _reading_one if inspect.iscoroutinefunction(behaviour) else _reading_one_for_many
+        return grpc.stream_stream_rpc_method_handler(reading(behaviour, reader), decode, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(
+        _reading_one(handler.unary_unary, reader), decode, handler.response_serializer
+    )
+
+
+def _reading_one(behaviour: Behaviour, reader: MessageReader) -> Behaviour:
+    async def serve(_requests: Any, context: Any) -> Any:
+        request, refusal = await _read_one(reader, context)
+        if refusal is not None:
+            await context.abort(*refusal)
+        return await behaviour(request, context)
+
+    return serve
+
+
+def _reading_one_for_many(behaviour: Behaviour, reader: MessageReader) -> Behaviour:
+    async def serve(_requests: Any, context: Any) -> AsyncIterator[Any]:
+        request, refusal = await _read_one(reader, context)
+        if refusal is not None:
+            await context.abort(*refusal)
+        async for response in behaviour(request, context):
+            yield response
+
+    return serve
+
+
+def _reading_all(behaviour: Behaviour, reader: MessageReader) -> Behaviour:
+    async def serve(_requests: Any, context: Any) -> AsyncIterator[Any]:
+        refusals: list[Refusal] = []
+
+        async def read_all() -> AsyncIterator[Any]:
+            while True:
+                request, refusal = await _read(reader, context)
+                if refusal is not None:
+                    refusals.append(refusal)
+                if refusal is not None or request is grpc.aio.EOF:
+                    return
+                yield request
+
+        async for response in behaviour(read_all(), context):
+            yield response
+        if refusals:
+            await context.abort(*refusals[0])
+
+    return serve
+
+
+async def _read_one(reader: MessageReader, context: Any) -> tuple[Any, Refusal | None]:
+    request, refusal = await _read(reader, context)
+    if request is grpc.aio.EOF:
+        await asyncio.sleep(CANCELLATION_S)
+        error = InvalidArgumentError("message", None, "this method takes one message")
+        return None, (grpc.StatusCode.INVALID_ARGUMENT, str(error), ())
+    return request, refusal
+
+
+async def _read(reader: MessageReader, context: Any) -> tuple[Any, Refusal | None]:
+    """Return a message, or why the call is refused. No error leaves: gRPC would keep it, and all that it refers to."""
+    try:
+        return await reader.read(context), None
+    except InvalidArgumentError as error:
+        return None, (grpc.StatusCode.INVALID_ARGUMENT, str(error), ())
+    except QueueFullError as error:
+        return None, (grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry_metadata(str(error), error.retry_after_s))
+    except TimeoutError as error:
+        return None, (grpc.StatusCode.DEADLINE_EXCEEDED, str(error), ())

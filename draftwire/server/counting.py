@@ -1,0 +1,77 @@
+"""Counts messages where gRPC encodes and decodes them: anywhere else their size takes another encoding to find."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from draftwire.server.method_handlers import rebuild_handler
+from draftwire.transport.encoding import Encoded
+from draftwire.transport.traffic import Direction
+
+# Is told the bytes of a message before it is sent, or before who reads it has it. What cannot be decoded is not told.
+Count = Callable[[Direction, Message, int], None]
+
+
+class CountingChannel:
+    """A channel for a stub, which counts what the stub's methods send and receive. They also take encoded messages."""
+
+    def __init__(self, channel: grpc.aio.Channel, count: Count) -> None:
+        def counting(make: Callable[..., Any]) -> Callable[..., Any]:
+            def make_counting(
+                method: str,
+                request_serializer: Callable[[Any], bytes],
+                response_deserializer: Callable[[bytes], Any],
+                **options: Any,
+            ) -> Any:
+                encode, decode = _encoding(request_serializer, count), _decoding(response_deserializer, count)
+                return make(method, encode, decode, **options)
+
+            return make_counting
+
+        self.unary_unary = counting(channel.unary_unary)
+        self.unary_stream = counting(channel.unary_stream)
+        self.stream_unary = counting(channel.stream_unary)
+        self.stream_stream = counting(channel.stream_stream)
+
+
+class CountingInterceptor(grpc.aio.ServerInterceptor):
+    """Counts what the methods of one service receive and send, in the task that reads or writes. They may send encoded
+    messages."""
+
+    def __init__(self, service_name: str, count: Count) -> None:
+        self._prefix = f"/{service_name}/"
+        self._count = count
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        decode = _decoding(handler.request_deserializer, self._count)
+        return rebuild_handler(handler, decode, _encoding(handler.response_serializer, self._count))
+
+
+def _encoding(serialize: Callable[[Any], bytes], count: Count) -> Callable[[Any], bytes]:
+    def encode(message: Any) -> bytes:
+        encoded = message if isinstance(message, Encoded) else Encoded(message, serialize(message))
+        count("sent", encoded.message, len(encoded.data))
+        return encoded.data
+
+    return encode
+
+
+def _decoding(deserialize: Callable[[bytes], Any], count: Count) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        message = deserialize(data)
+        count("received", message, len(data))
+        return message
+
+    return decode

@@ -1,0 +1,198 @@
+"""Prometheus metrics over HTTP or HTTPS, on a port of their own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from draftwire.contract.addresses import parse_address
+from draftwire.contract.errors import ServerError
+from draftwire.server.security import ServerSecurity
+
+logger = logging.getLogger(__name__)
+
+# Connections at once. Each has a thread.
+MAX_CONNECTIONS = 16
+# How long a connection may last, with its handshake.
+TIMEOUT_S = 10.0
+# How long the thread of a connection that was cut may take to end.
+CUT_TIMEOUT_S = 1.0
+
+
+def with_model_name(metrics: Iterable[Metric], model_name: str) -> Iterator[Metric]:
+    """The metrics with the label that those of vLLM have, after their own."""
+    for metric in metrics:
+        metric.samples = [
+            sample._replace(labels={**sample.labels, "model_name": model_name}) for sample in metric.samples
+        ]
+        yield metric
+
+
+@contextmanager
+def serving_metrics(
+    listen: str | None, collectors: Sequence[Collector], security: ServerSecurity
+) -> Iterator[int | None]:
+    """Within it, /metrics answers with the collectors' metrics and those of the process.
+
+    Parameters
+    ----------
+    listen
+        HOST:PORT, port 0 for a free one; None serves nothing.
+    security
+        With a certificate it is HTTPS, with authorities for their clients alone; tokens are not asked for.
+
+    Yields
+    ------
+    int | None
+        The port.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When it would be plain text outside of loopback without having been asked for.
+    ServerError
+        When the address cannot be bound, or a file of `security` cannot be read.
+    """
+    if listen is None:
+        yield None
+        return
+    host, port = parse_address(listen, "metrics_listen")
+    tls_context = security.tls_context(listen, "metrics_listen")
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    try:
+        server = _Server(host.strip("[]"), port, tls_context)
+    except OSError as error:
+        raise ServerError(f"metrics_listen = {listen!r}: cannot be bound: {error.strerror or error}") from error
+    server.set_app(_forgiving(make_wsgi_app(registry)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    logger.info("metrics on %s://%s:%d/metrics", "https" if tls_context else "http", host, server.server_port)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _forgiving(app: Any) -> Any:
+    """The application, which by itself fails at an Accept header that it cannot read; it counts as none."""
+
+    def forgiving(environ: dict[str, Any], start_response: Any) -> Any:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):
+            del environ["HTTP_ACCEPT"]
+        return app(environ, start_response)
+
+    return forgiving
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not told."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, which shakes hands there: a client that is slow at it holds up nobody. The oldest
+    connection is cut when there is one too many, so that a scrape gets in beside any number of slow ones.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, tls_context: Callable[[], ssl.SSLContext] | None) -> None:
+        self._tls_context = tls_context
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._begun: dict[socket.socket, float] = {}  # when each connection has begun, oldest first
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]  # a port is a number
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """See socketserver.BaseServer."""
+        connection, address = super().get_request()
+        if self._tls_context is not None:
+            connection = self._tls_context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See socketserver.BaseServer."""
+        if not self._places.acquire(blocking=False):
+            self._cut(1)
+            if not self._places.acquire(timeout=CUT_TIMEOUT_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._begun[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._forget(request)
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See socketserver.ThreadingMixIn."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """See socketserver.BaseServer."""
+        try:
+            if self._tls_context is not None:
+                request.do_handshake()
+            super().finish_request(request, client_address)
+        finally:
+            self._forget(request)
+
+    def service_actions(self) -> None:
+        """See socketserver.BaseServer: called twice a second and after each connection."""
+        latest = time.monotonic() - TIMEOUT_S
+        with self._lock:
+            num_late = sum(begun < latest for begun in self._begun.values())
+        self._cut(num_late)
+
+    def server_close(self) -> None:
+        """See socketserver.BaseServer."""
+        super().server_close()
+        self._cut(MAX_CONNECTIONS)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """See socketserver.BaseServer."""
+        logger.debug("a client of the metrics failed: %s: %s", client_address[0], sys.exc_info()[1])
+
+    def _cut(self, count: int) -> None:
+        """Ends so many of the oldest connections, whatever their threads are waiting for."""
+        with self._lock:
+            for connection in list(self._begun)[:count]:
+                del self._begun[connection]
+                with suppress(OSError):
+                    # Not that of SSLSocket, which takes the state away that its thread is using.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._begun.pop(connection, None)

@@ -1,0 +1,29 @@
+"""End a service process when the process that started it has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+# With this set, `python -m draftwire_cli` ends when its standard input does: the kernel closes that pipe however the
+# parent ends, on every system.
+PARENT_PIPE = "DRAFTWIRE_PARENT_PIPE"
+STOP_TIMEOUT_S = 10.0  # of an orderly stop
+
+
+def watch_parent() -> None:
+    """End this process when its parent has ended, if the parent asked for that."""
+    if os.environ.pop(PARENT_PIPE, None) is None:
+        return
+
+    def wait() -> None:
+        # Not sys.stdin: its lock, held in a thread, breaks the interpreter's end.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_TIMEOUT_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()

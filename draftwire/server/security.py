@@ -1,0 +1,368 @@
+"""Who may talk to whom: TLS in both directions, bearer tokens, and plain text only where it is asked for.
+
+Files are read again when they change, so that certificates and tokens are renewed without a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from draftwire.contract.addresses import parse_address
+from draftwire.contract.errors import InvalidArgumentError, ServerError
+from draftwire.server.method_handlers import refusing_handler
+
+logger = logging.getLogger(__name__)
+
+AUTHORIZATION = "authorization"
+_SCHEME = "Bearer "
+
+
+@dataclass(frozen=True)
+class ServerSecurity:
+    """How a server lets others in.
+
+    Attributes
+    ----------
+    certificate, key
+        PEM files of the server's certificate chain and private key; both or neither.
+    client_ca
+        PEM file of the authorities whose clients are let in (mutual TLS); needs a certificate of one's own.
+    token_file
+        Text file with one bearer token a line, any of which lets a client in; empty lines and lines that begin with #
+        are ignored. A file without any is an error at start, and leaves the tokens of before in force later.
+    insecure
+        Whether plain text is allowed outside of the loopback interface.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
+        if self.client_ca is not None and self.certificate is None:
+            raise InvalidArgumentError("tls_client_ca", str(self.client_ca), "needs tls_cert and tls_key")
+
+    def credentials(self, listen: str) -> grpc.ServerCredentials | None:
+        """Credentials for a gRPC port at `listen`; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read or is not what it should be.
+        """
+        if self.certificate is None or self.key is None:
+            _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
+            return None
+        # Tried by Python beforehand: of files that are wrong gRPC says that the port cannot be bound, and with wrong
+        # authorities that come later it turns everybody away.
+        tried = _RenewedContext(self.certificate, self.key, self.client_ca)
+        files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
+        watched = _Watched(files)
+        return grpc.dynamic_ssl_server_credentials(
+            _certificate_configuration(watched.read()),
+            lambda: _renewed(watched, tried),  # type: ignore[arg-type,return-value]  # None keeps the old one
+            require_client_authentication=self.client_ca is not None,
+        )
+
+    def tls_context(self, listen: str, field: str) -> Callable[[], ssl.SSLContext] | None:
+        """What tells the context for the next connection to another port at `listen`; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names `field` when it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read or is not what it should be.
+        """
+        if self.certificate is None or self.key is None:
+            _refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
+            return None
+        return _RenewedContext(self.certificate, self.key, self.client_ca).current
+
+
+@dataclass(frozen=True)
+class ClientSecurity:
+    """How a client shows who it is and checks who answers.
+
+    Attributes
+    ----------
+    tls
+        Whether the connection is encrypted; set by any of the files.
+    ca
+        PEM file of the authorities that are trusted; None for the system's.
+    certificate, key
+        PEM files of the client's own certificate and key, for mutual TLS; both or neither.
+    token_file
+        Text file whose first token is sent; a server's own file will do.
+    insecure
+        Whether plain text is allowed outside of the loopback interface.
+    """
+
+    tls: bool = False
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
+
+    def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:
+        """Credentials for a channel to `address`, read from the files now; None for plain text.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Names `field` when it would be plain text outside of loopback without having been asked for.
+        ServerError
+            When a file cannot be read.
+        """
+        if not (self.tls or self.ca or self.certificate):
+            _refuse_plain_text(field, address, self.insecure, "tls")
+            return None
+        ca, key, certificate = (
+            None if path is None else _read(path) for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call: the bearer token, if there is to be one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the file has no token, or one that cannot be sent.
+        ServerError
+            When the file cannot be read.
+        """
+        if self.token_file is None:
+            return ()
+        tokens = _tokens(self.token_file, _read(self.token_file))
+        if not tokens:
+            raise InvalidArgumentError("token_file", str(self.token_file), "must have a bearer token on a line")
+        return ((AUTHORIZATION, _SCHEME + tokens[0]),)
+
+
+# Plain text, on loopback alone.
+LOOPBACK = ClientSecurity()
+
+
+def open_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """A channel to `address`; see `ClientSecurity.credentials` for the errors."""
+    credentials = security.credentials(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def open_async_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """A channel of the running event loop to `address`; see `ClientSecurity.credentials` for the errors."""
+    credentials = security.credentials(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls of one service through that carry a token of the file; others are UNAUTHENTICATED, unread."""
+
+    def __init__(self, token_file: Path, service_name: str) -> None:
+        """
+        Raises
+        ------
+        InvalidArgumentError
+            When a token cannot be sent by any client.
+        ServerError
+            When the file cannot be read or has no token.
+        """
+        self._token_file = token_file
+        self._watched = _Watched([token_file])
+        self._prefix = f"/{service_name}/"
+        self._digests = self._digest(self._watched.read()[0])
+        if not self._digests:
+            raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if not handler_call_details.method.startswith(self._prefix) or handler is None:
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get(AUTHORIZATION, "")
+        if self._is_known(given):
+            return handler
+        text = "a bearer token that this server knows is needed"
+        return refusing_handler(handler, (grpc.StatusCode.UNAUTHENTICATED, text, ()))
+
+    def _is_known(self, given: str | bytes) -> bool:
+        changed = self._watched.changed()
+        if changed is not None:
+            try:
+                digests = self._digest(changed[0])
+            except InvalidArgumentError as error:
+                logger.warning("the tokens of before stay in force: %s", error)
+            else:
+                if digests:
+                    self._digests = digests
+                    logger.info("the tokens were read again: %d", len(digests))
+                else:  # perhaps about to be written
+                    logger.warning("the tokens of before stay in force: there is none in the file")
+        if not isinstance(given, str) or not given.startswith(_SCHEME):
+            return False
+        digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all, whichever is equal
+
+    def _digest(self, text: bytes) -> list[bytes]:
+        return [hashlib.sha256(token.encode()).digest() for token in _tokens(self._token_file, text)]
+
+
+class _Watched:
+    """Files that are read again when one of them has changed."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._stamps: list[tuple[int, int, int]] | None = None
+
+    def read(self) -> list[bytes]:
+        """The contents."""
+        self._stamps = [_stamp(path) for path in self._paths]
+        return [_read(path) for path in self._paths]
+
+    def changed(self) -> list[bytes] | None:
+        """The contents, if they have changed since they were read; None too while they cannot be read."""
+        try:
+            if [_stamp(path) for path in self._paths] == self._stamps:
+                return None
+            return self.read()
+        except ServerError as error:
+            logger.warning("what was read before stays in force: %s", error)
+            return None
+
+
+class _RenewedContext:
+    """A server's TLS context, made again when its files have changed; for any number of threads."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._lock = threading.Lock()
+        self._watched = _Watched([certificate, key, *([client_ca] if client_ca else [])])
+        self._watched.read()
+        try:
+            self._context = self._load()
+        except OSError as error:
+            raise ServerError(f"tls_cert = {str(certificate)!r}, or a file beside it: {error}") from error
+
+    def current(self) -> ssl.SSLContext:
+        """The context of what the files hold now, or of what they held when they were last right."""
+        with self._lock:
+            if self._watched.changed() is not None:
+                self._try()
+            return self._context
+
+    def is_right(self) -> bool:
+        """Whether a context can be made of what the files hold now; which is told in the log."""
+        with self._lock:
+            return self._try()
+
+    def _try(self) -> bool:
+        try:
+            self._context = self._load()
+        except OSError as error:
+            logger.warning("the certificates of before stay in force: %s", error)
+            return False
+        logger.info("the certificates were read again")
+        return True
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password, which no key may need, keeps OpenSSL from asking the terminal for one.
+        context.load_cert_chain(self._certificate, self._key, password="")
+        if self._client_ca is not None:
+            context.load_verify_locations(self._client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+def _renewed(watched: _Watched, tried: _RenewedContext) -> grpc.ServerCertificateConfiguration | None:
+    """A new configuration when the files have changed and are right; None keeps the old one."""
+    contents = watched.changed()
+    if contents is None or not tried.is_right():
+        return None
+    return _certificate_configuration(contents)
+
+
+def _certificate_configuration(contents: list[bytes]) -> grpc.ServerCertificateConfiguration:
+    certificate, key, *client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
+
+
+def _tokens(path: Path, text: bytes) -> list[str]:
+    """Bearer tokens of a file, one a line; empty lines and those that begin with # are none. No error quotes them."""
+    lines = [line.strip() for line in text.splitlines()]
+    tokens = [line for line in lines if line and not line.startswith(b"#")]
+    if any(not 0x20 <= byte <= 0x7E for token in tokens for byte in token):
+        raise InvalidArgumentError("token_file", str(path), "must have printable ASCII alone, one token a line")
+    return [token.decode() for token in tokens]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ServerError(f"{path} cannot be read: {error.strerror}") from error
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ServerError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_plain_text(field: str, address: str, insecure: bool, instead: str) -> None:
+    if not insecure and not is_loopback(address, field):
+        raise InvalidArgumentError(
+            field, address, f"plain text outside of loopback must be asked for with insecure; or give {instead}"
+        )
+
+
+def is_loopback(address: str, field: str = "address") -> bool:
+    """Whether HOST:PORT is of this machine's loopback interface; an error about its form names `field`."""
+    return _is_loopback_host(parse_address(address, field)[0].strip("[]"))
+
+
+def is_plain_url_outside(url: str) -> bool:
+    """Whether the URL is of http and its host outside of loopback."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not _is_loopback_host(parts.hostname or "")
+
+
+def _is_loopback_host(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

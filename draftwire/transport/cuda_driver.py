@@ -1,0 +1,179 @@
+"""What the CUDA driver offers and torch does not: memory of a GPU that processes share, streams that wait for
+a word or write one.
+
+Memory is shared by virtual memory management. The driver counts who holds an allocation: it outlives the process that
+made it for as long as another has it mapped, and is free when all of them have ended, however they ended.
+`cudaIpcGetMemHandle`, which torch wraps in functions that are not public, leaves undefined what happens once the owner
+has freed what another has mapped.
+
+Source: CUDA Driver API, "Virtual Memory Management" and "Stream Memory Operations"; cuda.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch
+
+from draftwire.transport.segment import SegmentError
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_FILE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the cyclic difference
+_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whoever sees it sees what the stream wrote before
+
+_HANDLE = _ADDRESS = ctypes.c_ulonglong  # CUmemGenericAllocationHandle, CUdeviceptr
+_FLAGS = ctypes.c_ulonglong
+
+
+class MemLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class MemAllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", MemLocation),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("compressionType", ctypes.c_ubyte),
+        ("gpuDirectRDMACapable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class MemAccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", MemLocation), ("flags", ctypes.c_int))
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuMemGetAllocationGranularity": (
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.POINTER(MemAllocationProp),
+        ctypes.c_int,
+    ),
+    "cuMemCreate": (ctypes.POINTER(_HANDLE), ctypes.c_size_t, ctypes.POINTER(MemAllocationProp), _FLAGS),
+    "cuMemRelease": (_HANDLE,),
+    "cuMemExportToShareableHandle": (ctypes.c_void_p, _HANDLE, ctypes.c_int, _FLAGS),
+    "cuMemImportFromShareableHandle": (ctypes.POINTER(_HANDLE), ctypes.c_void_p, ctypes.c_int),
+    "cuMemAddressReserve": (ctypes.POINTER(_ADDRESS), ctypes.c_size_t, ctypes.c_size_t, _ADDRESS, _FLAGS),
+    "cuMemAddressFree": (_ADDRESS, ctypes.c_size_t),
+    "cuMemMap": (_ADDRESS, ctypes.c_size_t, ctypes.c_size_t, _HANDLE, _FLAGS),
+    "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
+    "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.POINTER(MemAccessDesc), ctypes.c_size_t),
+    "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
+}
+
+
+class CudaDriver:
+    """The driver's functions. All of them may be called from any thread.
+
+    An allocation is held by its handle, by every file descriptor of it and by every mapping.
+
+    Raises
+    ------
+    SegmentError
+        By every function: its name, and what the driver says.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        """`library` stands for libcuda.so.1."""
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+            for name, arguments in _ARGUMENTS.items():
+                getattr(self._library, name).argtypes = arguments
+        except (OSError, AttributeError) as error:
+            raise SegmentError(f"no CUDA driver: {error}") from error
+        self._call("cuInit", 0)
+
+    def granularity(self, device: torch.device) -> int:
+        """Bytes of which the sizes of allocations are multiples."""
+        granularity = ctypes.c_size_t()
+        prop = _allocation_prop(device)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(prop), _MINIMUM)
+        return granularity.value
+
+    def allocate(self, size: int, device: torch.device) -> int:
+        """A handle of new memory of `device`, `size` bytes."""
+        handle = _HANDLE()
+        self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_allocation_prop(device)), 0)
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """Gives up a handle."""
+        self._call("cuMemRelease", handle)
+
+    def export(self, handle: int) -> int:
+        """A file descriptor that describes the allocation, which the caller closes."""
+        fd = ctypes.c_int(-1)
+        self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _FILE, 0)
+        os.set_inheritable(fd.value, False)
+        return fd.value
+
+    def import_allocation(self, fd: int) -> int:
+        """A handle of the allocation that another process describes by `fd`."""
+        handle = _HANDLE()
+        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, _FILE)
+        return handle.value
+
+    def map(self, handle: int, size: int, device: torch.device) -> int:
+        """The address at which `device`, which need not be the one whose memory it is, reads and writes it."""
+        address = _ADDRESS()
+        access = MemAccessDesc(_location(device), _READ_WRITE)
+        self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
+        try:
+            self._call("cuMemMap", address, size, 0, handle, 0)
+            try:
+                self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+            except SegmentError:
+                self._call("cuMemUnmap", address, size)
+                raise
+        except SegmentError:
+            self._call("cuMemAddressFree", address, size)
+            raise
+        return address.value
+
+    def unmap(self, address: int, size: int) -> None:
+        """Gives up a mapping that no kernel or copy uses any more."""
+        self._call("cuMemUnmap", address, size)
+        self._call("cuMemAddressFree", address, size)
+
+    def wait_for_value(self, stream: int, address: int, value: int) -> None:
+        """Has what is launched next on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
+        self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Has a stream write the uint32 at `address`, in pinned memory, when it has done all that was launched."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, _BEHIND_ALL)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            raise SegmentError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {status})")
+
+
+def _location(device: torch.device) -> MemLocation:
+    if device.type != "cuda" or device.index is None:
+        raise SegmentError(f"{device} has no CUDA memory to share")
+    return MemLocation(_ON_DEVICE, device.index)
+
+
+def _allocation_prop(device: torch.device) -> MemAllocationProp:
+    return MemAllocationProp(type=_PINNED, requestedHandleTypes=_FILE, location=_location(device))

@@ -1,0 +1,25 @@
+"""The command `draftwire bench` and its parts."""
+
+from __future__ import annotations
+
+import click
+
+from draftwire.server.lazy_commands import LazyGroup, Source
+
+BENCHMARKS = {
+    "serve": Source("draftwire_bench.commands.serve", "serve", "Throughput and latency, with drafting off and on."),
+    "acceptance": Source(
+        "draftwire_bench.commands.acceptance", "acceptance", "Acceptance with every method, beside its closed forms."
+    ),
+    "transport": Source(
+        "draftwire_bench.commands.transport", "transport", "Every carrier of tensors between two processes of a host."
+    ),
+    "kernels": Source(
+        "draftwire_bench.commands.kernels", "kernels", "The sampling kernels, beside what their bytes need."
+    ),
+}
+
+
+@click.group(cls=LazyGroup, sources=BENCHMARKS)
+def bench() -> None:
+    """Measure speed, acceptance, carriers and kernels."""

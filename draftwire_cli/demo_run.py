@@ -1,0 +1,161 @@
+"""The demo: both services as processes, a few prompts with drafting on and off, and a comparison."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftwire.client import Client, Completion, Options
+from draftwire.contract.errors import CheckpointError, ServerError
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.processes import start_drafter, start_verifier
+from draftwire_cli.output import DRAFTED_COLOUR, rates_text, visible
+
+MODELS = Path(__file__).resolve().parents[1] / "models" / "demo"
+DRAFTER_TIMEOUT_S = 30.0
+CPU = ("--device", "cpu")
+GREEDY: Options = {"temperature": 0.0}
+SAMPLED: Options = {"temperature": 0.8, "seed": 1}
+
+PROMPTS = [
+    'def read_lines(path):\n    """Returns the lines of a text file, without their line ends."""\n',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    'def is_prime(n):\n    """Returns True when n is a prime number."""\n    if n < 2:\n',
+    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def test_empty(self):\n",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt with drafting on and off."""
+
+    name: str
+    prompt: str
+    options: Options
+    on: Completion
+    off: Completion
+
+    @property
+    def greedy(self) -> bool:
+        """Whether both outputs must be equal."""
+        return self.options["temperature"] == 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether both outputs are the same tokens."""
+        return self.on.token_ids == self.off.token_ids
+
+
+def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, console: Console) -> bool:
+    """Runs the demo and prints it; False when a greedy output changed with drafting.
+
+    Raises
+    ------
+    CheckpointError
+        When a model is not there.
+    ServerError
+        When a service does not start or the drafter is not accepted.
+    """
+    for name, path in (("target", target), ("head", head)):
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{name} = {str(path)!r}: has no config.json; the demo pair ships in models/demo of the source tree, "
+                "other models are given with --head and --target"
+            )
+    prompts = PROMPTS[:num_prompts]
+    runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
+    runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
+    with _services(head, target, console) as client:
+        client.complete(prompts[0], temperature=0.0, max_tokens=8)  # what runs for the first time is slow
+        comparisons = []
+        for name, prompt, options in runs:
+            with console.status(f"running prompt {name}"):
+                comparison = compare(client, name, prompt, options, max_tokens)
+            _print_text(comparison, console)
+            comparisons.append(comparison)
+    console.print(_table(comparisons))
+    return _print_verdict([c for c in comparisons if c.greedy], console)
+
+
+def compare(client: Client, name: str, prompt: str, options: Options, max_tokens: int) -> Comparison:
+    """Runs one prompt with the server's number of drafts and with none."""
+    shared: Options = {**options, "max_tokens": max_tokens}
+    without: Options = {**shared, "num_speculative_tokens": 0}
+    off = client.complete(prompt, **without)
+    return Comparison(name, prompt, options, on=client.complete(prompt, **shared), off=off)
+
+
+@contextmanager
+def _services(head: Path, target: Path, console: Console) -> Iterator[Client]:
+    # Two processes share the machine: with more threads than cores they slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
+        status.update("starting the verifier")
+        with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
+            status.update("waiting for the drafter to be accepted")
+            _wait_for_drafter(client)
+            status.stop()
+            console.print(f"drafter on {drafter.address}, verifier on {verifier.address}\n")
+            yield client
+
+
+def _wait_for_drafter(client: Client) -> None:
+    deadline = time.monotonic() + DRAFTER_TIMEOUT_S
+    while True:
+        (drafter,) = client.info().drafters
+        if drafter.state == pb.DRAFTER_STATE_READY:
+            return
+        if drafter.state == pb.DRAFTER_STATE_REFUSED or time.monotonic() > deadline:
+            raise ServerError(f"the verifier did not accept the drafter: {drafter.detail or 'no answer in time'}")
+        time.sleep(0.05)
+
+
+def _print_text(comparison: Comparison, console: Console) -> None:
+    how = "greedy" if comparison.greedy else "sampled"
+    console.rule(f"prompt {comparison.name} ({how})", align="left")
+    text = Text().append(comparison.prompt, style="dim")
+    for piece, drafted in comparison.on.pieces():
+        text.append(visible(piece), style=DRAFTED_COLOUR if drafted else "")
+    console.print(text, soft_wrap=True)
+    console.print()
+
+
+def _table(comparisons: Sequence[Comparison]) -> Table:
+    title = "Drafting off and on; mean acceptance length, drafts accepted per position"
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table.add_column("prompt", no_wrap=True)
+    for column in ("tok/s off", "tok/s on", "speed-up", "length", "per position"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for comparison in comparisons:
+        off, on = comparison.off.statistics, comparison.on.statistics
+        table.add_row(
+            comparison.name,
+            f"{off.tokens_per_second:.1f}",
+            f"{on.tokens_per_second:.1f}",
+            f"{on.tokens_per_second / off.tokens_per_second:.2f}" if off.tokens_per_second else "-",
+            f"{on.acceptance_length:.2f}" if on.acceptance_length else "-",
+            rates_text(on),
+        )
+    return table
+
+
+def _print_verdict(greedy: Sequence[Comparison], console: Console) -> bool:
+    different = [c for c in greedy if not c.equal]
+    if not different:
+        console.print(f"greedy output is the same with and without drafts: {len(greedy)} of {len(greedy)} prompts")
+        return True
+    for comparison in different:
+        pairs = zip(comparison.on.token_ids, comparison.off.token_ids, strict=False)
+        position = next((i for i, (on, off) in enumerate(pairs) if on != off), "its end")
+        console.print(f"greedy output CHANGED with drafts, from token {position} on: {comparison.prompt!r}")
+    return False

@@ -1,0 +1,126 @@
+"""The command `draftwire generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+import click
+
+from draftwire.client import ChatMessage, Chunk, Client, Completion, Options
+from draftwire.server.cli_options import OTLP_ENDPOINT, client_security, client_security_options
+from draftwire.server.tracing import exporting_traces
+from draftwire_cli.output import completion_mapping, has_colour, statistics_text, write_chunk
+
+
+class LogitBias(click.ParamType):
+    """ID=VALUE, a token id and what is added to its logit."""
+
+    name = "id=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        """(token id, bias)."""
+        if isinstance(value, tuple):
+            return value
+        token_id, _, bias = str(value).partition("=")
+        try:
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
+
+
+def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds an option for each field of SamplingParams; ranges are checked by the client."""
+    options = [
+        click.option("--temperature", type=float, help="0 takes the most likely token.  [default: 1]"),
+        click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]"),
+        click.option("--top-p", type=float, help="Keep the likeliest tokens that reach this mass.  [default: 1]"),
+        click.option("--min-p", type=float, help="Keep tokens this likely against the likeliest.  [default: 0]"),
+        click.option("--repetition-penalty", type=float, help="Of tokens in prompt or output.  [default: 1]"),
+        click.option("--presence-penalty", type=float, help="Of tokens in the output, -2 to 2.  [default: 0]"),
+        click.option("--frequency-penalty", type=float, help="For each time in the output, -2 to 2.  [default: 0]"),
+        click.option("--logit-bias", type=LogitBias(), multiple=True, help="Added to a token's logit; repeatable."),
+        click.option("--seed", type=int, help="Of the request's noise.  [default: drawn afresh]"),
+        click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 16]"),
+        click.option("--min-tokens", type=int, help="Tokens before which nothing stops the output.  [default: 0]"),
+        click.option("--stop", metavar="TEXT", multiple=True, help="Text that ends the output; repeatable."),
+        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Likewise a token id."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token."),
+        click.option("--logprobs", type=int, metavar="N", help="Report the N likeliest tokens, with --json."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--server", required=True, metavar="HOST:PORT", help="Address of the verifier.")
+@click.option("--prompt", metavar="TEXT", help="Text to continue.")
+@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="File with the text; - reads standard input.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template.")
+@sampling_options
+@click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
+@client_security_options
+@OTLP_ENDPOINT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@click.option("--show-drafts/--no-show-drafts", help="Colour accepted drafts in a terminal.  [default: no]")
+def generate(
+    server: str,
+    prompt: str | None,
+    prompt_file: TextIO | None,
+    chat: bool,
+    as_json: bool,
+    show_drafts: bool,
+    otlp_endpoint: str | None,
+    logit_bias: tuple[tuple[int, float], ...],
+    **given: Any,
+) -> None:
+    """Generate text from a prompt.
+
+    Text goes to standard output as it comes, a line of statistics to standard error. Exit code 1 tells a failure,
+    2 a wrong command.
+    """
+    text = _prompt_text(prompt, prompt_file)
+    messages: list[ChatMessage] = [{"role": "user", "content": text}]
+    security = client_security(given)
+    options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
+    with (
+        exporting_traces("draftwire-client", otlp_endpoint, insecure=security.insecure),
+        Client(server, security) as client,
+        client.generate(messages if chat else text, **options) as stream,
+    ):
+        if as_json:
+            completion = Completion.from_chunks(list(stream))
+            click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))
+        else:
+            _write_text(stream, show_drafts)
+
+
+def _write_text(stream: Iterable[Chunk], show_drafts: bool) -> None:
+    terminal = sys.stdout.isatty()
+    coloured = show_drafts and has_colour()
+    chunks = []
+    for chunk in stream:
+        write_chunk(chunk, coloured, terminal)
+        chunks.append(chunk)
+    completion = Completion.from_chunks(chunks)
+    if not completion.text.endswith("\n"):
+        if terminal:
+            click.echo()
+        elif sys.stderr.isatty():
+            click.echo(err=True)
+    click.echo(statistics_text(completion.statistics), err=True)
+
+
+def _prompt_text(prompt: str | None, prompt_file: TextIO | None) -> str:
+    if prompt is not None and prompt_file is None:
+        return prompt
+    if prompt is None and prompt_file is not None:
+        try:
+            return prompt_file.read()
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"--prompt-file: not UTF-8 text ({error})") from error
+    raise click.UsageError("needs exactly one of --prompt and --prompt-file")

@@ -1,0 +1,1 @@
+"""The Generation service: what clients call."""

@@ -1,0 +1,98 @@
+"""What is told of a request besides its output: one log line at its end, and spans where traces are exported."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from draftwire.contract.errors import DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
+from draftwire.server.logs import fields
+from draftwire.server.tracing import TRACEPARENT, end_span, is_exporting, start_span, traceparent_of
+from draftwire.v1 import generate_pb2
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("queue", "prefill", "decode")
+
+
+class RequestWatch:
+    """Follows one request. One of its methods is called, once, when the request has ended."""
+
+    def __init__(self, request_id: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """`metadata` are those of the call, with the client's traceparent if it has a trace."""
+        self._request_id = request_id
+        self._span: Span | None = None
+        if is_exporting():
+            parent = next((str(value) for key, value in metadata if key == TRACEPARENT), "")
+            self._span = start_span("Generate", "SERVER", {"request_id": request_id}, traceparent=parent)
+
+    @property
+    def traceparent(self) -> str:
+        """Of the request's span, for what drafters do for it; empty without a trace."""
+        return "" if self._span is None else traceparent_of(self._span)
+
+    def refused(self, error: InvalidArgumentError | UnavailableError) -> None:
+        """It was not taken. Of a field that is wrong the value is not told: it may be the prompt."""
+        cause = {"field": error.field} if isinstance(error, InvalidArgumentError) else {"error": str(error)}
+        logger.info("request refused", extra=fields(request_id=self._request_id, **cause))
+        self._end(cause, "refused")
+
+    def failed(self, error: DraftwireError) -> None:
+        """It has ended with an error."""
+        level = logging.INFO if isinstance(error, QueueFullError) else logging.WARNING
+        logger.log(level, "request failed", extra=fields(request_id=self._request_id, error=str(error)))
+        self._end({"error": str(error)}, "failed")
+
+    def cancelled(self, output_tokens: int) -> None:
+        """Its client has gone."""
+        told: dict[str, Any] = {"reason": "cancelled", "output_tokens": output_tokens}
+        logger.info("request finished", extra=fields(request_id=self._request_id, **told))
+        self._end(told)
+
+    def finished(self, last: generate_pb2.GenerateResponse) -> None:
+        """It has ended with that message."""
+        counts = last.statistics
+        length = counts.verify_tokens / counts.verify_steps if counts.verify_steps else None
+        told: dict[str, Any] = {
+            "reason": generate_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            "prompt_tokens": counts.prompt_tokens,
+            "output_tokens": counts.output_tokens,
+            "queue_s": round(counts.queue_time_s, 6),
+            "ttft_s": round(counts.time_to_first_token_s, 6),
+            "total_s": round(counts.total_time_s, 6),
+            "acceptance_length": None if length is None else round(length, 3),
+        }
+        logger.info("request finished", extra=fields(request_id=self._request_id, **told))
+        if self._span is not None:
+            self._add_phases(traceparent_of(self._span), counts)
+        self._end(told)
+
+    def _add_phases(self, parent: str, counts: generate_pb2.RequestStatistics) -> None:
+        """Spans of what the statistics tell, which ends now."""
+        arrived = time.time_ns() - int(counts.total_time_s * 1e9)
+        marks = (0.0, counts.queue_time_s, counts.time_to_first_token_s, counts.total_time_s)
+        details: dict[str, dict[str, Any]] = {
+            "queue": {},
+            "prefill": {"prompt_tokens": counts.prompt_tokens, "prefix_hit_tokens": counts.prefix_hit_tokens},
+            "decode": {
+                "verify_steps": counts.verify_steps,
+                "drafted": sum(counts.drafted),
+                "accepted": sum(counts.accepted),
+                "preemptions": counts.preemptions,
+            },
+        }
+        for name, (begin_s, end_s) in zip(PHASES, pairwise(marks), strict=True):
+            span = start_span(
+                name, "INTERNAL", details[name], traceparent=parent, start_ns=arrived + int(begin_s * 1e9)
+            )
+            end_span(span, {}, end_ns=arrived + int(end_s * 1e9))
+
+    def _end(self, told: dict[str, Any], failure: str = "") -> None:
+        if self._span is not None:
+            end_span(self._span, told, failure=failure)

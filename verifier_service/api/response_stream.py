@@ -1,0 +1,153 @@
+"""Output on its way to one client: how much waits for one that reads slowly is bounded, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+
+import grpc
+
+from draftwire.contract.errors import DraftwireError, StalledClientError
+from draftwire.v1 import generate_pb2 as pb
+
+# Messages that may wait; past them neighbours are made one, so that what waits is no larger than the output itself.
+MAX_MESSAGES = 256
+# A client that takes no message for so long is given up. Flow control lets some hundred KiB pass that nobody has read.
+STALL_S = 60.0
+# So is one that has not taken everything so long after the last token, however steadily it reads. Not below STALL_S.
+READ_S = 600.0
+
+
+class Unread:
+    """Messages of one request, in order, until they are written. Used on the event loop alone.
+
+    Attributes
+    ----------
+    num_tokens
+        Output tokens in all that has come.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._messages: deque[pb.GenerateResponse] = deque()
+        self._error: DraftwireError | None = None
+        self._is_there = asyncio.Event()
+        self._must_be_read_by = math.inf  # of time.monotonic()
+        self._writes_since = math.inf  # likewise; infinite while nothing is being written
+        self._writer: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall = ""  # why the writer was interrupted
+
+    def put(self, item: pb.GenerateResponse | DraftwireError) -> None:
+        """Adds a message, or the error that ends the output."""
+        if isinstance(item, DraftwireError):
+            self._error = item
+            self._set_deadline()
+        else:
+            if _is_last(item):
+                self._set_deadline()
+            self.num_tokens += len(item.token_ids)
+            self._messages.append(item)
+            if len(self._messages) > MAX_MESSAGES:
+                self._merge_neighbours()
+        self._is_there.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has its last message, or the error that ends the output."""
+        return self._must_be_read_by < math.inf
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last message."""
+        return self._must_be_read_by < math.inf and self._error is None
+
+    async def take(self) -> pb.GenerateResponse:
+        """The next message, once there is one.
+
+        Raises
+        ------
+        DraftwireError
+            The one that has ended the output, after its last message.
+        """
+        await self._is_there.wait()
+        if not self._messages:
+            assert self._error is not None
+            raise self._error
+        message = self._messages.popleft()
+        if not self._messages and self._error is None:
+            self._is_there.clear()
+        return message
+
+    async def write_to(self, context: grpc.aio.ServicerContext, request_id: str) -> pb.GenerateResponse:
+        """Writes everything, `request_id` with the first message; the last message.
+
+        Raises
+        ------
+        DraftwireError
+            The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
+            too long.
+        """
+        # One timer watches all writes: nearly all of them end long before it would be due.
+        self._writer = asyncio.current_task()
+        self._watch()
+        try:
+            while True:
+                message = await self.take()
+                message.request_id, request_id = request_id, ""
+                self._writes_since = time.monotonic()
+                await context.write(message)
+                self._writes_since = math.inf
+                if _is_last(message):
+                    return message
+        except asyncio.CancelledError:
+            if not self._stall:
+                raise
+            if self._writer is not None:
+                self._writer.uncancel()
+        finally:
+            self._writer = None
+            self._watch()
+        raise StalledClientError(self._stall)  # here, where it keeps nothing of what was interrupted
+
+    def _watch(self) -> None:
+        """Interrupts the writer once a message, or all of them, have taken too long; else looks again in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._writer is None:
+            return
+        now = time.monotonic()
+        if self._writes_since + STALL_S <= now:
+            self._stall = f"the client has read nothing for {STALL_S:g} s"
+        elif self._must_be_read_by <= now:
+            self._stall = f"the client has not read all of the output {READ_S:g} s after its end"
+        else:
+            left_s = min(min(self._writes_since, now) + STALL_S, self._must_be_read_by) - now
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._watch)
+            return
+        self._writer.cancel()
+
+    def _set_deadline(self) -> None:
+        self._must_be_read_by = time.monotonic() + READ_S
+        self._watch()
+
+    def _merge_neighbours(self) -> None:
+        messages = list(self._messages)
+        for first, second in zip(messages[::2], messages[1::2], strict=False):
+            _append(first, second)
+        self._messages = deque(messages[::2])
+
+
+def _is_last(message: pb.GenerateResponse) -> bool:
+    return message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+
+
+def _append(message: pb.GenerateResponse, following: pb.GenerateResponse) -> None:
+    """Makes one message of two."""
+    length, text = len(message.text), message.text + following.text
+    for index, end in enumerate(following.token_text_ends):
+        following.token_text_ends[index] = length + end
+    message.MergeFrom(following)
+    message.text = text

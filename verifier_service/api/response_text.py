@@ -1,0 +1,93 @@
+"""From the engine's tokens to the text that a client gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftwire.v1 import config_pb2
+from draftwire.v1 import generate_pb2 as pb
+from verifier_service.core.tokenizer import Detokenizer, StopFinder, TextCodec
+
+
+class ResponseText:
+    """Adds the text to one request's messages and ends its output at the first stop text.
+
+    It works where the clients are served, so that no text costs the engine time. The engine learns of a stop text late
+    and computes a few tokens more; the caller drops what comes after the message that ends the output.
+
+    Attributes
+    ----------
+    request_id
+    num_tokens
+        Output tokens of all messages, without those behind a stop text.
+    """
+
+    def __init__(
+        self, request_id: str, params: config_pb2.SamplingParams, codec: TextCodec | None, prompt: Sequence[int]
+    ) -> None:
+        self.request_id = request_id
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(codec, prompt) if codec is not None else None
+        self._stops = StopFinder(params.stop)
+        self._min_tokens = params.min_tokens
+        self._text = ""  # of the message at hand
+
+    def add_to(self, message: pb.GenerateResponse) -> bool:
+        """Add the text of the engine's next message; return whether a stop text ends the output in it.
+
+        Then the tokens behind the stop text are cut off, and the finish reason and the number of output tokens are as
+        if the engine had ended there. The message must have statistics, which it loses if the output continues.
+        """
+        self._text = ""
+        stop: str | None = None
+        ends: list[int] = []
+        token_ids = list(message.token_ids)
+        for place, token_id in enumerate(token_ids, 1):
+            reason = message.finish_reason if place == len(token_ids) else pb.FINISH_REASON_UNSPECIFIED
+            stop = self._write(token_id, reason)
+            ends.append(len(self._text))
+            if stop is not None:
+                break
+        message.text = self._text
+        message.token_text_ends.extend(ends)
+        if stop is not None:
+            _end(message, len(ends), stop)
+        elif message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+            message.ClearField("statistics")
+        return stop is not None
+
+    def _write(self, token_id: int, reason: pb.FinishReason) -> str | None:
+        """Write a token's text, and with the last token what is held back; return the stop text that it completes.
+
+        An end token has no text.
+        """
+        self.num_tokens += 1
+        has_text = self._detokenizer is not None and reason != pb.FINISH_REASON_STOP
+        stop = self._add(self._detokenizer.push(token_id) if has_text and self._detokenizer is not None else "")
+        if reason == pb.FINISH_REASON_UNSPECIFIED or stop is not None:
+            return stop
+        if self._detokenizer is not None:
+            stop = self._add(self._detokenizer.flush())
+        if stop is None:
+            self._text += self._stops.flush()
+        return stop
+
+    def _add(self, text: str) -> str | None:
+        """Add text to the message, less what may begin a stop text; return the stop text that it completes."""
+        if self.num_tokens <= self._min_tokens:
+            self._text += text
+            return None
+        free, stop = self._stops.push(text)
+        self._text += free
+        return stop
+
+
+def _end(message: pb.GenerateResponse, count: int, stop: str) -> None:
+    """End a message, and the output, after `count` of its tokens."""
+    num_cut = len(message.token_ids) - count
+    for values in (message.token_ids, message.drafted, message.logprobs):
+        del values[count:]
+    message.finish_reason = pb.FINISH_REASON_STOP
+    message.stop_text = stop
+    message.ClearField("stop_token_id")
+    message.statistics.output_tokens -= num_cut

@@ -1,0 +1,149 @@
+"""One request: its tokens, its place in the cache and its counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.stop_conditions import StopConditions
+
+
+@dataclass(frozen=True)
+class NoiseKeys:
+    """Keys of a request's noise streams, signed 64-bit."""
+
+    proposal: int
+    accept: int
+    resample: int
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerLogits:
+    """Logits of all drafts of one answer, [D, n]; a sequence's drafts are consecutive rows."""
+
+    values: torch.Tensor  # [D, n] float32, on the target's device
+    token_ids: torch.Tensor | None  # [D, n] int32, CPU, for top_n
+    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for dense logits over part of it
+    carrier: draft_pb2.Carrier = draft_pb2.CARRIER_BYTES  # that has carried them
+
+    @property
+    def row_bytes(self) -> int:
+        """What one draft takes on the wire, bytes."""
+        return sum(tensor[:1].nbytes for tensor in (self.values, self.token_ids) if tensor is not None)
+
+
+class ReadyDrafts(NamedTuple):
+    """Draft tokens that have arrived and what they continue."""
+
+    committed_length: int
+    last_token: int
+    tokens: list[int]
+    logits: AnswerLogits | None = None
+    first_row: int = 0  # of `logits`
+
+    def first(self, count: int) -> ReadyDrafts:
+        """The first `count` of them."""
+        return self._replace(tokens=self.tokens[:count])
+
+
+@dataclass(eq=False)
+class Request:
+    """State of a request from arrival to its last token.
+
+    The committed tokens are x_0 .. x_n; the cache holds keys and values of the first `num_computed` of them. While
+    decoding, num_computed = n: the last token has not run through the target. A request that gives its blocks back for
+    a while keeps its tokens, which all run again.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: config_pb2.SamplingParams
+    num_speculative_tokens: int
+    keys: NoiseKeys
+    stops: StopConditions
+    max_length: int  # tokens of prompt and output at which it ends
+    traceparent: str = ""  # of its span, told to the drafters; empty without a trace
+    number: int = 0  # by which its service knows it
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they have been wanted
+    num_published: int = 0  # blocks that others can find
+    num_reused: int = 0  # rows that were in the cache when it was last admitted
+    num_prefix_hits: int = 0  # when it was first admitted
+    num_preemptions: int = 0
+    num_in_flight: int = 0  # steps with rows of it that were launched and have not landed
+    # Whether a drafter sees what a step in flight draws. That must count: who has seen it could bias another draw.
+    is_announced: bool = False
+    drafts: ReadyDrafts | None = None
+    verify_steps: int = 0
+    verify_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+    last_output: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.drafted = [0] * self.num_speculative_tokens
+        self.accepted = [0] * self.num_speculative_tokens
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the last token was drawn and all before it have run."""
+        return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that was launched has rows of it, so that more tokens may be on their way."""
+        return self.num_in_flight > 0
+
+    @property
+    def num_drafts_wanted(self) -> int:
+        """Drafts of use to the next verify step: it emits one token more, within the request's length."""
+        room = self.max_length - len(self.tokens) - 1
+        return self.num_speculative_tokens if room >= self.num_speculative_tokens else max(0, room)
+
+    @property
+    def num_feature_rows(self) -> int:
+        """True rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
+        last = len(self.tokens) - 1
+        return self.num_computed if self.num_computed < last else last
+
+    def count_step(self, num_drafts: int, num_emitted: int) -> None:
+        """Counts a verify step."""
+        self.verify_steps += 1
+        self.verify_tokens += num_emitted
+        for position in range(num_drafts):
+            self.drafted[position] += 1
+        for position in range(num_emitted - 1):
+            self.accepted[position] += 1
+
+    def statistics(self, synthetic: bool) -> generate_pb2.RequestStatistics:
+        """Counts and times so far."""
+        now = time.monotonic()
+        return generate_pb2.RequestStatistics(
+            prompt_tokens=len(self.prompt),
+            output_tokens=self.num_output,
+            verify_steps=self.verify_steps,
+            verify_tokens=self.verify_tokens,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            time_to_first_token_s=(now if self.first_token is None else self.first_token) - self.arrived,
+            total_time_s=now - self.arrived,
+            queue_time_s=(now if self.started is None else self.started) - self.arrived,
+            synthetic_acceptance=synthetic,
+            prefix_hit_tokens=self.num_prefix_hits,
+            preemptions=self.num_preemptions,
+        )

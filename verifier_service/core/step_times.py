@@ -1,0 +1,198 @@
+"""Where the engine's time goes and what it has computed and sent: counters, which are read twice and subtracted."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from typing import NamedTuple
+
+import torch
+
+from draftwire.server.step_histogram import StepHistogram
+from draftwire.transport.traffic import Traffic
+from draftwire.v1 import draft_pb2, generate_pb2
+
+
+class Phase(IntEnum):
+    """What the engine's thread is doing. Numbers, for each step looks phases up some twenty times."""
+
+    IDLE = auto()  # no request to compute
+    WAIT = auto()  # for drafts, while no step is computed
+    HOST = auto()  # scheduling, inputs, features for the drafters, output; also while a drafter computes
+    VERIFY = auto()  # the target's forward pass; on a GPU its launch
+    SAMPLE = auto()  # from logits to the step's tokens on the host; on a GPU the wait for both
+
+
+@dataclass
+class _Own:
+    """What the engine's thread did since the last step landed, seconds."""
+
+    phases: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    drafting: float = 0.0  # in which a drafter computed the next drafts, and no step was computed
+
+
+class StepMarks(NamedTuple):
+    """Events of a step on a GPU's stream, which has passed the last of them when the step's tokens are there."""
+
+    began: torch.cuda.Event  # the forward pass
+    computed: torch.cuda.Event  # the logits
+    drawn: torch.cuda.Event
+
+
+class StepTimes:
+    """Counts of the engine's steps and the time of its thread by phase.
+
+    The engine's thread calls everything but `read`. On a GPU the thread's own phases say nothing of what the device
+    does meanwhile: of the time from the end of one step to the end of the next, VERIFY and SAMPLE have what the device
+    took between the step's marks. From one step's tokens to the next step's pass the drafter has the time in which it
+    computes that step's drafts, also where the thread has something else to do meanwhile; the wire has the rest of what
+    the thread waits for drafts, and HOST what is left, when neither device had anything to do.
+
+    Attributes
+    ----------
+    histogram
+        Times of the steps by phase.
+    traffic
+        Bytes to and from drafters, of which only tensors in shared memory are counted here.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # a reader between the fields would show a counter that falls
+        self._phase = Phase.IDLE
+        self._since = clock()
+        self._own = _Own()
+        self._landed: _Own | None = None  # of the step that has landed and is not counted yet
+        self._landed_at = self._since
+        self._seconds = dict.fromkeys(Phase, 0.0)  # until then, but for waits, which are split
+        self._draft_s = self._wire_s = 0.0
+        self._came_at = -math.inf  # the last drafts of the next step
+        self._computed_s = 0.0  # by the drafter that took longest for them
+        self._told_s = 0.0  # by one whose answer came behind its drafts
+        self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
+        self.traffic = Traffic()
+        self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
+        self._carriers: defaultdict[draft_pb2.Carrier, generate_pb2.CarrierTraffic] = defaultdict(
+            generate_pb2.CarrierTraffic
+        )
+
+    def enter(self, phase: Phase) -> None:
+        """Ends the current phase and begins another, or the same again."""
+        now = self._clock()
+        elapsed = now - self._since
+        with self._lock:
+            left, self._phase, self._since = self._phase, phase, now
+            times = self._seconds if left is Phase.IDLE else self._own.phases
+            times[left] += elapsed
+        if phase is Phase.VERIFY:
+            self._own.drafting += max(0.0, min(self._computed_s, self._came_at - self._landed_at))
+            self._computed_s = 0.0
+
+    def land(self) -> None:
+        """The step's tokens are there: what the thread does from here on is for the next one."""
+        self.enter(Phase.HOST)
+        self._landed, self._own, self._landed_at = self._own, _Own(), self._since
+
+    def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
+        """Counts the step that has landed, or else lands now; on a GPU with the step's marks, unless it failed. To be
+        called before the next one lands.
+
+        Returns
+        -------
+        tuple[float, float]
+            Seconds that the step took, VERIFY and SAMPLE, and those of HOST, which went before it.
+        """
+        if self._landed is None:
+            self.land()
+        own, self._landed = self._landed, None
+        assert own is not None
+        verify_s, sample_s = own.phases[Phase.VERIFY], own.phases[Phase.SAMPLE]
+        total_s = own.phases[Phase.HOST] + verify_s + sample_s
+        if marks is not None:
+            verify_s = min(marks.began.elapsed_time(marks.computed) / 1000, total_s)
+            sample_s = min(marks.computed.elapsed_time(marks.drawn) / 1000, total_s - verify_s)
+        host_s = total_s - verify_s - sample_s
+        wait_s = own.phases[Phase.WAIT]
+        draft_s = min(own.drafting, wait_s + host_s)
+        host_s -= max(0.0, draft_s - wait_s)
+        with self._lock:
+            self._draft_s += draft_s
+            self._wire_s += max(0.0, wait_s - draft_s)
+            self._seconds[Phase.VERIFY] += verify_s
+            self._seconds[Phase.SAMPLE] += sample_s
+            self._seconds[Phase.HOST] += host_s
+        self.histogram.observe(
+            {
+                "draft": self._draft_s,
+                "wire": self._wire_s,
+                "verify": self._seconds[Phase.VERIFY],
+                "sample": self._seconds[Phase.SAMPLE],
+                "host": self._seconds[Phase.HOST],
+            }
+        )
+        return verify_s + sample_s, host_s
+
+    def count_step(self, *, prompt_rows: int, verify_steps: int, verify_rows: int) -> None:
+        """Counts a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""
+        self._steps += 1
+        self._prompt_rows += prompt_rows
+        self._verify_steps += verify_steps
+        self._verify_rows += verify_rows
+
+    def count_sent(self, carrier: draft_pb2.Carrier, feature_rows: int, feature_bytes: int) -> None:
+        """Counts a step sent to a drafter."""
+        counts = self._carriers[carrier]
+        counts.steps += 1
+        counts.feature_rows += feature_rows
+        counts.feature_bytes += feature_bytes
+        self.traffic.count_tensor(carrier, "sent", "features", feature_bytes)
+
+    def count_answer(self, compute_time_s: float, *, is_behind: bool = False) -> None:
+        """Counts a drafter's answer, which took the drafter that time to compute, as it says. It may come `is_behind`
+        its drafts, when their step has begun: then it tells what the next ones that come so take, most likely."""
+        if not 0 <= compute_time_s < math.inf:
+            return
+        if is_behind:
+            self._told_s = compute_time_s
+        else:
+            self._came_at, self._computed_s = self._clock(), max(self._computed_s, compute_time_s)
+
+    def see_drafts(self) -> None:
+        """Counts drafts that have come before their answer."""
+        self._came_at, self._computed_s = self._clock(), max(self._computed_s, self._told_s)
+
+    def count_logits(self, carrier: draft_pb2.Carrier, num_bytes: int) -> None:
+        """Counts draft logits that a drafter has sent."""
+        self._carriers[carrier].logits_bytes += num_bytes
+        self.traffic.count_tensor(carrier, "received", "logits", num_bytes)
+
+    def read(self) -> generate_pb2.EngineCounters:
+        """The counters so far; from any thread. Of a step that runs the rows are counted, and no time."""
+        with self._lock:
+            seconds, draft_s, wire_s = self._seconds.copy(), self._draft_s, self._wire_s
+            if self._phase is Phase.IDLE:  # it may last for hours, which must not come all at once
+                seconds[Phase.IDLE] += self._clock() - self._since
+        traffic = []
+        for carrier, counts in list(self._carriers.items()):
+            traffic.append(generate_pb2.CarrierTraffic(carrier=carrier))
+            traffic[-1].MergeFrom(counts)
+        return generate_pb2.EngineCounters(
+            steps=self._steps,
+            prompt_rows=self._prompt_rows,
+            verify_steps=self._verify_steps,
+            verify_rows=self._verify_rows,
+            times=generate_pb2.PhaseTimes(
+                draft_s=draft_s,
+                wire_s=wire_s,
+                verify_s=seconds[Phase.VERIFY],
+                sample_s=seconds[Phase.SAMPLE],
+                host_s=seconds[Phase.HOST],
+                idle_s=seconds[Phase.IDLE],
+            ),
+            traffic=traffic,
+        )

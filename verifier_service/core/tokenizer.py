@@ -1,0 +1,259 @@
+"""Text to tokens and back, through the target's own tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from draftwire.contract.errors import CheckpointError, Described, InvalidArgumentError
+from draftwire.v1 import generate_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Tokens of the prompt that the first output tokens are decoded with.
+CONTEXT_TOKENS = 6
+# Pending tokens at which the text of all but the last few is given out, and those few. A character has at most 4 bytes,
+# and each token at least one.
+MOST_PENDING = 16
+KEPT_PENDING = 4
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+class TextCodec:
+    """The tokenizer of a model directory.
+
+    Attributes
+    ----------
+    longest_token_bytes
+        No token stands for more bytes of text.
+    largest_token_id
+        Added tokens count.
+    silent_ids
+        Ids that decoding leaves out, wherever they stand: special tokens.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Loads it.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none or it cannot be read.
+        """
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+            self._backend = self._tokenizer.backend_tokenizer
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            vocab = self._backend.get_vocab(with_added_tokens=True)
+            self.longest_token_bytes = max(len(token.encode()) for token in vocab)
+            self.largest_token_id: int = max(vocab.values())
+            added = self._backend.get_added_tokens_decoder()
+            self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+    def describe(self, token_id: int) -> Described:
+        """Show a token by its text and id."""
+        return Described(f"the token {self._backend.id_to_token(token_id)!r} = {token_id}")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, special tokens as the tokenizer adds them.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the tokenizer fails on the text.
+        """
+        return self._encode(text, "text", add_special_tokens=True)
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch: `encode` holds the interpreter's lock, so that a long prompt would stop the engine for seconds.
+        try:
+            ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise InvalidArgumentError(field, text, f"the target's tokenizer cannot encode it: {error}") from error
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, without special ones.
+
+        Raises
+        ------
+        ValueError
+            When the tokenizer fails on them.
+        """
+        try:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise ValueError(f"the target's tokenizer cannot decode {token_ids[:8]}: {error}") from error
+        return text
+
+    def encode_chat(self, messages: Sequence[pb.ChatMessage]) -> list[int]:
+        """Token ids of a conversation under the chat template, with the opening of the assistant's answer.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When there is no chat template or it refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError(
+                "chat", Described(f"{len(messages)} messages"), "the target's tokenizer has no chat template; send text"
+            )
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise errors of their own making
+            allowed = f"the chat template refuses it: {error}"
+            raise InvalidArgumentError("chat.messages", conversation, allowed) from error
+        return self._encode(str(text), "chat.messages", add_special_tokens=False)
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Tell what the tokenizers library raised from an interrupt.
+
+    It raises bare Exception, and for a panic in Rust a PanicException, which is no Exception and cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def find_tokenizer(directory: Path) -> TextCodec | None:
+    """The tokenizer of a target's directory; one without it serves token ids alone."""
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return TextCodec(directory) if has_tokenizer else None
+
+
+def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
+    """Log that a tokenizer has ids for which a target of `vocab_size` tokens has no row, if it has some."""
+    if codec.largest_token_id >= vocab_size:
+        logger.warning(
+            "the tokenizer has %s, for which the target of %d tokens has no row: prompts with such tokens are refused",
+            codec.describe(codec.largest_token_id),
+            vocab_size,
+        )
+
+
+class Detokenizer:
+    """Output text of one request, token by token; characters whose bytes are not complete are held back.
+
+    The text of new tokens is what they add to the text of a few tokens before them: tokenizers write a token
+    differently at the beginning of a text, and a character may spread over several tokens. A token costs the same
+    however many have brought no text: clients choose those tokens, and all clients wait for the text of each.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
+        self._codec = codec
+        self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in codec.silent_ids]
+        self._context_text: str | None = None  # decoded when it is needed
+        self._pending: list[int] = []  # tokens whose text is not out
+
+    def push(self, token_id: int) -> str:
+        """New text once `token_id` follows; may be empty."""
+        if token_id in self._codec.silent_ids:
+            return ""
+        self._pending.append(token_id)
+        text = self._text()
+        if text and not text.endswith(REPLACEMENT):
+            return self._give_out(text)
+        return self._shorten(text) if len(self._pending) >= MOST_PENDING else ""
+
+    def flush(self) -> str:
+        """What is still held back, with replacement characters for bytes that are no UTF-8."""
+        return self._give_out(self._text()) if self._pending else ""
+
+    def _give_out(self, text: str) -> str:
+        self._context, self._context_text, self._pending = self._pending, None, []
+        return text
+
+    def _text(self) -> str:
+        """Text of the pending tokens."""
+        if self._context_text is None:
+            self._context_text = self._codec.decode(self._context)
+        return self._codec.decode(self._context + self._pending)[len(self._context_text) :]
+
+    def _shorten(self, text: str) -> str:
+        """Give out the text of all pending tokens but the last `KEPT_PENDING`, which may begin a character.
+
+        The tokens given out are dropped if the kept ones have the same text without them, else they are the new
+        context. Byte fallback needs that: it writes every byte of a run that is no UTF-8 as a replacement character.
+        """
+        kept, given = self._pending[-KEPT_PENDING:], self._pending[:-KEPT_PENDING]
+        whole = [self._codec.decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
+        if not whole[-1].startswith(whole[0]):
+            return self._give_out(text)
+        expected = [one[len(whole[0]) :] for one in whole]
+        for context in (self._context, given):
+            own = [self._codec.decode(context + kept[:count]) for count in range(KEPT_PENDING + 1)]
+            if own == [own[0] + one for one in expected]:
+                free = text[: len(text) - len(expected[-1])]
+                self._context, self._context_text, self._pending = context, own[0], kept
+                return free
+        return self._give_out(text)
+
+
+class StopFinder:
+    """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream.
+
+    Each character costs the same however long the stop texts are and however much of them has come (Knuth, Morris and
+    Pratt, 1977): a client chooses them, and all clients wait for the engine.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop text that the text so far ends with
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is free to go, the stop text found or None); nothing after a stop text is given out."""
+        if not self._stops:
+            return text, None
+        found = [(at, stop) for i, (stop, _) in enumerate(self._stops) if (at := self._match(i, text)) is not None]
+        self._held += text
+        if found:
+            at, stop = min(found)
+            free, self._held = self._held[:at], ""
+            return free, stop
+        end = len(self._held) - max(self._matched)
+        free, self._held = self._held[:end], self._held[end:]
+        return free, None
+
+    def _match(self, index: int, text: str) -> int | None:
+        """Where the stop text begins, counted from the text held back, if it ends in `text`."""
+        stop, borders = self._stops[index]
+        matched = self._matched[index]
+        for i, character in enumerate(text):
+            while matched and character != stop[matched]:
+                matched = borders[matched - 1]
+            matched += character == stop[matched]
+            if matched == len(stop):
+                return len(self._held) + i + 1 - matched
+        self._matched[index] = matched
+        return None
+
+    def flush(self) -> str:
+        """What is held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of `stop`, the length of its longest end that is a shorter beginning too."""
+    borders = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = borders[length - 1]
+        length += stop[i] == stop[length]
+        borders[i] = length
+    return borders

@@ -1,0 +1,1 @@
+"""The verifier's side of the drafters: connections, sessions, what is sent and answered."""

@@ -1,0 +1,384 @@
+"""The stream to one drafter: connection, handshake, reconnection. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import grpc
+import torch
+from google.protobuf.message import Message
+
+from draftwire.contract import validation as cfg
+from draftwire.contract.addresses import MAX_MESSAGE_BYTES, receiving_at_most
+from draftwire.contract.errors import InvalidArgumentError, MismatchError
+from draftwire.model.fusion import FeatureFusion, fusion_bytes, load_fusion
+from draftwire.server.counting import CountingChannel
+from draftwire.server.security import LOOPBACK, ClientSecurity, open_async_channel
+from draftwire.transport import (
+    ALL_CARRIERS,
+    Rendezvous,
+    Segment,
+    SharedSegments,
+    TensorReceiver,
+    TensorSender,
+    carrier_name,
+    offered_carriers,
+    segment_bytes,
+)
+from draftwire.transport.encoding import Encoded
+from draftwire.transport.traffic import Direction, Traffic
+from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
+from verifier_service.drafters.handshake import Handshake
+from verifier_service.drafters.stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.target.target import Target
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+BACKOFF_S = (0.1, 2.0)
+REFUSED_RETRY_S = 5.0
+# After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
+EXPELLED_RETRY_S = (60.0, 600.0)
+FUSION_TIMEOUT_S = 60.0
+# For the drafter's hello, before which it captures what this session's drafts need: its graphs go with its sessions, so
+# that one that is given up too early would begin anew each time.
+HELLO_TIMEOUT_S = 60.0
+CONNECTED_STATES = {
+    generate_pb2.DRAFTER_STATE_READY,
+    generate_pb2.DRAFTER_STATE_DRAINING,
+    generate_pb2.DRAFTER_STATE_SLOW,
+    generate_pb2.DRAFTER_STATE_PROBING,
+}
+# A drafter is asked for its memory so often, and for its load while no answers tell it.
+INFO_EVERY_S = 1.0
+# A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
+LEAST_ANSWER_BYTES = 8 << 20
+# By description, with the digest of weights that were really received: heads that are alike share them.
+_fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
+
+
+_Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest | Encoded, draft_pb2.DraftResponse]
+_DETAILS = {
+    generate_pb2.DRAFTER_STATE_SLOW: "is late too often: left alone for a while",
+    generate_pb2.DRAFTER_STATE_PROBING: "is on trial with one sequence",
+}
+
+
+class DrafterLink:
+    """Keeps a stream to one drafter open for as long as the verifier runs."""
+
+    def __init__(
+        self,
+        address: str,
+        target: Target,
+        config: config_pb2.SpeculativeConfig,
+        max_sequences: int,
+        post: Callable[[LinkEvent], None],
+        traffic: Traffic,
+        security: ClientSecurity = LOOPBACK,
+        host: str | None = None,
+        carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        rendezvous_dir: Path | None = None,
+        *,
+        fuses_features: bool = True,
+    ) -> None:
+        """`traffic` counts what is exchanged. `host` is the name that the drafter's certificate must have; by default
+        that of the address. `carriers` are those that the operator allows, best first; `rendezvous_dir` is that of
+        `Rendezvous`. With `fuses_features` features are fused where the head lets them be.
+        """
+        self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
+        self._address = address
+        self._target = target
+        self._config = config
+        self._max_sequences = max_sequences
+        self._post = post
+        self._traffic = traffic
+        self._security = security
+        self._host = host
+        self._rendezvous_dir = rendezvous_dir
+        self._fuses_features = fuses_features
+        self._on_trial = False
+        self._expelled_at = -math.inf
+        self._stream: Stream | None = None
+        self._carriers = offered_carriers(carriers, target.device)
+        self._handshake = Handshake(target, config, max_sequences, self._carriers)
+
+    async def run(self) -> None:
+        """Connects, serves and reconnects until cancelled."""
+        delay, expelled_delay = BACKOFF_S[0], EXPELLED_RETRY_S[0]
+        while True:
+            began = time.monotonic()
+            try:
+                await self._serve()
+            except _ExpelledError as error:
+                self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {error}")
+                self._on_trial = True
+                self._expelled_at = time.monotonic()
+                if time.monotonic() - began > EXPELLED_RETRY_S[1]:
+                    expelled_delay = EXPELLED_RETRY_S[0]
+                delay, expelled_delay = expelled_delay, min(2 * expelled_delay, EXPELLED_RETRY_S[1])
+            except Exception as error:
+                if _is_refusal(error):
+                    self._note(generate_pb2.DRAFTER_STATE_REFUSED, _text(error))
+                    delay = REFUSED_RETRY_S
+                else:
+                    if not isinstance(error, (grpc.aio.AioRpcError, TimeoutError)):
+                        logger.exception("drafter %s: the stream failed", self._address)
+                    self._note(generate_pb2.DRAFTER_STATE_CONNECTING, _text(error))
+                    has_served = time.monotonic() - began > CONNECT_TIMEOUT_S
+                    delay = BACKOFF_S[0] if has_served else min(2 * delay, BACKOFF_S[1])
+            await asyncio.sleep(delay * random.uniform(0.5, 1))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it stays although its address is no longer named.
+
+        It does while it has a stream, and for the longest rest after an expulsion: a new link to the same address would
+        know nothing of that.
+        """
+        return self.status.state in CONNECTED_STATES or time.monotonic() < self._expelled_at + EXPELLED_RETRY_S[1]
+
+    def _note(self, state: generate_pb2.DrafterState, detail: str) -> None:
+        if detail and detail != self.status.detail:
+            logger.warning("drafter %s: %s", self._address, detail)
+        self.status.state, self.status.detail = state, detail
+
+    def _show(self, stream: Stream, state: generate_pb2.DrafterState) -> None:
+        if stream is self._stream and self.status.state != generate_pb2.DRAFTER_STATE_DRAINING:
+            self._on_trial = self._on_trial and state != generate_pb2.DRAFTER_STATE_READY
+            self._note(state, _DETAILS.get(state, ""))
+
+    async def _serve(self) -> None:
+        options: list[tuple[str, int | str]] = [
+            *receiving_at_most(self._largest_answer),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self._host is not None:
+            options.append(("grpc.ssl_target_name_override", self._host))
+        async with open_async_channel(self._address, self._security, options) as channel:
+            counting: Any = CountingChannel(channel, self._count)
+            stub: draft_pb2_grpc.DraftingAsyncStub = draft_pb2_grpc.DraftingStub(counting)
+            info = await self._get_info(stub)
+            if info is None:
+                raise MismatchError("the drafter's description of itself cannot be decoded")
+            self._handshake.check(info)
+            fusion = await self._fusion(stub, info)
+            call = cast(_Call, stub.Draft())
+            stream = await self._open(call, info, fusion)
+            self._post(Connected(stream))
+            self._post(Loaded(stream, info.load))
+            # Shown once the engine has been told, so that a request that comes after it finds the drafter.
+            self._note(generate_pb2.DRAFTER_STATE_READY, "")
+            self._stream = stream
+            tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_info(stub, stream))]
+            try:
+                while (answer := await _read(call)) is not None:
+                    self._take(stream, answer)
+                is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
+                raise TimeoutError("it has drained") if is_draining else await _ending(call)
+            except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
+                # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
+                task = asyncio.current_task()
+                if stream.failure is None or (task is not None and task.cancelling()):
+                    raise
+                kind = _ExpelledError if stream.is_expelled else TimeoutError
+                raise kind(stream.failure) from error
+            finally:
+                self._stream = None
+                for task in tasks:
+                    task.cancel()
+                call.cancel()
+                self._post(Disconnected(stream))
+
+    async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
+        """The drafter's description of itself, or None, which is what grpc gives for bytes that are no message."""
+        request = draft_pb2.GetDrafterInfoRequest()
+        info: draft_pb2.GetDrafterInfoResponse | None = await stub.GetDrafterInfo(request, timeout=CONNECT_TIMEOUT_S)
+        return info
+
+    async def _fusion(
+        self, stub: draft_pb2_grpc.DraftingAsyncStub, info: draft_pb2.GetDrafterInfoResponse
+    ) -> FeatureFusion | None:
+        """The head's fusion, unless features are sent as they are: where fused ones are no narrower, or it is off."""
+        is_narrower = info.HasField("fusion") and info.fusion.width < info.features.width
+        if not self._fuses_features or not is_narrower:
+            return None
+        described = info.fusion.SerializeToString(deterministic=True)
+        key = (self._target.device, described, info.features.SerializeToString(deterministic=True))
+        fusion = _fusions.get(key)
+        if fusion is None:
+            size = fusion_bytes(info.fusion, info.features)
+            data = bytearray()
+            request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
+            async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
+                data += b"" if chunk is None else chunk.data
+                if chunk is None or not chunk.data or len(data) > size:
+                    break  # told below
+            fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
+            fusion = _fusions.setdefault(key, fusion)  # another link may have been faster
+        return fusion
+
+    async def _open(
+        self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
+    ) -> Stream:
+        """The stream after both hellos, with the memory that both sides share."""
+        hello = self._handshake.hello(info, fusion)
+        sharing: asyncio.Future[SharedSegments] | None = None
+        with contextlib.ExitStack() as stack:
+            if self._carriers != [draft_pb2.CARRIER_BYTES]:
+                try:
+                    rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
+                except OSError as error:  # as of a directory that has gone
+                    told = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
+                    logger.warning(told, self._address, error)
+                else:
+                    hello.rendezvous.CopyFrom(rendezvous.encode())
+                    sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
+            await call.write(draft_pb2.DraftRequest(hello=hello))
+            answer = await asyncio.wait_for(_read(call), HELLO_TIMEOUT_S)
+        if answer is None:
+            raise await _ending(call)
+        head = self._handshake.accept(answer, info, fusion)
+        # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
+        shared = SharedSegments() if sharing is None else await sharing
+        # What the other side could not make use of is given up again.
+        outgoing = _agreed(shared.outgoing, answer.hello.carrier)
+        incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
+        channel = shared.channel if answer.hello.direct else None
+        if answer.hello.direct and channel is None:
+            raise MismatchError("the drafter's hello says direct, but it has not come to the rendezvous")
+        sender = TensorSender(self._target.device, outgoing)
+        receiver = TensorReceiver(self._target.device, incoming)
+        self.status.head_fingerprint = head.fingerprint
+        self.status.feature_row_bytes = head.row_bytes
+        self.status.features_are_fused = fusion is not None
+        self.status.features_carrier = sender.carrier
+        self.status.logits_carrier = receiver.carrier
+        self.status.is_direct = channel is not None
+        self._note_memory(answer.hello.info)
+        logger.info(
+            "drafter %s: connected, head %s; %s features by %s, draft logits by %s, messages %s",
+            self._address,
+            head.fingerprint,
+            "fused" if fusion else "raw",
+            carrier_name(sender.carrier),
+            carrier_name(receiver.carrier),
+            "direct" if channel else "by the stream",
+        )
+        return Stream(
+            *(self.status, head, call.cancel, sender, receiver, self._show, self._traffic, channel),
+            on_trial=self._on_trial,
+        )
+
+    @property
+    def _largest_answer(self) -> int:
+        """Bytes of the largest message that a drafter may send: a step's drafts with their logits."""
+        config, logits = self._config, self._config.draft_logits
+        row_bytes = {cfg.DENSE: 4 * self._target.vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
+        largest = LEAST_ANSWER_BYTES + self._max_sequences * config.num_speculative_tokens * row_bytes
+        return min(largest, MAX_MESSAGE_BYTES)
+
+    def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
+        """Waits for the drafter at the rendezvous; in a thread of its own."""
+        config, logits = self._config, self._config.draft_logits
+        row_bytes = {cfg.DENSE: 4 * info.draft_vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
+        step_bytes = min(self._max_sequences, info.max_sequences) * config.num_speculative_tokens * row_bytes
+        # The ids of top_n are checked on the host.
+        hosts = [carrier for carrier in self._carriers if carrier != draft_pb2.CARRIER_CUDA_IPC]
+        return rendezvous.serve(
+            self._carriers,
+            self._carriers if logits.form == cfg.DENSE else hosts,
+            segment_bytes(step_bytes) if step_bytes else 0,
+            self._target.device,
+        )
+
+    def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
+        """Counts a message of gRPC."""
+        self._traffic.count_message("grpc", direction, message, num_bytes)
+        # In the status too when it is a step or an answer: hellos cross before there is a stream.
+        if self._stream is None or not isinstance(message, (draft_pb2.DraftRequest, draft_pb2.DraftResponse)):
+            return
+        if message.WhichOneof("message") != "draining":
+            self._stream.count_bytes(direction, num_bytes)
+
+    def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
+        if answer.WhichOneof("message") == "draining":
+            if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
+                raise _ExpelledError("said twice that it drains")
+            self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
+            self._post(Draining(stream))
+            return
+        # Before it queues up where the engine cannot tell yet.
+        if not stream.count_answer():
+            raise _ExpelledError("answered more steps than it was sent")
+        self._post(Answered(stream, answer.drafts))
+
+    async def _ask_info(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
+        """Notes the memory, and posts the load, which other verifiers make too, while no answers tell it."""
+        while True:
+            received = self.status.received_message_bytes
+            await asyncio.sleep(INFO_EVERY_S)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
+                info = await self._get_info(stub)
+                if info is None:
+                    continue
+                self._note_memory(info)
+                if self.status.received_message_bytes == received:
+                    self._post(Loaded(stream, info.load))
+
+    def _note_memory(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
+        self.status.memory.CopyFrom(info.memory)
+        self.status.memory.DiscardUnknownFields()  # every client is shown the rest
+
+    async def _write(self, call: _Call, stream: Stream) -> None:
+        """Sends what the engine queues for the stream."""
+        while (entry := await stream.outbox.get()) is not None:
+            await call.write(stream.encode(*entry))
+        await call.done_writing()
+
+class _ExpelledError(Exception):
+    """A drafter answered what it must not."""
+
+
+async def _read(call: _Call) -> draft_pb2.DraftResponse | None:
+    """The next message of a stream, None at its end."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        return None
+    if not isinstance(message, draft_pb2.DraftResponse):  # None is what grpc gives for bytes that are no message
+        raise _ExpelledError("its answer cannot be decoded")
+    return message
+
+
+def _agreed(segment: Segment | None, carrier: draft_pb2.Carrier) -> Segment | None:
+    return segment if segment is not None and segment.carrier == carrier else None
+
+
+async def _ending(call: _Call) -> Exception:
+    """Why a stream has ended, or gives what cannot be read."""
+    call.cancel()
+    status = await call.code()
+    details = await call.details() or "no details"
+    return TimeoutError(f"{status.name}: {details}")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether one side finds that the two do not fit."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    return isinstance(error, (MismatchError, InvalidArgumentError))
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,167 @@
+"""Which requests wait for their drafts, for how long, and whether a step waits for drafts that are about to arrive."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from verifier_service.core.request import Request
+from verifier_service.drafters.session import AwaitedAnswer, Binding, DraftSession
+from verifier_service.drafters.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+# Smoothing of the seconds that a step takes.
+SMOOTH = 1 / 16
+
+
+class DraftWaitPolicy:
+    """Used by the engine's thread alone. It reads the sessions and bindings that `Drafting` keeps.
+
+    Attributes
+    ----------
+    step_s
+        Smoothed seconds of a step without prompts, waits left out; NaN before the first.
+    """
+
+    def __init__(self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding]) -> None:
+        self.step_s = math.nan
+        self._sessions = sessions
+        self._bindings = bindings
+        self._held_since: float | None = None
+        self._held_until: float | None = None
+
+    def count_step(self, seconds: float) -> None:
+        """Count a step without prompts that took so long."""
+        self.step_s = seconds if math.isnan(self.step_s) else self.step_s + SMOOTH * (seconds - self.step_s)
+
+    def is_ready(self, request: Request) -> bool:
+        """Return whether a decoding request may go into the next step: it has its drafts or waits for none."""
+        binding = self._bindings.get(request)
+        if binding is None or request.drafts is not None or binding.wait_until is None or binding.session.is_late:
+            return True
+        if time.monotonic() < binding.wait_until:
+            return False
+        session = binding.session
+        session.is_late = True
+        # With adaptive k waits are short and often end so.
+        level = logging.DEBUG if session.pace.is_adaptive else logging.WARNING
+        logger.log(level, "drafter %s: missed the draft deadline", session.stream.address)
+        return True
+
+    def may_run_beside(self, request: Request, drafted: Iterable[Request]) -> bool:
+        """Return whether a request may go into a step while a step runs that verifies drafts of `drafted`.
+
+        With drafts of the same drafter it may not: the drafter's sequences would be split over two steps from then on.
+        """
+        binding = self._bindings.get(request)
+        if binding is None or request.drafts is None:
+            return True
+        others = (self._bindings.get(other) for other in drafted)
+        return all(other is None or other.session is not binding.session for other in others)
+
+    def come_soon(self, running: Iterable[Request]) -> bool:
+        """Return whether some requests of the running step should have drafts within a step's time of its end, so that
+        the next step gains by waiting for them."""
+        bindings = (self._bindings.get(one) for one in running if one.num_drafts_wanted > 0)
+        sessions = {one.session for one in bindings if one is not None and one.rows_behind == 0}
+        return any(one.has_room and one.pace.num_drafts > 0 and one.pace.answer_s < self.step_s for one in sessions)
+
+    def is_waiting(self, request: Request) -> bool:
+        """Return whether a request waits for drafts."""
+        binding = self._bindings.get(request)
+        return binding is not None and binding.is_waiting
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any request waits for drafts."""
+        return any(binding.is_waiting for binding in self._bindings.values())
+
+    def all_wait(self, requests: Sequence[Request]) -> bool:
+        """Return whether there are requests and each waits for drafts, so that no step can be scheduled."""
+        now, bindings = time.monotonic(), self._bindings
+        for request in requests:
+            binding = bindings.get(request)
+            if binding is None or request.drafts is not None or not binding.waits_at(now):
+                return False
+        return len(requests) > 0
+
+    def awaited_answer(self) -> AwaitedAnswer | None:
+        """Return the answer that brings all awaited drafts; None if there are several, or none."""
+        sessions = [session for session in self._sessions.values() if session.unanswered]
+        if len(sessions) != 1 or sessions[0].is_late:
+            return None
+        return sessions[0].awaited_answer()
+
+    def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
+        """Return the most drafts that each request brings to the next step, if that step has all of them and waits for
+        drafts; else None."""
+        counts = []
+        is_awaited = False
+        for request in requests:
+            binding = self._bindings.get(request)
+            if request.num_in_flight or not request.is_decoding:
+                return None
+            if request.drafts is not None:
+                counts.append(len(request.drafts.tokens))
+            elif binding is not None and binding.is_waiting:
+                is_awaited = True
+                # A request that waits for its drafter to take more was asked for last when it had fewer tokens.
+                counts.append(min(binding.asked_drafts, request.num_drafts_wanted))
+            else:
+                counts.append(0)
+        return counts if is_awaited else None
+
+    @property
+    def next_deadline(self) -> float:
+        """The earliest time at which a waiting request or a held step stops waiting; infinite if there is none."""
+        waits = (binding.wait_until for binding in self._bindings.values() if not binding.session.is_late)
+        first = min((until for until in waits if until is not None), default=math.inf)
+        return first if self._held_until is None else min(first, self._held_until)
+
+    def is_held(self, requests: Sequence[Request], *, may_admit: bool) -> bool:
+        """Return whether the next step waits for drafts that are about to arrive, so that one step does for two.
+
+        `may_admit`: whether a request that is not among `requests` may begin in the step.
+        """
+        now = time.monotonic()
+        num_ready, has_prompts, is_waiting = 0, may_admit, False
+        for request in requests:
+            binding = self._bindings.get(request)
+            if binding is not None and request.drafts is None and binding.waits_at(now):
+                is_waiting = True
+            elif request.is_decoding:
+                num_ready += 1
+            else:
+                has_prompts = True
+        self._held_until = self._hold_until(now, num_ready) if is_waiting else None
+        if self._held_until is None:
+            self._held_since = None
+            return False
+        if num_ready > 0 or has_prompts:  # else nothing has waited yet
+            self._held_since = now if self._held_since is None else self._held_since
+        return True
+
+    def _hold_until(self, now: float, num_ready: int) -> float | None:
+        """Return the time until which a step of the ready requests waits; None if it does not.
+
+        To wait costs each ready request the wait. Not to wait costs each request whose drafts are about to arrive a
+        step. Drafts that are overdue are expected to take as long again as they are.
+        """
+        latest = (now if self._held_since is None else self._held_since) + self.step_s
+        messages = [
+            (abs(message.sent + session.pace.answer_s - now), message)
+            for session in self._sessions.values()
+            if not session.is_late
+            for message in session.unanswered.values()
+            if message.sequences > 0 and now < message.wait_until
+        ]
+        until, num_awaited = None, 0
+        for wait_s, message in sorted(messages, key=lambda one: one[0]):
+            num_awaited += message.sequences
+            longest_s = min(self.step_s, self.step_s * num_awaited / max(num_ready, 1))
+            if wait_s < longest_s and now < latest:  # false for NaN
+                until = min(message.wait_until, latest, now + longest_s)
+        return until

@@ -1,0 +1,47 @@
+"""Why a verify step of a request had no drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from draftwire.v1 import generate_pb2 as pb
+from verifier_service.core.request import Request
+from verifier_service.drafters.session import Binding, DraftSession
+
+Cause = pb.FallbackCause
+
+
+def cause_name(cause: Cause) -> str:
+    """The cause as metrics and tables call it: `no_drafter`."""
+    return pb.FallbackCause.Name(cause).removeprefix("FALLBACK_CAUSE_").lower()
+
+
+def bound_cause(binding: Binding) -> Cause:
+    """Why a request that has a drafter got no drafts from it for its next token."""
+    session = binding.session
+    if session.is_late:
+        return pb.FALLBACK_CAUSE_LATE
+    if session.pace.is_off:
+        return pb.FALLBACK_CAUSE_PACE
+    if binding.asked_length == len(binding.request.tokens):
+        return pb.FALLBACK_CAUSE_EMPTY_ANSWER
+    is_new = binding.sequence_id != 0 and binding.asked_length == 0  # its prompt is on its way
+    if binding.rows_behind > 0 or session.catches_up or is_new:
+        return pb.FALLBACK_CAUSE_CATCHING_UP
+    # Rows that were sent with no draft asked for; without any row nothing was sent.
+    return pb.FALLBACK_CAUSE_PACE if binding.sequence_id else pb.FALLBACK_CAUSE_NO_FEATURES
+
+
+def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause:
+    """Why none of the connected drafters has the request."""
+    staying = [session for session in sessions if not session.is_draining]
+    if not staying:
+        return pb.FALLBACK_CAUSE_NO_DRAFTER
+    fitting = [session for session in staying if request.num_feature_rows <= session.stream.head.max_model_len]
+    if not fitting:
+        return pb.FALLBACK_CAUSE_TOO_LONG
+    if all(session.is_late or session.breaker.is_open for session in fitting):
+        return pb.FALLBACK_CAUSE_LATE
+    if any(session.pace.is_off and not session.is_late for session in fitting):
+        return pb.FALLBACK_CAUSE_PACE
+    return pb.FALLBACK_CAUSE_AT_CAPACITY

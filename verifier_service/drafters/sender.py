@@ -1,0 +1,269 @@
+"""What a drafter is sent: rows of features with their tokens, and how many drafts are wanted of each sequence."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from draftwire.contract import validation as cfg
+from draftwire.contract.tensors import encode_ids
+from draftwire.server.logs import fields
+from draftwire.server.tracing import is_exporting
+from draftwire.transport import Outgoing
+from draftwire.v1 import config_pb2, draft_pb2
+from verifier_service.core.request import Request
+from verifier_service.core.step_times import StepTimes
+from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.drafters.features import FeatureStore
+from verifier_service.drafters.session import Binding, CommittedStep, DraftSession, EarlyFeatures
+
+logger = logging.getLogger(__name__)
+
+# A history that a drafter has not got is sent in pieces of this many rows, and all histories together take at most
+# this many bytes of a message, so that they delay no other sequence.
+MAX_HISTORY_ROWS = 512
+MAX_HISTORY_BYTES = 16 * 1024 * 1024
+# While most sequences lack rows, no drafts are asked for: until no more than this share lacks some, or no more than
+# half have for so many seconds.
+FEW_SHARE, LONGEST_FEW_S = 0.125, 1.0
+
+# Rows to send of a sequence.
+_Piece = tuple[Binding, int]
+
+
+class _Rows(NamedTuple):
+    """Rows of a message, sequence after sequence."""
+
+    bindings: list[Binding]
+    first_rows: list[int]
+    num_rows: list[int]
+    num_drafts: list[int]  # wanted after them
+    tokens: list[int]  # of all rows
+
+
+class StepSender:
+    """Sends drafters the rows that they have not got. Used by the engine's thread alone."""
+
+    def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, waits: DraftWaitPolicy) -> None:
+        """Bytes and rows are counted in `times`; `waits` tells how long a step takes."""
+        self._config = config
+        self._times = times
+        self._waits = waits
+        self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
+        self._old_rows: dict[Request, int] = {}  # rows that were there when all had been sent last
+
+    def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
+        """Sends new rows of all sequences, and asks for drafts of those whose rows are all there then.
+
+        With adaptive k rows of prompts and histories go in a message of their own, behind the message whose drafts are
+        awaited, and ask for none. While most sequences lack such rows, these alone are sent, and the sequences decode
+        without drafts: drafts of a few would hold up the steps of all.
+        """
+        backlog, is_adaptive = session.pace.backlog, session.pace.is_adaptive
+        most_rows = backlog.rows(session.stream.head.row_bytes) if is_adaptive else math.inf
+        pieces = self._pieces(session, most_rows)
+        session.catches_up = is_adaptive and self._must_catch_up(session, now)
+        if session.catches_up:
+            if backlog.may_send(now) and any(rows > self._most_verified for _, rows in pieces):
+                self._send_step(session, store, pieces, 0, has_histories=True)
+                session.catches_up = self._must_catch_up(session, now)
+            return
+        num_drafts = session.pace.num_drafts
+        verified = [piece for piece in pieces if self._is_close(piece[0])]
+        others = [piece for piece in pieces if not self._is_close(piece[0])]
+        has_asked = False
+        if verified or session.closed_ids:
+            has_asked = self._send_step(session, store, verified, num_drafts)
+        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):  # else its drafts come behind them
+            self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
+
+    def send_closed(self, session: DraftSession, store: FeatureStore) -> None:
+        """Tell a drafter that is asked for nothing which sequences have ended."""
+        self._send_step(session, store, [], 0)
+
+    def _must_catch_up(self, session: DraftSession, now: float) -> bool:
+        """Return whether so many sequences lack rows that these alone are sent."""
+        decoding = [binding for binding in session.bindings if binding.request.is_decoding]
+        num_lacking = sum(not self._is_close(binding) for binding in decoding)
+        lack_most = 2 * num_lacking > len(decoding)
+        if lack_most or not session.catches_up:
+            session.few_since = now
+            return lack_most
+        return num_lacking > FEW_SHARE * len(decoding) and now < session.few_since + LONGEST_FEW_S
+
+    def _is_close(self, binding: Binding) -> bool:
+        """Return whether a sequence lacks no more rows than a verify step brings."""
+        return binding.rows_behind <= self._most_verified
+
+    def note_rows(self, requests: Sequence[Request]) -> None:
+        """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
+        self._old_rows = {request: request.num_feature_rows for request in requests}
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._old_rows.pop(request, None)
+
+    def _send_step(
+        self,
+        session: DraftSession,
+        store: FeatureStore,
+        pieces: list[_Piece],
+        num_drafts: int,
+        *,
+        has_histories: bool = False,
+    ) -> bool:
+        """Send rows, and ask for so many drafts of each sequence that is complete. Return whether any is."""
+        session.step_id += 1
+        step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
+        session.closed_ids = []
+        for binding, _ in pieces:
+            if not binding.sequence_id:
+                self._open(step, binding)
+        rows = _take_rows(pieces, num_drafts)
+        early, num_rows = session.early, len(rows.tokens)
+        if early is not None and not early.is_unchanged(rows.bindings, rows.first_rows, rows.num_drafts):
+            session.give_up_early()
+            early = None
+        if early is not None and early.announced is not None:
+            sent, features = time.monotonic(), early.features
+            self._commit(session, early, rows, list(step.closed_ids))
+        else:
+            features = self._fill(step, session, store, rows, early)
+            sent = time.monotonic()
+            session.stream.send(step, features)
+        session.early = None
+        # The rest is done while the drafter computes.
+        num_bytes = num_rows * session.stream.head.row_bytes
+        carrier = draft_pb2.CARRIER_BYTES if features is None else features.carrier
+        num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
+        most = max(rows.num_drafts, default=0)
+        step_s = self._waits.step_s
+        message = session.pace.send(
+            sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_histories=has_histories
+        )
+        session.unanswered[session.step_id] = message
+        for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True):
+            if drafts > 0:
+                binding.asked_step, binding.asked_length = session.step_id, len(binding.request.tokens)
+                binding.asked_drafts = drafts
+                binding.wait_until = message.wait_until
+        self._times.count_sent(carrier, num_rows, num_bytes)
+        return num_asked > 0
+
+    def _commit(self, session: DraftSession, early: EarlyFeatures, rows: _Rows, closed_ids: list[int]) -> None:
+        """Commit the step that was announced: the drafter has its tokens and features."""
+        assert early.announced is not None
+        session.last_resolved = early.announced.announced_id
+        asked = [binding for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True) if drafts > 0]
+        places = {binding: place for place, binding in enumerate(early.bindings)}
+        # A sequence that the drafter has lost is not among those to be closed, but has no rows in the step either.
+        lost = [one.sequence_id for one in early.bindings if not one.is_open and one.sequence_id not in closed_ids]
+        session.committed = CommittedStep(
+            session.step_id, asked, [places[binding] for binding in asked], early.announced
+        )
+        commit = draft_pb2.Commit(
+            step_id=session.step_id,
+            announced_id=early.announced.announced_id,
+            closed_ids=closed_ids + lost,
+            num_drafts=rows.num_drafts,
+        )
+        session.stream.send(commit, early.features)
+
+    def _fill(
+        self,
+        step: draft_pb2.DraftStep,
+        session: DraftSession,
+        store: FeatureStore,
+        rows: _Rows,
+        early: EarlyFeatures | None,
+    ) -> Outgoing | None:
+        """Write rows into a step's message, and return their features: the `early` ones, if there are."""
+        step.replaces = session.last_resolved
+        if not rows.bindings:
+            return None
+        step.sequence_ids.extend([binding.sequence_id for binding in rows.bindings])
+        step.first_rows.extend(rows.first_rows)
+        step.num_rows.extend(rows.num_rows)
+        step.num_drafts.extend(rows.num_drafts)
+        encode_ids(rows.tokens, step.tokens)
+        if early is not None:
+            early.features.keep(len(rows.tokens))
+            return early.features
+        head = session.stream.head
+        features = session.stream.sender.begin(head.dtype, (len(rows.tokens), head.width))
+        columns = zip(rows.bindings, rows.first_rows, rows.num_rows, strict=True)
+        store.read([(one.request.blocks, first, first + count) for one, first, count in columns], features.tensor)
+        features.seal()
+        return features
+
+    def _pieces(self, session: DraftSession, most_rows: float) -> list[_Piece]:
+        """Return (sequence, rows to send of it): all rows of verify steps, and `most_rows` of sequences that lack more.
+
+        Rows older than the last step are a history: of a sequence that moves or whose drafter was held up, or a prefix
+        that was found in the cache. Of a history at most MAX_HISTORY_ROWS go at once, and MAX_HISTORY_BYTES of all.
+        """
+        room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
+        pieces = []
+        for binding in session.bindings:
+            request, first = binding.request, binding.next_row
+            rows = request.num_feature_rows - first
+            if rows > self._most_verified:
+                rows = int(min(rows, most_rows))
+                most_rows -= rows
+            if first < self._old_rows.get(request, request.num_reused):
+                rows = min(rows, MAX_HISTORY_ROWS, room)
+                room -= rows
+            if rows > 0:
+                pieces.append((binding, rows))
+        return pieces
+
+    def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
+        request = binding.request
+        key = 0  # greedy drafters need none, and a key tells something of the seed
+        if self._config.rejection_sample_method == cfg.COUPLED:
+            key = request.keys.resample
+        elif self._config.draft_sample_method == cfg.GUMBEL:
+            key = request.keys.proposal
+        session = binding.session
+        session.last_sequence_id += 1
+        binding.sequence_id = session.last_sequence_id
+        session.sequences[binding.sequence_id] = binding
+        step.opened.ids.append(binding.sequence_id)
+        step.opened.temperatures.append(request.params.temperature)
+        step.opened.proposal_keys.append(key)
+        step.opened.first_rows.append(binding.next_row)
+        step.opened.request_ids.append(request.request_id)
+        if is_exporting():
+            step.opened.traceparents.append(request.traceparent)
+        told = fields(
+            request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
+        )
+        logger.debug("sequence opened", extra=told)
+
+
+def _in_flight(session: DraftSession) -> list[bool]:
+    """Of each sequence that decodes, whether a step has it that has not landed."""
+    return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
+
+
+def _take_rows(pieces: Sequence[_Piece], num_drafts: int) -> _Rows:
+    """Count rows as sent, and say how many drafts are wanted after them, at most `num_drafts` of each sequence."""
+    taken = _Rows([], [], [], [], [])
+    for binding, rows in pieces:
+        request = binding.request
+        first, known = binding.next_row, request.tokens
+        binding.next_row = last = first + rows
+        drafts = 0
+        # All rows are there, and the request decodes.
+        if len(request.prompt) <= last == len(known) - 1 and not request.is_in_flight:
+            drafts = min(request.num_drafts_wanted, num_drafts)
+            binding.wait_until = None
+        taken.bindings.append(binding)
+        taken.first_rows.append(first)
+        taken.num_rows.append(rows)
+        taken.num_drafts.append(drafts)
+        taken.tokens.extend(known[first + 1 : last + 1])
+    return taken

@@ -1,0 +1,253 @@
+"""A stream to a drafter with the sequences that draft there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.contract.tensors import decode_id_array
+from draftwire.transport import Outgoing
+from draftwire.v1 import draft_pb2
+from verifier_service.core.request import Request
+from verifier_service.drafters.breaker import Breaker, Circuit
+from verifier_service.drafters.stream import AnnouncedStep, Stream
+from verifier_service.pacing import Message, Pace
+
+# Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
+MAX_UNANSWERED_STEPS = 32
+LOST_AFTER_S = 10.0
+# Announced steps that may be neither committed nor replaced; a drafter takes no more.
+MAX_ANNOUNCED = 4
+
+
+@dataclass(eq=False)
+class DraftSession:
+    """A stream and what is on its way over it."""
+
+    stream: Stream
+    draft_token_ids: torch.Tensor | None  # the head's, on the target's device
+    pace: Pace
+    breaker: Breaker
+    step_id: int = 0
+    last_sequence_id: int = 0
+    bindings: list[Binding] = field(default_factory=list)
+    sequences: dict[int, Binding] = field(default_factory=dict)  # those that are open, by id
+    closed_ids: list[int] = field(default_factory=list)
+    unanswered: dict[int, Message] = field(default_factory=dict)  # by step
+    is_late: bool = False
+    is_draining: bool = False
+    catches_up: bool = False  # whether its sequences lack so many rows that those are sent before
+    few_since: float = 0.0  # monotonic time since which at most half of them do
+    others: int = 0  # sequences that other verifiers have open there, as last told
+    kv_cache_usage: float = 0.0  # likewise, [0, 1]
+    last_received: float = 0.0  # monotonic time of the last answer
+    reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
+    early: EarlyFeatures | None = None  # of the step that was committed last, until they are sent or given up
+    committed: CommittedStep | None = None  # the last Commit, until it is answered
+    last_announced: int = 0  # id of an announced step
+    last_resolved: int = 0  # id up to which all announced steps are committed, or are to be replaced
+
+    def take_load(self, load: draft_pb2.DrafterLoad) -> None:
+        """Notes what the drafter tells of its load."""
+        self.others = max(0, load.sequences - len(self.sequences))
+        self.kv_cache_usage = load.kv_cache_usage
+
+    def give_up_early(self) -> None:
+        """Give up early features that go with no message. The next step drops the step, if it was announced."""
+        early, self.early = self.early, None
+        if early is None:
+            return
+        if early.announced is not None:
+            # The drafter gives the room of features and tokens back, which the device must not write any more.
+            early.features.wait()
+            self.last_resolved = early.announced.announced_id
+        else:
+            early.features.give_up()
+
+    @property
+    def may_announce(self) -> bool:
+        """Whether the drafter takes a step that is announced now."""
+        is_full = self.last_announced - self.last_resolved >= MAX_ANNOUNCED
+        return self.has_room and not is_full and self.stream.may_announce
+
+    def awaited_answer(self) -> AwaitedAnswer | None:
+        """Return the answer that brings all drafts that are waited for here; None when it takes several."""
+        step_id = next(reversed(self.unanswered))
+        waiting = [binding for binding in self.bindings if binding.wait_until is not None]
+        if any(binding.asked_step != step_id for binding in waiting):
+            return None
+        committed = self.committed
+        if committed is not None and (committed.step_id != step_id or committed.bindings != waiting):
+            committed = None
+        return AwaitedAnswer(
+            self.stream,
+            step_id,
+            [binding.sequence_id for binding in waiting],
+            [binding.asked_drafts for binding in waiting],
+            [binding.request for binding in waiting],
+            committed,
+        )
+
+    @property
+    def load(self) -> float:
+        """Share of the drafter that is taken, by all verifiers: of its places or, if more, of its cache."""
+        return max((self.others + len(self.bindings)) / max(self.stream.head.max_sequences, 1), self.kv_cache_usage)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the drafter takes another step."""
+        return not (self.is_late or self.is_draining) and len(self.unanswered) < MAX_UNANSWERED_STEPS
+
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether its sequences are asked for drafts when they have landed."""
+        return not (self.pace.is_off or self.catches_up)
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a sequence more may draft there."""
+        if self.is_late or self.is_draining or self.breaker.is_open or self.pace.is_off:
+            return False
+        return len(self.bindings) < (1 if self.breaker.is_on_trial else self.stream.head.max_sequences)
+
+    @property
+    def unanswered_bytes(self) -> int:
+        """Bytes of features that are on their way unanswered."""
+        return sum(message.num_bytes for message in self.unanswered.values())
+
+    @property
+    def silent_since(self) -> float | None:
+        """Monotonic time since which the drafter owes an answer and has given none; None when it owes none."""
+        return max(next(iter(self.unanswered.values())).sent, self.last_received) if self.unanswered else None
+
+    @property
+    def lost_at(self) -> float:
+        """Monotonic time at which the drafter counts as lost."""
+        return next(iter(self.unanswered.values())).sent + LOST_AFTER_S if self.unanswered else math.inf
+
+
+@dataclass(eq=False)
+class Binding:
+    """A request's place at a drafter."""
+
+    request: Request
+    session: DraftSession
+    next_row: int  # first row that has not been sent
+    sequence_id: int = 0  # given when its first rows are sent, so that ids rise on the stream; 0 before
+    asked_length: int = 0  # committed length for which drafts have been asked
+    asked_drafts: int = 0
+    asked_step: int = 0
+    wait_until: float | None = None  # monotonic time until which the request waits for drafts
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter has been sent the sequence, and it was not closed since."""
+        return self.session.sequences.get(self.sequence_id) is self
+
+    @property
+    def rows_behind(self) -> int:
+        """Rows that the drafter has not been sent."""
+        return self.request.num_feature_rows - self.next_row
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its drafts are waited for."""
+        return self.wait_until is not None and not self.session.is_late
+
+    def waits_at(self, now: float) -> bool:
+        """Whether they are at that monotonic time: their deadline has not passed."""
+        return self.wait_until is not None and now < self.wait_until and not self.session.is_late
+
+
+class EarlyFeatures(NamedTuple):
+    """Features of a step's accepted rows, which the device writes before the host has the step's tokens.
+
+    They are those of a message with these sequences and first rows, when each has as many rows as tokens were drawn.
+    What is decided after the draw, such as the end of a request, changes the message.
+    """
+
+    bindings: list[Binding]
+    first_rows: list[int]
+    features: Outgoing
+    announced: AnnouncedStep | None
+
+    def is_unchanged(self, bindings: Sequence[Binding], first_rows: Sequence[int], num_drafts: Sequence[int]) -> bool:
+        """Return whether a step that is to be sent is the one that these features were written for.
+
+        This alone decides whether an announced step is committed. Sequences may have been closed since it was sent,
+        and fewer drafts may be wanted. Of a step that was not announced, no sequence may have been closed: its features
+        would lie between the others.
+        """
+        left = [place for place, binding in enumerate(self.bindings) if binding.is_open]
+        if [self.bindings[place] for place in left] != bindings:
+            return False
+        if [self.first_rows[place] for place in left] != first_rows:
+            return False
+        if self.announced is None:
+            return len(left) == len(self.bindings)
+        return 0 < max(num_drafts, default=0) <= self.announced.num_drafts
+
+
+class CommittedStep(NamedTuple):
+    """A step that was committed, whose drafts may come early."""
+
+    step_id: int
+    bindings: list[Binding]  # that want drafts
+    places: list[int]  # of those among the announced sequences
+    announced: AnnouncedStep
+
+
+@dataclass(eq=False)
+class AwaitedAnswer:
+    """The one answer that brings all drafts that are waited for, if each sequence gets what was asked."""
+
+    stream: Stream
+    step_id: int
+    sequence_ids: list[int]
+    num_drafts: list[int]  # that were asked of each
+    requests: list[Request]
+    committed: CommittedStep | None = None  # whose drafts may come early, in shared memory; None once they were read
+
+    def has_early_drafts(self) -> bool:
+        """Return whether early drafts are there and have not been read."""
+        committed = self.committed
+        return committed is not None and self.stream.has_early_drafts(committed.announced)
+
+    def read_early_drafts(self, vocab_size: int) -> np.ndarray | None:
+        """Return the early drafts, int32 [D]; None where they are fewer than were asked for, or no tokens.
+
+        Only the answer says that they are the step's drafts: a pass that begins with them is dropped if it does not.
+        """
+        committed, is_there = self.committed, self.has_early_drafts()
+        self.committed = None  # they are read once
+        if committed is None or not is_there:
+            return None
+        tokens = self.stream.read_early_drafts(committed.announced)[committed.places]
+        tokens = tokens[np.arange(tokens.shape[1]) < np.array(self.num_drafts)[:, None]]
+        return tokens if _are_ids(tokens, vocab_size) else None
+
+    def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> np.ndarray | None:
+        """Return the draft tokens, int32 [D], of an answer that has not been checked; None when it is another one.
+
+        Nothing else of it is checked: a pass that begins with them is dropped if the answer turns out to be wrong.
+        """
+        if answer.step_id != self.step_id or answer.sequence_ids[:] != self.sequence_ids:
+            return None
+        if answer.num_drafts[:] != self.num_drafts:
+            return None
+        try:
+            tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(self.num_drafts))
+        except InvalidArgumentError:
+            return None
+        return tokens if _are_ids(tokens, vocab_size) else None
+
+
+def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Return whether all are token ids; read without its sign, a negative id is above all others."""
+    return int(tokens.view(np.uint32).max(initial=0)) < vocab_size

@@ -1,0 +1,1 @@
+"""The engine: planning, executing and committing steps."""

@@ -1,0 +1,296 @@
+"""The verifier's engine: one thread that plans steps, executes them, commits their tokens and tells the drafters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftwire.contract.errors import DraftwireError, ServerError, UnavailableError
+from draftwire.model.devices import awake_s
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.request import Request
+from verifier_service.core.step_times import StepTimes
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.drafters.features import FeatureStores
+from verifier_service.drafters.stream import LinkEvent
+from verifier_service.engine.executor import Executor
+from verifier_service.engine.inbox import Inbox
+from verifier_service.engine.outputs import Deliver, RequestOutputs
+from verifier_service.engine.planner import Planner
+from verifier_service.engine.prefix_cache import PrefixCache
+from verifier_service.engine.request_metrics import RequestMetrics
+from verifier_service.engine.scheduler import Scheduler
+from verifier_service.engine.step import Stage, Step, StepObserver
+from verifier_service.host.ranks import Followers
+from verifier_service.pacing import Profile
+from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.runner import start_runner
+from verifier_service.target.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine."""
+
+    max_num_seqs: int
+    max_queue: int
+    max_prefill_rows: int  # rows of prompts in one step
+    num_blocks: int
+    draft_deadline_s: float | None  # None waits until a drafter answers or is lost
+    adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
+    prefix_caching: bool = True
+    async_scheduling: bool = False  # whether a step is executed before the one before it is committed
+
+    @property
+    def max_open(self) -> int:
+        """Requests that are computed, wait, or are not read to their end. A whole batch may end at once, and its output
+        is still on its way when others have taken its places.
+        """
+        return 2 * self.max_num_seqs + self.max_queue
+
+
+class Engine:
+    """Continuous batching with verification of drafts.
+
+    One iteration of the loop plans a step, executes it, commits the step before it and tells the drafters. All state
+    belongs to the engine's thread; others reach it through `submit`, `cancel` and `post`.
+
+    With `async_scheduling` a GPU has its next step before the tokens of the last one are known on the host; `Planner`
+    says of what. A row that turns out to come after a request's end is computed for nothing. Where all requests wait
+    for drafts, the executor may launch their forward pass, which starts when the drafts arrive.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        config: config_pb2.SpeculativeConfig,
+        limits: EngineLimits,
+        deliver: Deliver,
+        on_failure: Callable[[], None],
+        followers: Followers | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """Three are called in the engine's thread and must not block: `deliver` with a step's output, `on_failure` when
+        the engine has failed for good and its requests have their error, and `observer`, if any, with each step at each
+        stage. `followers` have the rest of a split target.
+        """
+        runner = start_runner(
+            target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
+        )
+        run_forward = runner.run if followers is None else followers.lead(runner.run)
+        sampler = TokenSampler(config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device)
+        if target.device.type == "cuda":
+            began = time.monotonic()
+            sampler.warm_up(target.dtype)
+            logger.info("sampling kernels in %.1f s", time.monotonic() - began)
+        stores = FeatureStores(target, limits.num_blocks)
+        self.scheduler = Scheduler(
+            PrefixCache(limits.num_blocks, is_enabled=limits.prefix_caching),
+            limits.max_num_seqs,
+            limits.max_queue,
+            limits.max_prefill_rows,
+            self._release,
+            stores.is_usable,
+        )
+        self.times = StepTimes()
+        self.metrics = RequestMetrics(config.num_speculative_tokens)
+        self.drafting = Drafting(
+            config,
+            target.vocab_size,
+            limits.draft_deadline_s,
+            target.device,
+            self.times,
+            adaptive_k=limits.adaptive_k,
+            profile=Profile(runner.pass_seconds),
+        )
+        self._planner = Planner(self.scheduler, self.drafting, observer, is_async=limits.async_scheduling)
+        self._executor = Executor(runner, run_forward, target.vocab_size, sampler, stores, self.drafting, self.times)
+        is_synthetic = config.rejection_sample_method == config_pb2.REJECTION_SAMPLE_METHOD_SYNTHETIC
+        self._outputs = RequestOutputs(
+            *(self.scheduler, self.drafting, self.metrics, deliver, self._release, target.device),
+            is_synthetic=is_synthetic,
+        )
+        self._inbox = Inbox(
+            *(self.scheduler, self.drafting, self._executor, self._outputs, self.metrics, self.times),
+            awake_s(target.device),
+        )
+        self._in_flight: Step | None = None  # executed and not committed
+        self._uncounted: Step | None = None  # the last step that was committed, until its time is counted
+        self._thread = threading.Thread(target=self._run, args=(on_failure,), name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    def stop(self, reason: str = "the server is shutting down") -> None:
+        """End the thread after the step that runs; requests that are left get UnavailableError with the reason."""
+        self._inbox.stop(reason)
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Hand a request over; its sink gets the output or the error."""
+        self._inbox.submit(request)
+
+    def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
+        """End a request without further output; see `RequestOutputs.cancel`."""
+        self._inbox.cancel(request, reason, output_tokens)
+
+    def count_refused(self) -> None:
+        """Count a request that was not handed over."""
+        self._inbox.count_refused()
+
+    def post(self, event: LinkEvent) -> None:
+        """Hand over what happened on a drafter's stream."""
+        self._inbox.post(event)
+
+    def _run(self, on_failure: Callable[[], None]) -> None:
+        error: DraftwireError
+        self._executor.make_current()
+        try:
+            self._loop()
+            error = UnavailableError(self._inbox.stop_reason)
+        except Exception as failure:
+            logger.exception("the engine failed")
+            error = ServerError(f"the engine failed: {failure}")
+            on_failure()
+        try:
+            self._executor.drop_prepared()
+        except RuntimeError:
+            logger.exception("the prepared step is not dropped")
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._outputs.refuse(request, error)
+        self._outputs.deliver()
+        self._inbox.close(error)
+
+    def _loop(self) -> None:
+        """Plan, execute, commit and tell the drafters, until the engine is stopped.
+
+        With asynchronous scheduling a step is executed before the step in flight is committed.
+        """
+        has_moved = has_told = False
+        while self._receive(wait=not has_moved):
+            committing, step = self._in_flight, None
+            # When everybody waits for drafts and nothing has happened, there is nothing to tell or to plan.
+            if committing is not None or not has_told or self._inbox.has_received or not self._planner.all_wait:
+                self._tell_drafters()
+                step = self._execute_next()
+            has_told = False
+            if not self._planner.is_async:
+                committing, step = step, None
+            if committing is None and step is None:
+                self._prepare()
+            if committing is not None:
+                self._count()
+                self._outputs.deliver_behind(step, committing)
+                if step is None and self._planner.is_async and self._inbox.comes_before(committing):
+                    continue
+            self._in_flight = step
+            if committing is not None:
+                has_told = self._commit(committing)
+            has_moved = self._outputs.take_has_freed() or committing is not None or step is not None
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Apply what has happened; return False when it is time to stop."""
+        if wait and not self._inbox.has_events():
+            self._count_step()
+            if not self._executor.is_prepared:  # else its forward pass hides the rest
+                self._outputs.count()
+        return self._inbox.receive(wait=wait)
+
+    def _tell_drafters(self, *, has_answers: bool = True) -> None:
+        """Send the drafters what is new. Whether all answers have been taken shows which drafters are slow or lost."""
+        try:
+            if has_answers:
+                self.drafting.drop_lost()
+            with self._executor.copying(self._in_flight):
+                self.drafting.flush(self.scheduler.running, self._executor.features, watches=has_answers)
+        except Exception as error:
+            self._outputs.fail_step(self.scheduler.running, error)
+
+    def _execute_next(self) -> Step | None:
+        """Plan the next step and execute it, if there is one."""
+        step: Step | None = None
+        try:
+            self._executor.drop_expired(self.scheduler.running)
+            step = self._planner.plan(self._in_flight, is_prepared=self._executor.is_prepared)
+            return None if step is None else self._executor.execute(step, self._in_flight)
+        except Exception as error:
+            failed = self.scheduler.running if step is None else [row.request for row in step.rows]
+            self._outputs.fail_step(failed, error)
+            return None
+
+    def _prepare(self) -> None:
+        """Have the executor prepare the step that waits for drafts, if all requests do."""
+        try:
+            if not self._executor.is_prepared and (step := self._planner.plan_awaited()) is not None:
+                self._executor.prepare(step)
+        except Exception as error:
+            self._outputs.fail_step(self.scheduler.running, error)
+
+    def _commit(self, step: Step) -> bool:
+        """Wait for a step, commit its tokens and tell the drafters; return whether that succeeded."""
+        self.drafting.commit(step.announced)
+        try:
+            self._executor.wait(step)
+            self.times.land()
+            step.committed_at = time.monotonic()
+            step.is_delayed = self._in_flight is not None and self._in_flight.has_prompts
+            self._uncounted = step
+            if step.marks is None:  # else the phases come from the marks, at any time
+                self._count_step()
+            self._outputs.commit(step)
+            step.advance(Stage.COMMITTED)
+        except Exception as error:
+            step.abandon()
+            self._outputs.fail_step([row.request for row in step.rows], error)
+            return False
+        self._tell_drafters(has_answers=False)  # they wait for it, the rest does not
+        return True
+
+    def _count(self) -> None:
+        """Count the last step and what it verified; late, so that the drafters have what they wait for."""
+        self._count_step()
+        self._outputs.count()
+
+    def _count_step(self) -> None:
+        """Count what the last step has cost."""
+        step, self._uncounted = self._uncounted, None
+        if step is not None:
+            step_s, host_s = self.times.end_step(step.marks)
+            self.drafting.count_step(
+                has_prompts=step.has_prompts or step.is_delayed,
+                step_s=step_s,
+                host_s=host_s,
+                verified=step.verified,
+                landed=step.committed_at,
+                is_beside=step.is_beside if self._planner.is_async and step.marks is not None else None,
+            )
+
+    def _release(self, request: Request) -> None:
+        """Drop what is kept of a request beside its tokens: a preempted one is opened anew when it runs again."""
+        self.drafting.release(request)
+        self._executor.forget(request)
+
+    def counters(self) -> generate_pb2.EngineCounters:
+        """What the engine has done so far; from any thread."""
+        counters = self.times.read()
+        counters.preemptions = self.scheduler.num_preemptions
+        counters.prefix_hit_rows = self.scheduler.num_reused_rows
+        counters.fallbacks.extend(self.metrics.fallbacks())
+        counters.accepted_drafts = self.metrics.num_accepted
+        return counters
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the cache blocks in use, [0, 1]."""
+        return self.scheduler.kv_cache_usage
+
+    @property
+    def memory(self) -> draft_pb2.MemoryUse:
+        """What the process takes of memory; from any thread."""
+        return self._executor.memory

@@ -1,0 +1,276 @@
+"""Executes steps on the device: the target's forward pass, sampling, and features for the drafters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from draftwire.model.devices import check_context, make_current, record_event
+from draftwire.model.kv_cache import SequenceRows
+from draftwire.server.memory import measure_memory
+from draftwire.v1 import draft_pb2
+from verifier_service.core.batch import ForwardInput, ForwardOutput, FutureTokens, ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.core.step_times import Phase, StepMarks, StepTimes
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.drafters.features import FeatureKind, FeatureStore, FeatureStores
+from verifier_service.drafters.stream import Answered, Stream
+from verifier_service.engine.prelaunch import Prelaunch
+from verifier_service.engine.step import Stage, Step
+from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.runner import TargetRunner
+
+RunForward = Callable[[ForwardInput], ForwardOutput]
+
+
+class Executor:
+    """Used by the engine's thread alone.
+
+    A launch takes the host a millisecond. So the forward pass of a step whose drafts are awaited is launched by
+    `prepare`, and starts when a drafter's answer, or its drafts in shared memory, are seen.
+
+    Behind its sampling a step puts its features where they are sent from. What else drafting sends is copied on a
+    stream of its own, so that nothing is sent a step late; it touches rows of committed steps alone, and each launch
+    waits for what of it is not done. Kernels do not belong there, though draft logits have some: a GPU on which those
+    of a second stream have run takes longer from each kernel to the next from then on
+    (docs/decisions/007-second-stream.md).
+    """
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        run_forward: RunForward,
+        vocab_size: int,
+        sampler: TokenSampler,
+        stores: FeatureStores,
+        drafting: Drafting,
+        times: StepTimes,
+    ) -> None:
+        """`run_forward` is the runner's, or that of all ranks of a split target."""
+        self._device = runner.device
+        self._cache = runner.cache
+        self._run_forward = run_forward
+        self._prelaunch = Prelaunch(runner, vocab_size)
+        self._sampler = sampler
+        self._stores = stores
+        self._drafting = drafting
+        self._times = times
+        # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
+        is_gpu = self._device.type == "cuda"
+        self._steps = torch.cuda.default_stream(self._device) if is_gpu else None
+        self._beside = torch.cuda.Stream(self._device, priority=-1) if is_gpu else None
+
+    def make_current(self) -> None:
+        """Have the calling thread use the device, and the stream beside the steps."""
+        make_current(self._device)
+        if self._beside is not None:
+            torch.cuda.set_stream(self._beside)
+
+    def _on_steps(self) -> AbstractContextManager[object]:
+        """Launch what is launched within on the stream of the steps."""
+        return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
+
+    def execute(self, step: Step, in_flight: Step | None) -> Step:
+        """Launch a planned step behind the one in flight.
+
+        Returns
+        -------
+        Step
+            The step that runs: the prepared one with the planned rows if its forward pass computes them, else `step`.
+        """
+        with self._on_steps():
+            # Mostly nothing is left, and a wait would be two more calls of the driver in each step.
+            if self._steps is not None and self._beside is not None and not self._beside.query():
+                self._steps.wait_stream(self._beside)
+            self._count(step.rows)
+            self._times.enter(Phase.VERIFY)
+            running = self._prelaunch.confirm(step.rows) or step
+            try:
+                if running is step:
+                    step.forward = self._run_forward(_forward_input(step.rows, in_flight))
+                    step.advance(Stage.RELEASED)
+                self._launch_sampling(running)
+                running.is_beside = in_flight is not None
+                running.verified = self._drafting.count_by_drafter(running.rows)
+                running.advance(Stage.SAMPLED)
+            except BaseException:
+                running.abandon()
+                raise
+        return running
+
+    def _launch_sampling(self, step: Step) -> None:
+        forward = step.forward
+        assert forward is not None
+        self._stores.capture(forward, (row.request for row in step.rows))
+        computed = record_event(self._device)
+        sampling = [row for row in step.rows if row.samples]
+        self._times.enter(Phase.SAMPLE)
+        output = self._sampler.launch(sampling, forward.logits) if sampling else None
+        sampled = record_event(self._device) if output is None else output.copied
+        self._times.enter(Phase.HOST)
+        for row in step.rows:
+            if row.is_decoding and row.num_drafts == 0 and row.follows is None and row.cause is None:
+                row.cause = self._drafting.fallback_cause(row.request)  # answers may come while it is in flight
+            row.request.num_in_flight += 1
+        if forward.began is not None and computed is not None and sampled is not None:
+            step.marks = StepMarks(forward.began, computed, sampled)
+        if output is not None and output.packed is not None:
+            step.announced = self._drafting.announce(sampling, output.packed, self._stores.by_kind)
+        step.num_rows = len(forward.slots_on_host)
+        step.sampler_output, step.forward = output, None
+
+    def _count(self, rows: Sequence[ScheduledRows]) -> None:
+        verified = [len(row.tokens) for row in rows if row.is_decoding]
+        prompt_rows = sum(len(row.tokens) for row in rows) - sum(verified)
+        self._times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
+
+    def wait(self, step: Step) -> None:
+        """Wait until the device has finished a step, and give its rows what was sampled for them."""
+        self._times.enter(Phase.SAMPLE)
+        if step.sampler_output is not None:
+            output, step.sampler_output = step.sampler_output, None
+            for row, sampled in zip(output.rows, self._sampler.finish(output), strict=True):
+                row.sampled = sampled
+        elif step.marks is not None:
+            step.marks.drawn.synchronize()
+
+    # Steps whose drafts are awaited.
+
+    def prepare(self, step: Step) -> None:
+        """Have a planned step start as soon as the drafts that it waits for are seen, where the device can do that."""
+        self._times.enter(Phase.WAIT)
+        with self._on_steps():
+            self._prelaunch.launch(step)
+        self._prelaunch.expect(self._drafting.gate.awaited_answer())
+        if self.sees_drafts:
+            self.take_early_drafts()
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a prepared step has been neither executed nor dropped."""
+        return self._prelaunch.is_pending
+
+    @property
+    def computes_prepared(self) -> bool:
+        """Whether the device computes a prepared step, which waits for its drafts' answer alone."""
+        return self._prelaunch.is_released
+
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic time at which a prepared step is to be dropped; None without one."""
+        return self._prelaunch.deadline
+
+    def drop_prepared(self) -> None:
+        """Drop the prepared step, if any."""
+        self._prelaunch.abandon()
+
+    def drop_expired(self, running: Collection[Request]) -> None:
+        """Drop the prepared step if it has waited for long, or if no requests are running."""
+        deadline = self._prelaunch.deadline
+        if deadline is not None and (time.monotonic() >= deadline or not running):
+            self._prelaunch.abandon()
+
+    @property
+    def sees_drafts(self) -> bool:
+        """Whether drafts that a prepared step waits for have come before their answer."""
+        return self._prelaunch.has_early_drafts
+
+    def take_early_drafts(self) -> bool:
+        """Start the prepared step with these drafts; return whether they are valid."""
+        drafts = self._prelaunch.read_early_drafts()
+        if drafts is None:
+            return False
+        self._prelaunch.release(drafts)
+        self._times.see_drafts()
+        return True
+
+    def take_answer(self, answer: Answered) -> bool:
+        """Start the prepared step if it waits for this answer, which is not checked yet; return whether it did."""
+        drafts = self._prelaunch.read_answer(answer)
+        if drafts is None:
+            return False
+        self._times.enter(Phase.VERIFY)
+        try:
+            self._prelaunch.release(drafts)
+        finally:
+            self._times.enter(Phase.HOST)
+        return True
+
+    def start_if_complete(self) -> None:
+        """Start the prepared step if its requests wait for no more drafts."""
+        if self._prelaunch.has_all_drafts(self._drafting.gate.is_waiting):
+            self._times.enter(Phase.VERIFY)
+            try:
+                self._prelaunch.release_with_known_drafts()
+            finally:
+                self._times.enter(Phase.HOST)
+
+    # Features and memory.
+
+    def need_features(self, stream: Stream) -> bool:
+        """Make the store of the features that a new stream needs; return whether there is one, else end the stream."""
+        try:
+            with self._on_steps():  # which write it
+                self._stores.need(stream.head.kind, stream.head.fusion)
+        except (RuntimeError, MemoryError) as error:
+            check_context(self._device)
+            layers = list(stream.head.layers)
+            stream.fail(f"there is no memory for the features of its layers {layers}: {error}")
+            return False
+        return True
+
+    def keep_features(self, used: Collection[FeatureKind]) -> None:
+        """Free the features that no drafter takes any more."""
+        self._stores.keep(used)
+
+    @property
+    def features(self) -> dict[FeatureKind, FeatureStore]:
+        """The features of committed steps, [kind]."""
+        return self._stores.by_kind
+
+    def copying(self, in_flight: Step | None) -> AbstractContextManager[object]:
+        """Have features that are read within copied beside the steps; between them where the device is idle."""
+        return self._on_steps() if in_flight is None and not self.is_prepared else nullcontext()
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that has ended or was preempted."""
+        self._sampler.forget(request)
+
+    @property
+    def memory(self) -> draft_pb2.MemoryUse:
+        """What the process takes of memory; from any thread."""
+        return measure_memory(self._cache, self._device, features=self._stores.num_bytes)
+
+
+def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> ForwardInput:
+    """Return the input of a step's forward pass; some token ids may still be sampled by the step in flight."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    followed: list[tuple[int, int]] = []
+    sequences = []
+    for row in rows:
+        count = len(row.tokens)
+        if row.follows is not None:
+            followed.append((len(token_ids), row.follows))
+        token_ids += row.tokens
+        positions += range(row.start, row.start + count)
+        logit_rows += range(len(token_ids) - row.num_logit_rows, len(token_ids))
+        sequences.append(SequenceRows(row.request.blocks, row.start, count))
+    ids, places, with_logits = (np.array(values, np.int64) for values in (token_ids, positions, logit_rows))
+    return ForwardInput(ids, places, sequences, with_logits, _future_tokens(followed, in_flight))
+
+
+def _future_tokens(followed: Sequence[tuple[int, int]], in_flight: Step | None) -> FutureTokens | None:
+    """Return the token ids of (row, place among the tokens that the step in flight samples)."""
+    if not followed:
+        return None
+    assert in_flight is not None
+    assert in_flight.sampler_output is not None
+    assert in_flight.sampler_output.first_tokens is not None
+    rows, places = np.array(followed, np.int64).T
+    return FutureTokens(rows, places, in_flight.sampler_output.first_tokens)

@@ -1,0 +1,232 @@
+"""What happens to the engine: requests and cancellations of any thread, and the drafters' messages."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from draftwire.contract.errors import DraftwireError, QueueFullError
+from draftwire.transport.mailbox import Mailbox
+from verifier_service.core.request import Request
+from verifier_service.core.step_times import Phase, StepTimes
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.drafters.stream import Answered, Connected, Disconnected, LinkEvent
+from verifier_service.engine.executor import Executor
+from verifier_service.engine.outputs import RequestOutputs
+from verifier_service.engine.request_metrics import RequestMetrics
+from verifier_service.engine.scheduler import Scheduler
+from verifier_service.engine.step import Step
+
+# How often a thread that waits for a step looks for drafts that let it execute the next one.
+LOOK_EVERY_S = 50e-6
+# How long output waits for the drafts of the next step, whose forward pass hides the delivery.
+OUTPUT_DELAY_S = 0.003
+
+
+@dataclass(frozen=True, eq=False)
+class _Submitted:
+    request: Request
+
+
+@dataclass(frozen=True, eq=False)
+class _Cancelled:
+    """The client's side needs no more output of a request."""
+
+    request: Request
+    reason: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Refused:
+    """A request was refused before it came here."""
+
+
+@dataclass(frozen=True, eq=False)
+class _EarlyDrafts:
+    """Drafts have come before their answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stopped:
+    reason: str
+
+
+_Event = _Submitted | _Cancelled | _Refused | _EarlyDrafts | _Stopped | LinkEvent
+_EARLY_DRAFTS = _EarlyDrafts()
+
+
+class Inbox:
+    """Takes events from any thread, and applies them in the engine's thread.
+
+    Attributes
+    ----------
+    has_received
+        Whether the last `receive` found an event.
+    stop_reason
+        Why the engine was asked to stop; empty before.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        executor: Executor,
+        outputs: RequestOutputs,
+        metrics: RequestMetrics,
+        times: StepTimes,
+        awake_s: float,
+    ) -> None:
+        """`awake_s` is that of `Mailbox`."""
+        self.has_received = False
+        self.stop_reason = ""
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._executor = executor
+        self._outputs = outputs
+        self._metrics = metrics
+        self._times = times
+        self._mailbox: Mailbox[_Event] = Mailbox(awake_s, lambda: _EARLY_DRAFTS if executor.sees_drafts else None)
+        self._error: DraftwireError | None = None  # that requests get once the engine has ended
+
+    # From any thread.
+
+    def submit(self, request: Request) -> None:
+        """Hand a request over; once the engine has ended, it gets an error."""
+        self._mailbox.put(_Submitted(request))
+        if self._error is not None:
+            self._refuse_submitted(self._error)
+
+    def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
+        """End a request without further output; see `RequestOutputs.cancel`."""
+        self._mailbox.put(_Cancelled(request, reason, output_tokens))
+
+    def count_refused(self) -> None:
+        """Count a request that was not handed over."""
+        self._mailbox.put(_Refused())
+
+    def post(self, event: LinkEvent) -> None:
+        """Hand over what happened on a drafter's stream."""
+        self._mailbox.put(event)
+
+    def stop(self, reason: str) -> None:
+        """Have `receive` return False."""
+        self._mailbox.put(_Stopped(reason))
+
+    def _refuse_submitted(self, error: DraftwireError) -> None:
+        for event in self._mailbox.leftovers():
+            if isinstance(event, _Submitted):
+                self._outputs.deliver_error(event.request, error)
+
+    # In the engine's thread.
+
+    def close(self, error: DraftwireError) -> None:
+        """Give this error to each request that is still submitted."""
+        self._error = error
+        self._refuse_submitted(error)
+
+    def has_events(self) -> bool:
+        """Return whether there is an event; what is there may be drafts, which go first."""
+        return self._mailbox.wait(0)
+
+    def comes_before(self, step: Step) -> bool:
+        """Wait for a step to be done; return whether an event came first that may let the next one be executed."""
+        self._times.enter(Phase.SAMPLE)
+        if self._drafting.gate.is_awaited:
+            while not step.is_done:
+                if self._mailbox.wait(LOOK_EVERY_S):
+                    return True
+        return False
+
+    def receive(self, *, wait: bool) -> bool:
+        """Apply all events; with `wait`, wait for one or for a deadline. Return False when the engine is to stop."""
+        if wait:
+            waiting = Phase.SAMPLE if self._executor.computes_prepared else Phase.WAIT
+            self._times.enter(waiting if self._scheduler.running else Phase.IDLE)
+        self.has_received = False
+        with suppress(queue.Empty):
+            event = self._next() if wait else self._mailbox.get_nowait()
+            self._times.enter(Phase.HOST)
+            self.has_received = True
+            while not isinstance(event, _Stopped):
+                self._apply(event)
+                event = self._mailbox.get_nowait()
+            self.stop_reason = event.reason
+            return False
+        self._times.enter(Phase.HOST)
+        return True
+
+    def _next(self) -> _Event:
+        """Wait for an event; output waits only for a moment: drafts that come soon let a step hide its delivery.
+
+        Raises
+        ------
+        queue.Empty
+            When a deadline passes first.
+        """
+        deadline = self._drafting.next_deadline()
+        prepared = self._executor.deadline
+        if prepared is not None:
+            deadline = prepared if deadline is None else min(deadline, prepared)
+        if self._outputs.is_waiting:
+            moment = OUTPUT_DELAY_S if self._drafting.gate.is_awaited and not self._outputs.has_errors else 0.0
+            if deadline is not None and deadline - time.monotonic() < moment:
+                return self._mailbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            with suppress(queue.Empty):
+                return self._mailbox.get(timeout=moment)
+            self._outputs.deliver()
+        return self._mailbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _apply(self, event: _Event) -> None:
+        if isinstance(event, _Submitted):
+            try:
+                self._scheduler.add(event.request)
+            except QueueFullError as error:
+                self._outputs.refuse(event.request, error)
+                self._metrics.count_refused()
+        elif isinstance(event, _Cancelled):
+            self._outputs.cancel(event.request, event.reason, event.output_tokens)
+        elif isinstance(event, _Refused):
+            self._metrics.count_refused()
+        elif isinstance(event, _EarlyDrafts):
+            self._start(self._executor.take_early_drafts)
+        elif not isinstance(event, _Stopped):
+            self._apply_link_event(event)
+
+    def _apply_link_event(self, event: LinkEvent) -> None:
+        if isinstance(event, (Connected, Disconnected)):
+            # Memory of the device comes or goes, for which the driver may wait for all streams.
+            self._executor.drop_prepared()
+            if isinstance(event, Connected) and not self._executor.need_features(event.stream):
+                return
+            self._watch_stream(event)
+        has_started = False
+        if isinstance(event, Answered):
+            if any(event.drafts.num_drafts):  # no step waits for an answer without drafts
+                is_behind = self._executor.computes_prepared
+                self._times.count_answer(event.drafts.compute_time_s, is_behind=is_behind)
+            has_started = self._start(lambda: self._executor.take_answer(event))
+        self._drafting.handle(event)
+        if not has_started:
+            self._start(self._executor.start_if_complete)
+        self._executor.keep_features(self._drafting.feature_kinds)
+
+    def _start(self, start: Callable[[], bool | None]) -> bool:
+        """Return what `start` does; True when it failed, since nothing is left to be started."""
+        try:
+            return bool(start())
+        except Exception as error:
+            self._outputs.fail_step(self._scheduler.running, error)
+            return True
+
+    def _watch_stream(self, event: Connected | Disconnected) -> None:
+        """Have answers that come directly reach this thread without another one."""
+        stream = event.stream
+        if stream.is_direct and isinstance(event, Connected):
+            self._mailbox.watch(stream.fileno(), stream.read_direct)
+        elif stream.is_direct:
+            self._mailbox.unwatch(stream.fileno())
+            stream.close_direct()

@@ -1,0 +1,250 @@
+"""What becomes of sampled tokens: committed at once, counted and delivered when there is time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from draftwire.contract.errors import DraftwireError, ServerError
+from draftwire.model.devices import check_context
+from draftwire.server.logs import fields
+from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.core.stop_conditions import Piece
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.engine.request_metrics import RequestMetrics
+from verifier_service.engine.scheduler import Scheduler
+from verifier_service.engine.step import Step
+
+logger = logging.getLogger(__name__)
+
+# What a request's sink gets.
+Item = generate_pb2.GenerateResponse | DraftwireError
+Deliver = Callable[[list[tuple[Request, Item]]], None]
+
+# Most steps in a row whose output is held back while the device waits for the host.
+MOST_STEPS_HELD = 3
+
+
+class RequestOutputs:
+    """Commits tokens, counts and delivers them, and ends requests. Used by the engine's thread alone.
+
+    Drafters wait for what is committed. So the rest is done later, by `count` and `deliver`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        metrics: RequestMetrics,
+        deliver: Deliver,
+        release: Callable[[Request], None],
+        device: torch.device,
+        *,
+        is_synthetic: bool,
+    ) -> None:
+        """`deliver` hands messages and errors on and must not block; `release` drops what others keep of a request that
+        has ended.
+        """
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._metrics = metrics
+        self._deliver = deliver
+        self._release = release
+        self._device = device
+        self._is_synthetic = is_synthetic
+        self._uncounted: list[ScheduledRows] = []
+        self._undelivered: list[ScheduledRows] = []
+        self._errors: list[tuple[Request, DraftwireError]] = []
+        self._has_freed = False
+        self._num_held = 0  # steps in a row
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is anything to deliver."""
+        return bool(self._undelivered) or bool(self._errors)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether an error is among it."""
+        return bool(self._errors)
+
+    def commit(self, step: Step) -> None:
+        """Append what was sampled for the rows of a step; drafts past the accepted ones are rolled back by length."""
+        for row in step.rows:
+            row.request.is_announced = False
+            if not row.is_current:
+                continue
+            row.request.num_in_flight -= 1
+            if row.samples:
+                self._commit_tokens(row, step.committed_at)
+            else:
+                row.request.num_computed = row.start + len(row.tokens)
+
+    def _commit_tokens(self, row: ScheduledRows, now: float) -> None:
+        assert row.sampled is not None
+        request, tokens = row.request, row.sampled.tokens
+        row.sampled_at = now
+        if row.is_decoding:
+            if row.num_drafts == 0 and tokens:
+                cause = self._drafting.fallback_cause(request) if row.cause is None else row.cause
+                self._metrics.count_fallback(cause)
+            request.num_computed = row.start + len(tokens)
+        else:
+            request.num_computed = row.start + len(row.tokens)
+        if not tokens:
+            self.fail(request, ServerError("the target's logits are not finite for this request"))
+            return
+        if request.first_token is None:
+            request.first_token = now
+        room = request.max_length - len(request.tokens)
+        if not request.stops.takes_all(tokens, room):
+            row.piece = request.stops.take(tokens, room)
+            tokens = row.piece.token_ids
+        request.tokens += tokens
+        self._undelivered.append(row)
+        has_ended = row.piece is not None and row.piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+        if not (has_ended or request.stops.has_stop_texts):
+            self._uncounted.append(row)
+            return
+        self._count(row)
+        row.statistics = request.statistics(self._is_synthetic)
+        if has_ended:
+            self.forget(request)
+
+    def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
+        """End a request, if it has not ended, for one of `FINISHED_REASONS` that only its client's side knows.
+
+        `output_tokens` are those that the client gets of a request that a stop text ends.
+        """
+        if request in self._scheduler.running or request in self._scheduler.waiting:
+            self._metrics.count_end(reason, time.monotonic() - request.arrived)
+            if request.first_token is not None and request.last_output is not None and output_tokens:
+                self._metrics.observe_decode(request.last_output - request.first_token, output_tokens)
+        self.forget(request)
+
+    def fail(self, request: Request, error: DraftwireError) -> None:
+        """End a request with an error."""
+        self._errors.append((request, error))
+        self._metrics.count_end("error", time.monotonic() - request.arrived)
+        self.forget(request, has_failed=True)
+
+    def fail_step(self, requests: Iterable[Request], error: Exception) -> None:
+        """End the requests of a step that failed, or exit if the device is lost: each further step would fail."""
+        told = list(requests)
+        request_ids = [request.request_id for request in told]
+        logger.exception("the step failed; its requests are ended", extra=fields(request_ids=request_ids))
+        check_context(self._device)
+        for request in told:
+            if request.blocks:
+                self._has_freed = True
+                self.fail(request, ServerError(f"the step failed: {error}"))
+
+    def take_has_freed(self) -> bool:
+        """Return whether a failed step has made room for other requests since the last call."""
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
+
+    def refuse(self, request: Request, error: DraftwireError) -> None:
+        """Answer a request that was not accepted, or that ends with its engine."""
+        self._errors.append((request, error))
+
+    def deliver_error(self, request: Request, error: DraftwireError) -> None:
+        """Deliver an error at once; from any thread, once the engine has ended."""
+        self._deliver([(request, error)])
+
+    def forget(self, request: Request, *, has_failed: bool = False) -> None:
+        """End a request without further output."""
+        self._scheduler.remove(request, has_failed=has_failed)
+        self._release(request)
+
+    def count(self) -> None:
+        """Count what the last steps have verified."""
+        for row in self._uncounted:
+            self._count(row)
+        self._uncounted.clear()
+
+    def _count(self, row: ScheduledRows) -> None:
+        assert row.sampled is not None
+        num_emitted = len(row.sampled.tokens)
+        if row.is_decoding:
+            row.request.count_step(row.num_drafts, num_emitted)
+            self._metrics.count_step(row.num_drafts, num_emitted - 1)
+            if row.num_drafts > 0:
+                self._drafting.count_verified(row.request, row.num_drafts, num_emitted - 1)
+
+    def deliver_behind(self, step: Step | None, committing: Step) -> None:
+        """Deliver while the device computes `step`, or hold output back for that of the next step.
+
+        Held back it is where the device waits for the host, since `committing` is done: one message for several steps
+        takes less of the interpreter, which this thread shares with the one that writes the messages.
+        """
+        is_late = step is not None and committing.marks is not None and committing.is_done
+        self._num_held = self._num_held + 1 if is_late and self._num_held < MOST_STEPS_HELD else 0
+        if self._num_held == 0:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Turn the output of committed steps into messages and deliver them."""
+        rows, self._undelivered = self._undelivered, []
+        messages: list[list[ScheduledRows]] = []
+        latest: dict[Request, list[ScheduledRows]] = {}
+        for row in rows:
+            if row.piece is None:
+                assert row.sampled is not None
+                row.piece = Piece(row.sampled.tokens)
+            self._observe(row, row.piece)
+            # Statistics are as of the last token of their message.
+            if row.request in latest and latest[row.request][-1].statistics is None:
+                latest[row.request].append(row)
+            else:
+                latest[row.request] = [row]
+                messages.append(latest[row.request])
+        items: list[tuple[Request, Item]] = [(steps[0].request, response(steps)) for steps in messages]
+        items += self._errors
+        self._errors = []
+        if items:
+            self._deliver(items)
+
+    def _observe(self, row: ScheduledRows, piece: Piece) -> None:
+        request, count = row.request, len(piece.token_ids)
+        if request.last_output is None:
+            self._metrics.observe_first(row.sampled_at - request.arrived, len(request.prompt), count)
+        else:
+            self._metrics.observe_next(row.sampled_at - request.last_output, count)
+        request.last_output = row.sampled_at
+        if row.statistics is not None and piece.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
+            reason = generate_pb2.FinishReason.Name(piece.finish_reason).removeprefix("FINISH_REASON_").lower()
+            self._metrics.count_end(reason, row.sampled_at - request.arrived)
+            if request.first_token is not None:
+                self._metrics.observe_decode(row.sampled_at - request.first_token, row.statistics.output_tokens)
+
+
+def response(steps: Sequence[ScheduledRows]) -> generate_pb2.GenerateResponse:
+    """Return the message of one request's output in one or several steps, without its text."""
+    token_ids: list[int] = []
+    drafted: list[bool] = []
+    logprobs: list[generate_pb2.TokenLogprobs] = []
+    for row in steps:
+        sampled, piece = row.sampled, row.piece
+        assert sampled is not None
+        assert piece is not None
+        count = len(piece.token_ids)
+        num_accepted = min(row.num_drafts, len(sampled.tokens) - 1)
+        token_ids += piece.token_ids
+        drafted += [j < num_accepted for j in range(count)]
+        if sampled.logprobs is not None:
+            logprobs += sampled.logprobs.messages(count)
+    assert piece is not None
+    return generate_pb2.GenerateResponse(
+        token_ids=token_ids,
+        drafted=drafted,
+        logprobs=logprobs,
+        finish_reason=piece.finish_reason,
+        stop_token_id=piece.stop_token_id,
+        statistics=steps[-1].statistics,
+    )

@@ -1,0 +1,129 @@
+"""Which rows the next step computes, while another step may be in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.drafters.drafting import Drafting
+from verifier_service.engine.scheduler import Scheduler
+from verifier_service.engine.step import Step, StepObserver
+
+
+class Planner:
+    """Plans steps from what the scheduler has and what drafts are awaited. Used by the engine's thread alone.
+
+    With asynchronous scheduling a step may be planned while another one is in flight: of requests that are not in it,
+    of further rows of its prompts, and, where nothing is drafted, of the tokens that it samples.
+
+    Attributes
+    ----------
+    is_async
+        Whether steps are planned while another one is in flight.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, drafting: Drafting, observer: StepObserver | None = None, *, is_async: bool
+    ) -> None:
+        """`observer` is called by each planned step."""
+        self.is_async = is_async
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._observer = observer
+
+    def plan(self, in_flight: Step | None, *, is_prepared: bool = False) -> Step | None:
+        """Return the next step; None where nothing can be computed, or where it is faster to wait for drafts.
+
+        Parameters
+        ----------
+        in_flight
+            The step that the device computes.
+        is_prepared
+            Whether the executor waits for the drafts of a step, which therefore takes no prompts.
+        """
+        gate = self._drafting.gate
+        following = self._following(in_flight) if in_flight is not None else {}
+        drafted = [] if in_flight is None else [row.request for row in in_flight.rows if row.num_drafts > 0]
+        requests = [one for one in self._scheduler.running if not one.is_in_flight or one in following]
+        if gate.is_held(requests, may_admit=self._scheduler.may_admit):
+            return None
+
+        def can_join(request: Request) -> bool:
+            return gate.is_ready(request) and gate.may_run_beside(request, drafted)
+
+        if in_flight is not None and not following and self._splits_batch(in_flight, can_join):
+            return None
+        prefills = {} if in_flight is None or gate.is_awaited else self._continuing_prefills(in_flight)
+        rows = self._scheduler.schedule(can_join, following, prefills, takes_prompts=not is_prepared)
+        return Step(rows, self._observer) if rows else None
+
+    def plan_awaited(self) -> Step | None:
+        """Return the step in which all requests verify the drafts that are awaited; None where the next step differs.
+
+        Its draft rows have room and no tokens yet. A request that waits in the queue is computed before drafts come.
+        """
+        if not self.is_async or self._scheduler.may_admit:
+            return None
+        running = self._scheduler.running
+        num_drafts = self._drafting.gate.expected_drafts(running)
+        if num_drafts is None:
+            return None
+        rooms = [*map(self._scheduler.place_drafts, running, num_drafts)]
+        if min(rooms) < 0:
+            return None
+        return Step([*map(_awaited_rows, running, rooms)], self._observer)
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether all requests wait for drafts, so that nothing can be scheduled."""
+        return not self._scheduler.may_admit and self._drafting.gate.all_wait(self._scheduler.running)
+
+    def _splits_batch(self, in_flight: Step, can_join: Callable[[Request], bool]) -> bool:
+        """Return whether a step beside the one in flight would separate requests that the step after it has together:
+        requests without a drafter would never share a step again, and prompts alone would delay requests whose drafts
+        come soon."""
+        gate, is_bound = self._drafting.gate, self._drafting.is_bound
+        others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
+        flying = [row.request for row in in_flight.rows if row.is_current]
+        landing = [one for one in flying if one.is_decoding]
+        joining = [one for one in others if can_join(one)]
+        if not joining:
+            return any(one.drafts is not None for one in others) or gate.come_soon(landing)
+        if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
+            return True
+        # Sequences of two drafters that are near are faster in one step.
+        return all(one.drafts is not None for one in joining) and gate.come_soon(landing)
+
+    def _following(self, in_flight: Step) -> dict[Request, int]:
+        """Return the requests that continue before the tokens of the step in flight are known, and the places of these
+        tokens among all that it samples: all requests or none, so that they stay together."""
+        output = in_flight.sampler_output
+        if output is None or output.first_tokens is None or self._drafting.gate.is_awaited:
+            return {}
+        # A continuing request may be preempted; its sampled token must not have been announced to a drafter.
+        if any(row.request.is_announced for row in output.rows):
+            return {}
+        following: dict[Request, int] = {}
+        for place, row in enumerate(output.rows):
+            request = row.request
+            if not row.is_current or len(request.tokens) + 1 >= request.max_length:
+                continue
+            if row.num_drafts > 0:
+                return {}
+            following[request] = place
+        return following
+
+    def _continuing_prefills(self, in_flight: Step) -> dict[Request, int]:
+        """Return the requests with further rows of a prompt whose earlier rows are in flight, and the first of them."""
+        return {
+            row.request: row.start + len(row.tokens)
+            for row in in_flight.rows
+            if not row.samples and row.is_current and self._drafting.may_go_on(row.request)
+        }
+
+
+def _awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
+    """Return the rows of a request that waits for up to so many drafts."""
+    last = len(request.tokens) - 1
+    return ScheduledRows(request, last, [request.tokens[last]] + [UNKNOWN_TOKEN] * num_drafts, None, samples=True)

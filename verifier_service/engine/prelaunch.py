@@ -1,0 +1,218 @@
+"""The forward pass that is launched before its drafts arrive, and released when they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from draftwire.model.kv_cache import BLOCK_SIZE, SequenceRows
+from verifier_service.core.batch import ForwardInput, ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.drafters.session import AwaitedAnswer
+from verifier_service.drafters.stream import Answered
+from verifier_service.engine.step import Stage, Step
+from verifier_service.target.runner import TargetRunner
+
+# A prelaunched forward pass is abandoned after this time, so that what has come in the meantime is computed.
+PATIENCE_S = 0.05
+
+
+class Prelaunch:
+    """At most one prelaunched step. Used by the executor alone.
+
+    The step that is computed in the end may have fewer requests and fewer drafts: what a row computes depends on the
+    rows before it alone, and surplus rows are overwritten before they are read, like those of rejected drafts.
+    """
+
+    def __init__(self, runner: TargetRunner, vocab_size: int) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._step: Step | None = None
+        self._deadline = 0.0  # monotonic time
+        self._places: dict[Request, _Place] = {}  # in the last step that was prelaunched
+        self._num_rows = 0
+        self._awaited: AwaitedAnswer | None = None  # the one answer that brings all drafts of the step
+        # Token ids [rows] without the drafts of that answer, and where these go.
+        self._template: tuple[np.ndarray, np.ndarray] | None = None
+        self._token_ids: list[int] = []  # with which the step was released
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a prelaunched step has been neither confirmed nor abandoned."""
+        return self._step is not None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether such a step has been released."""
+        return self._step is not None and self._step.stage is Stage.RELEASED
+
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic time at which the prelaunched step is abandoned; None without one."""
+        return None if self._step is None else self._deadline
+
+    def launch(self, step: Step) -> None:
+        """Launch the forward pass of a planned step, all of whose rows have logits, if the runner can.
+
+        A step with the rows of the one before it is not launched: that one was abandoned.
+        """
+        self._awaited, places, first = None, {}, 0
+        for row in step.rows:
+            places[row.request] = _place(row, first)
+            first += len(row.tokens)
+        if places == self._places:
+            return
+        self._places, self._num_rows, self._template = places, first, None
+        firsts, starts, counts = np.array([place[:3] for place in places.values()], np.int64).T
+        forward = ForwardInput(
+            np.zeros(first, np.int64),
+            np.arange(first) + np.repeat(starts - firsts, counts),
+            # As they are now: the requests' blocks may change before the step is released.
+            [SequenceRows(row.request.blocks.copy(), row.start, len(row.tokens)) for row in step.rows],
+            np.arange(first),
+        )
+        if self._runner.prelaunch(forward):
+            self._step, self._deadline = step, time.monotonic() + PATIENCE_S
+            step.advance(Stage.PRELAUNCHED)
+
+    def expect(self, awaited: AwaitedAnswer | None) -> None:
+        """Prepare to release the step with the drafts of one answer; without effect where it has more than there is
+        room for."""
+        self._awaited, places = awaited, self._places
+        if self._step is None or awaited is None:
+            return
+        wanted = list(zip(awaited.requests, awaited.num_drafts, strict=True))
+        if any(one not in places or places[one].count != 1 + num_drafts for one, num_drafts in wanted):
+            return
+        token_ids = np.zeros(self._num_rows, np.int64)
+        for request, place in places.items():
+            token_ids[place.first] = request.tokens[-1]
+            if request.drafts is not None:
+                known = request.drafts.tokens[: place.count - 1]
+                token_ids[place.first + 1 : place.first + 1 + len(known)] = known
+        counts = np.array(awaited.num_drafts, np.int64)
+        firsts = np.array([places[request].first for request in awaited.requests], np.int64)
+        self._template = token_ids, np.arange(counts.sum()) + np.repeat(firsts + 1 - counts.cumsum() + counts, counts)
+
+    @property
+    def _can_be_filled(self) -> bool:
+        """Whether the drafts of one answer are all that the step waits for."""
+        return self._step is not None and self._step.stage is Stage.PRELAUNCHED and self._template is not None
+
+    def read_answer(self, answer: Answered) -> np.ndarray | None:
+        """Return the drafts, int32 [D], of an unchecked answer, if the step waits for that answer; else None.
+
+        `confirm` finds out whether the step has the right drafts, should the answer prove wrong.
+        """
+        awaited = self._awaited
+        if awaited is None or awaited.stream is not answer.stream or not self._can_be_filled:
+            return None
+        return awaited.read_answer(answer.drafts, self._vocab_size)
+
+    @property
+    def has_early_drafts(self) -> bool:
+        """Whether the drafts lie in shared memory before their answer has come."""
+        return self._awaited is not None and self._can_be_filled and self._awaited.has_early_drafts()
+
+    def read_early_drafts(self) -> np.ndarray | None:
+        """Return the drafts in shared memory, int32 [D]; None when they are not valid. They are read once."""
+        assert self._awaited is not None
+        return self._awaited.read_early_drafts(self._vocab_size)
+
+    def release(self, drafts: np.ndarray) -> None:
+        """Release the step with the drafts of the awaited answer."""
+        assert self._template is not None
+        token_ids, places = self._template
+        token_ids[places] = drafts
+        self._release(token_ids)
+
+    def has_all_drafts(self, is_waiting: Callable[[Request], bool]) -> bool:
+        """Return whether the step is not released yet although none of its requests waits for drafts any more."""
+        if self._step is None or self._step.stage is not Stage.PRELAUNCHED:
+            return False
+        return not any(map(is_waiting, [request for request in self._places if request.drafts is None]))
+
+    def release_with_known_drafts(self) -> None:
+        """Release the step with the drafts that its requests have."""
+        self._release_with(
+            {
+                request: request.tokens[-1:] if request.drafts is None else [request.tokens[-1], *request.drafts.tokens]
+                for request in self._places
+            }
+        )
+
+    def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
+        """Release the step with the tokens of each request, which may be more or fewer than there is room for."""
+        token_ids: list[int] = []
+        for request, place in self._places.items():
+            own = tokens.get(request, [])
+            missing = place.count - len(own)
+            token_ids += own if missing == 0 else own[: place.count] + [0] * missing
+        self._release(np.array(token_ids, np.int64))
+
+    def _release(self, token_ids: np.ndarray) -> None:
+        step = self._step
+        assert step is not None
+        self._template, self._token_ids = None, token_ids.tolist()
+        try:
+            step.forward = self._runner.release(token_ids)
+            step.advance(Stage.RELEASED)
+        except BaseException:
+            self._step = None
+            step.abandon()
+            raise
+
+    def confirm(self, rows: Sequence[ScheduledRows]) -> Step | None:
+        """Return the prelaunched step with `rows`, its forward pass released, if it computes them; else abandon it."""
+        step, places = self._step, self._places
+        if step is not None and all(row.request in places and _is_within(row, places[row.request]) for row in rows):
+            if step.stage is Stage.PRELAUNCHED:
+                self._release_with({row.request: row.tokens for row in rows})
+            ranges = [(places[row.request].first, len(row.tokens)) for row in rows]
+            has_tokens = all(
+                self._token_ids[first : first + count] == row.tokens
+                for (first, count), row in zip(ranges, rows, strict=True)
+            )
+            if step.forward is not None and has_tokens:
+                self._step = None
+                logit_rows = np.concatenate([np.arange(first, first + count) for first, count in ranges])
+                step.rows, step.forward = rows, step.forward.with_logits_of(logit_rows)
+                return step
+        self.abandon()
+        return None
+
+    def abandon(self) -> None:
+        """Abandon the prelaunched step, if any, and let the device go on."""
+        step, self._step = self._step, None
+        self._awaited = None  # refers to a stream, and thereby to memory shared with a drafter
+        if step is not None:
+            if step.stage is Stage.PRELAUNCHED:
+                self._runner.abandon()
+            step.abandon()
+
+
+class _Place(NamedTuple):
+    """Where the rows of a request lie in a prelaunched step, and in the cache."""
+
+    first: int
+    start: int  # position
+    count: int
+    admission: int
+    blocks: list[int]  # that hold the rows
+
+
+def _place(row: ScheduledRows, first: int) -> _Place:
+    count = len(row.tokens)
+    blocks = row.request.blocks[row.start // BLOCK_SIZE : -(-(row.start + count) // BLOCK_SIZE)]
+    return _Place(first, row.start, count, row.request.num_preemptions, blocks)
+
+
+def _is_within(row: ScheduledRows, place: _Place) -> bool:
+    """Return whether the rows are among those of a prelaunched step."""
+    if row.follows is not None or not row.is_decoding or len(row.tokens) > place.count:
+        return False
+    own = _place(row, place.first)
+    return own == place._replace(count=own.count, blocks=place.blocks[: len(own.blocks)])

@@ -1,0 +1,254 @@
+"""Which requests run, and which of their rows the next step computes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from draftwire.contract.errors import QueueFullError
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.core.retry_hint import QueuePace
+from verifier_service.engine.prefix_cache import PrefixCache
+
+
+def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
+    """What a request is told that finds the queue full."""
+    return QueueFullError(f"the queue is full: {max_queue} requests are waiting; try again later", retry_after_s)
+
+
+class Scheduler:
+    """Owns the queue, the running requests and the cache blocks.
+
+    Requests are served in the order in which they came: those that run, then those that wait. A request is admitted
+    when there are blocks for its tokens, and grows block by block. When none is free, the request that was admitted
+    last is preempted: it gives its blocks back and waits, first in the queue, to be computed anew. A request of full
+    length fits into the cache, so the oldest one always goes on. Full blocks of computed rows are shared by requests
+    that begin with the same tokens.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_num_seqs: int,
+        max_queue: int,
+        max_prefill_rows: int,
+        on_preempt: Callable[[Request], None],
+        is_usable: Callable[[Request, int], bool],
+    ) -> None:
+        """`on_preempt` is called with each request that gives its blocks back for a while; `is_usable` tells whether a
+        known block has all that the request needs of it.
+        """
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_reused_rows = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0  # tokens of requests that began, and those found
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_queue = max_queue
+        self._pace = QueuePace(max_queue)
+        self._max_prefill_rows = max_prefill_rows
+        self._on_preempt = on_preempt
+        self._is_usable = is_usable
+
+    def add(self, request: Request) -> None:
+        """Puts a request into the queue.
+
+        Raises
+        ------
+        QueueFullError
+            When max_queue requests wait besides the max_num_seqs that may run.
+        """
+        if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
+            raise queue_full(self._max_queue, self._pace.retry_after_s())
+        self.waiting.append(request)
+
+    def remove(self, request: Request, *, has_failed: bool = False) -> None:
+        """Forgets a request, wherever it is, and takes its blocks back; nobody uses rows of one that has failed."""
+        if request in self.running:
+            self.running.remove(request)
+            self._pace.count_end()
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._pace.count_end()
+        if has_failed:
+            self._cache.withdraw(request.blocks)
+        else:
+            self._publish(request)
+        self._release(request)
+
+    def schedule(
+        self,
+        is_ready: Callable[[Request], bool],
+        following: Mapping[Request, int] = MappingProxyType({}),
+        going_on: Mapping[Request, int] = MappingProxyType({}),
+        *,
+        takes_prompts: bool = True,
+    ) -> list[ScheduledRows]:
+        """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
+
+        No row of a prompt, and no draft, takes the place of a row of a decoding request.
+
+        Parameters
+        ----------
+        is_ready
+            False for a request that still waits for its drafts.
+        following
+            Those requests in flight of which a step draws exactly one token more, and that token's place in its draw.
+            They go on with a row of that token; others in flight are left out.
+        going_on
+            Those requests in flight whose prompts are not at their end, and the first row after those in flight.
+        takes_prompts
+            False leaves the rows of prompts to a later step.
+        """
+        for request in self.running:
+            if request.num_computed // BLOCK_SIZE > request.num_published:
+                self._publish(request)
+        decoding = [
+            request
+            for request in self.running
+            if (request in following or (request.is_decoding and not request.is_in_flight)) and is_ready(request)
+        ]
+        lengths = [len(request.tokens) + (request in following) for request in decoding]
+        missing = sum(
+            max(0, blocks_for(length) - len(request.blocks)) for request, length in zip(decoding, lengths, strict=True)
+        )
+        if self._cache.num_free < missing:  # not before: a step may have been launched with those blocks
+            self._take_back_draft_rows()
+        for request, length in zip(decoding, lengths, strict=True):
+            if length > len(request.blocks) * BLOCK_SIZE:
+                self._grow(request, length)
+        works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
+        room = self._max_prefill_rows if takes_prompts else 0
+        for request in self.running:
+            if room > 0 and not request.is_decoding and (request in going_on or not request.is_in_flight):
+                works.append(_prefill(request, going_on.get(request, request.num_computed), room))
+                room -= len(works[-1].tokens)
+        while room > 0 and (admitted := self._admit()) is not None:
+            works.append(_prefill(admitted, admitted.num_computed, room))
+            room -= len(works[-1].tokens)
+        return works
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the cache blocks in use, [0, 1]."""
+        return self._cache.usage
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step may begin a request that waits."""
+        return bool(self.waiting) and len(self.running) < min(self._max_num_seqs, self._cache.num_free)
+
+    def _admit(self) -> Request | None:
+        """Moves the first of the queue into the batch if a block is left for each running request to grow into."""
+        if not self.may_admit:
+            return None
+        request = self.waiting[0]
+        known = self._take_known(request)
+        num_missing = blocks_for(len(request.tokens)) - len(known)
+        if num_missing + len(self.running) > self._cache.num_free:
+            self._cache.release(known)
+            return None
+        request.blocks = known + (self._cache.allocate(num_missing) or [])
+        request.num_published = len(known)
+        request.num_computed = request.num_reused = len(known) * BLOCK_SIZE
+        self.num_reused_rows += request.num_reused
+        if request.started is None:
+            request.started = time.monotonic()
+            request.num_prefix_hits = request.num_reused
+            if self._cache.is_enabled:
+                self.prefix_cache_queries += len(request.tokens)
+                self.prefix_cache_hits += request.num_reused
+        self.running.append(self.waiting.popleft())
+        return request
+
+    def _take_known(self, request: Request) -> list[int]:
+        """The blocks that hold the request's first rows already; its last token always runs, for its logits."""
+        if not self._cache.is_enabled:
+            return []
+        most = (len(request.tokens) - 1) // BLOCK_SIZE
+        self._cache.extend_hashes(request.block_hashes, request.tokens, most)
+        return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
+
+    def _publish(self, request: Request) -> None:
+        """Lets others find the blocks that computed rows of committed tokens have filled."""
+        full = min(request.num_computed, len(request.tokens)) // BLOCK_SIZE
+        if full > request.num_published and self._cache.is_enabled:
+            self._cache.extend_hashes(request.block_hashes, request.tokens, full)
+            for i in range(request.num_published, full):
+                self._cache.publish(request.blocks[i], request.block_hashes[i])
+            request.num_published = full
+
+    def _grow(self, request: Request, length: int) -> None:
+        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest one that is not announced,
+        itself in the end."""
+        while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
+            block = self._cache.allocate(1)
+            if block is None:
+                self._preempt()
+            else:
+                request.blocks += block
+
+    def _preempt(self) -> None:
+        request = next(one for one in reversed(self.running) if not one.is_announced)
+        self.running.remove(request)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self._release(request)
+        request.num_in_flight = 0  # what its steps draw is of no use
+        request.drafts = None
+        self.waiting.appendleft(request)
+        self._on_preempt(request)
+
+    def _release(self, request: Request) -> None:
+        self._cache.release(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+
+    def _decode(self, request: Request, follows: int | None) -> ScheduledRows:
+        if follows is not None:
+            return ScheduledRows(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
+        last = len(request.tokens) - 1
+        drafts, request.drafts = request.drafts, None
+        cause = None
+        if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
+            count = self.place_drafts(request, len(drafts.tokens))
+            if count < len(drafts.tokens):
+                drafts = drafts.first(count) if count > 0 else None
+                cause = None if drafts else generate_pb2.FALLBACK_CAUSE_KV_CACHE
+        else:
+            drafts = None
+        tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
+        return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause)
+
+    def place_drafts(self, request: Request, count: int) -> int:
+        """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias.
+
+        Negative where the last token has none.
+        """
+        room = len(request.blocks) * BLOCK_SIZE - len(request.tokens)
+        if room >= count:
+            return count
+        missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
+        request.blocks += self._cache.allocate(min(missing, self._cache.num_free)) or []
+        return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
+
+    def _take_back_draft_rows(self) -> None:
+        """Frees the blocks that hold nothing but draft rows of former steps."""
+        for request in self.running:
+            if request.is_in_flight:
+                continue  # its draft rows may be accepted
+            needed = blocks_for(len(request.tokens))
+            self._cache.release(request.blocks[needed:])
+            del request.blocks[needed:]
+
+
+def _prefill(request: Request, start: int, room: int) -> ScheduledRows:
+    tokens = request.tokens[start : start + room]
+    return ScheduledRows(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))

@@ -1,0 +1,85 @@
+"""A step of the engine: the rows of its requests, and how far it has come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from verifier_service.core.batch import ForwardOutput, ScheduledRows
+from verifier_service.core.step_times import StepMarks
+from verifier_service.sampling.sampler import SamplerOutput
+
+if TYPE_CHECKING:
+    from verifier_service.drafters.session import DraftSession, EarlyFeatures
+
+
+class Stage(Enum):
+    """How far a step has come."""
+
+    PLANNED = auto()  # its rows are chosen
+    PRELAUNCHED = auto()  # its forward pass is launched and waits for the drafts
+    RELEASED = auto()  # its forward pass has all token ids
+    SAMPLED = auto()  # its tokens are on their way to the host
+    COMMITTED = auto()  # its requests have its tokens
+    ABANDONED = auto()  # nobody reads what it computes
+
+
+_NEXT: Mapping[Stage, frozenset[Stage]] = {
+    Stage.PLANNED: frozenset({Stage.PRELAUNCHED, Stage.RELEASED, Stage.ABANDONED}),
+    Stage.PRELAUNCHED: frozenset({Stage.RELEASED, Stage.ABANDONED}),
+    Stage.RELEASED: frozenset({Stage.SAMPLED, Stage.ABANDONED}),
+    Stage.SAMPLED: frozenset({Stage.COMMITTED, Stage.ABANDONED}),
+    Stage.COMMITTED: frozenset(),
+    Stage.ABANDONED: frozenset(),
+}
+
+StepObserver = Callable[["Step"], object]
+
+
+@dataclass(eq=False)
+class Step:
+    """One batch on its way through the target: planned, executed and committed.
+
+    A prelaunched step has a row for each draft that its requests may get. Its rows become those that are computed when
+    the drafts have arrived.
+    """
+
+    rows: Sequence[ScheduledRows]
+    observer: StepObserver | None = None  # called at each stage from PRELAUNCHED on; an exception fails the step
+    stage: Stage = Stage.PLANNED
+    num_rows: int = 0  # rows that the device computes, padding for missing drafts included
+    is_beside: bool = False  # whether another step was in flight when this one was executed
+    is_delayed: bool = False  # whether a step with prompts was executed before this one was committed
+    forward: ForwardOutput | None = None  # from RELEASED to SAMPLED
+    sampler_output: SamplerOutput | None = None  # of the rows that sample, from SAMPLED to COMMITTED
+    marks: StepMarks | None = None  # on a GPU
+    announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # what drafters were sent of it
+    # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
+    verified: Counter[tuple[str, int]] = field(default_factory=Counter)
+    committed_at: float = 0.0  # monotonic time
+
+    def advance(self, stage: Stage) -> None:
+        """Enter the next stage."""
+        assert stage in _NEXT[self.stage], (self.stage, stage)
+        self.stage = stage
+        if self.observer is not None:
+            self.observer(self)
+
+    def abandon(self) -> None:
+        """Give the step up, whatever its stage; drop its tensors."""
+        self.forward = self.sampler_output = None
+        if self.stage not in (Stage.COMMITTED, Stage.ABANDONED):
+            self.advance(Stage.ABANDONED)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it has rows of prompts."""
+        return not all(row.is_decoding for row in self.rows)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished it."""
+        return self.marks is None or self.marks.drawn.query()

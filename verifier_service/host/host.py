@@ -1,0 +1,147 @@
+"""An engine with the connections to its drafters: all that runs where the target is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from draftwire.contract.validation import with_defaults
+from draftwire.contract.version import VERSION
+from draftwire.server.security import ClientSecurity
+from draftwire.transport import ALL_CARRIERS
+from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.request import Request
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.drafters.connection import DrafterLink
+from verifier_service.drafters.pool import DrafterPool
+from verifier_service.engine.engine import Engine, EngineLimits
+from verifier_service.engine.outputs import Item
+from verifier_service.host.access import Deliver, EngineFacts, Submission
+from verifier_service.host.metrics import VerifierCollector
+from verifier_service.host.ranks import Followers
+from verifier_service.target.target import Target
+
+
+class EngineHost:
+    """Takes requests from any thread, by their numbers, and delivers their output."""
+
+    def __init__(
+        self,
+        target: Target,
+        config: config_pb2.SpeculativeConfig,
+        limits: EngineLimits,
+        drafters: Sequence[str],
+        drafter_security: ClientSecurity,
+        carriers: Sequence[draft_pb2.Carrier] = ALL_CARRIERS,
+        rendezvous_dir: Path | None = None,
+        *,
+        fuses_features: bool = True,
+        followers: Followers | None = None,
+    ) -> None:
+        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` of `Engine`."""
+        self._target = target
+        self._config = config
+        self._limits = limits
+        self._followers = followers
+        self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()  # the engine holds them
+        self.facts = EngineFacts(
+            target.vocab_size, target.max_model_len, limits.max_num_seqs, limits.max_queue, limits.max_open
+        )
+        self.engine = Engine(target, config, limits, self._deliver_items, lambda: self._on_failure(), followers)
+        self._drafters = DrafterPool(
+            drafters,
+            lambda address, host: DrafterLink(
+                address,
+                target,
+                config,
+                limits.max_num_seqs,
+                self.engine.post,
+                self.engine.times.traffic,
+                drafter_security,
+                host,
+                carriers,
+                rendezvous_dir,
+                fuses_features=fuses_features,
+            ),
+        )
+
+    def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
+        """Starts the engine and the connections to the drafters.
+
+        Both are called in other threads and must not block: `deliver` with a step's output, `on_failure` when the
+        engine has failed for good and its requests have their error, or when a rank of the target is lost.
+        """
+        self._deliver, self._on_failure = deliver, on_failure
+        self.engine.start()
+        self._drafters.start()
+        if self._followers is not None:
+            self._followers.on_loss = on_failure
+
+    def submit(self, submission: Submission) -> None:
+        """Hands a request over; its output, or its error, is delivered."""
+        request = Request(
+            request_id=submission.request_id,
+            prompt=submission.prompt,
+            params=submission.params,
+            num_speculative_tokens=submission.num_speculative_tokens,
+            keys=submission.keys,
+            stops=StopConditions(submission.params, self._target.eos_token_ids),
+            max_length=submission.max_length,
+            traceparent=submission.traceparent,
+            number=submission.number,
+            arrived=submission.arrived,
+        )
+        self._requests[submission.number] = request
+        self.engine.submit(request)
+
+    def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
+        """See EngineAccess."""
+        request = self._requests.get(number)
+        if request is not None:
+            self.engine.cancel(request, reason, output_tokens)
+
+    def count_refused(self) -> None:
+        """Counts a request that was not handed over."""
+        self.engine.count_refused()
+
+    def end_requests(self, reason: str) -> None:
+        """Ends all requests, and those that still come, with UnavailableError, which says the reason."""
+        self.engine.stop(reason)
+
+    def stop(self) -> None:
+        """Ends the engine and the connections to the drafters; requests that are left get an error."""
+        self._drafters.stop()
+        self.engine.stop()
+
+    @property
+    def collector(self) -> VerifierCollector:
+        """The metrics."""
+        return VerifierCollector(self.engine, self._target.name, lambda: self._drafters.statuses)
+
+    def info(self) -> generate_pb2.GetVerifierInfoResponse:
+        """What `GetVerifierInfo` answers; from any thread."""
+        target, scheduler = self._target, self.engine.scheduler
+        drafters = self._drafters.statuses
+        for status in drafters:
+            self.engine.drafting.describe(status)
+        return generate_pb2.GetVerifierInfoResponse(
+            version=VERSION,
+            target=target.name,
+            target_fingerprint=target.fingerprint,
+            vocab_size=target.vocab_size,
+            max_model_len=target.max_model_len,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_queue=self._limits.max_queue,
+            speculative_config=with_defaults(self._config),
+            drafters=drafters,
+            requests_running=len(scheduler.running),
+            requests_waiting=len(scheduler.waiting),
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            counters=self.engine.counters(),
+            memory=self.engine.memory,
+        )
+
+    def _deliver_items(self, items: Sequence[tuple[Request, Item]]) -> None:
+        self._deliver([(request.number, item) for request, item in items])

@@ -1,0 +1,134 @@
+"""How many blocks the verifier's cache has."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from draftwire.contract import validation as cfg
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.model.block_pool import blocks_for
+from draftwire.model.devices import GpuMemory
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, SequenceRows, token_bytes
+from draftwire.server.memory import check_cache_fits
+from draftwire.v1 import config_pb2
+from verifier_service.core.batch import ForwardInput, ScheduledRows
+from verifier_service.core.request import AnswerLogits, NoiseKeys, ReadyDrafts, Request
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.options import VerifierOptions
+from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.runner import TargetRunner
+from verifier_service.target.target import Target
+
+CPU_KV_CACHE_TOKENS = 65536
+# Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
+FEATURE_STATES = 3
+FUSED_STATES = 1
+
+
+def choose_num_blocks(
+    target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions, memory: GpuMemory | None
+) -> int:
+    """Blocks of the cache, the padding block included: never more than all requests at full length need.
+
+    Parameters
+    ----------
+    memory
+        Of the target's GPU, made before the target was loaded; None on a CPU.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When not even one request of full length fits.
+    ServerError
+        When there is no memory for the largest step.
+    """
+    longest = target.max_model_len
+    if options.kv_cache_tokens is not None:
+        check_cache_fits(options.kv_cache_tokens, target.layer_shapes, target.dtype, target.device)
+        blocks = blocks_for(options.kv_cache_tokens)
+    else:
+        blocks = options.max_num_seqs * blocks_for(longest)
+        if memory is None:
+            blocks = min(blocks, max(blocks_for(CPU_KV_CACHE_TOKENS), blocks_for(longest)))
+        else:
+            left = memory.left_for_cache(
+                options.gpu_memory_utilization, lambda: run_largest_step(target, config, options)
+            )
+            states = 0
+            if options.drafters:
+                states = FUSED_STATES if options.fuse_features else FEATURE_STATES
+                left -= _fusion_bytes(target) if options.fuse_features else 0
+            blocks = min(blocks, left // _block_bytes(target, states) - 1)
+    if blocks < blocks_for(longest):
+        allowed = f"must hold one request of max_model_len = {longest} positions"
+        if options.kv_cache_tokens is not None:
+            raise InvalidArgumentError("kv_cache_tokens", options.kv_cache_tokens, allowed)
+        raise InvalidArgumentError(
+            "gpu_memory_utilization",
+            options.gpu_memory_utilization,
+            f"leaves a cache of {max(blocks, 0) * BLOCK_SIZE} positions, which {allowed}; free memory of the GPU, or "
+            "lower max_model_len, max_num_seqs or max_prefill_rows",
+        )
+    return blocks + 1
+
+
+def _block_bytes(target: Target, feature_states: int) -> int:
+    features = feature_states * target.hidden_size * target.dtype.itemsize
+    return (token_bytes(target.layer_shapes, target.dtype) + features) * BLOCK_SIZE
+
+
+def _fusion_bytes(target: Target) -> int:
+    """Weights of one head's fusion."""
+    return FUSED_STATES * FEATURE_STATES * target.hidden_size**2 * target.dtype.itemsize
+
+
+def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions) -> None:
+    """Verifies all drafts of max_num_seqs requests beside max_prefill_rows rows of prompts, with every filter on."""
+    device = target.device
+    num_drafts = config.num_speculative_tokens
+    counts = [num_drafts + 1] * options.max_num_seqs
+    whole, rest = divmod(options.max_prefill_rows, target.max_model_len)
+    counts += [target.max_model_len] * whole + [rest] * (rest > 0)
+    # All write to the same block: what the rows hold is of no interest.
+    num_logit_rows = (num_drafts + 1) * options.max_num_seqs
+    step = ForwardInput(
+        np.zeros(sum(counts), np.int64),
+        np.concatenate([np.arange(count) for count in counts]),
+        [SequenceRows([1] * blocks_for(count), 0, count) for count in counts],
+        np.arange(num_logit_rows),
+    )
+    cache = KVCache(target.layer_shapes, 2, target.dtype, device)
+    longest = blocks_for(target.max_model_len)
+    runner = TargetRunner(target, cache, options.max_num_seqs, num_drafts + 1, options.max_prefill_rows, longest)
+    output = runner.run(step)
+    output.features([0] * FEATURE_STATES)
+    sampler = TokenSampler(config, target.vocab_size, target.eos_token_ids, options.max_num_seqs, device)
+    sampler.finish(sampler.launch(_verify_works(target, config, options.max_num_seqs), output.logits))
+
+
+def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: int) -> list[ScheduledRows]:
+    params = cfg.resolve_sampling_params(
+        cfg.build_sampling_params(temperature=1.0, top_k=2, top_p=0.5, min_p=0.01, frequency_penalty=0.1, logprobs=1)
+    )
+    num_drafts = config.num_speculative_tokens
+    form = config.draft_logits.form
+    logits = None
+    if form != cfg.NONE:
+        width = config.draft_logits.n if form == cfg.TOP_N else target.vocab_size
+        token_ids = torch.arange(width, dtype=torch.int32).expand(num_drafts, width) if form == cfg.TOP_N else None
+        logits = AnswerLogits(torch.zeros(num_drafts, width), token_ids, None)
+    works = []
+    for _ in range(count):
+        request = Request(
+            request_id="largest step",
+            prompt=[0],
+            params=params,
+            num_speculative_tokens=num_drafts,
+            keys=NoiseKeys(0, 0, 0),
+            stops=StopConditions(params, frozenset()),
+            max_length=num_drafts + 2,
+        )
+        drafts = ReadyDrafts(1, 0, [0] * num_drafts, logits)
+        works.append(ScheduledRows(request, 0, [0] * (num_drafts + 1), drafts, samples=True))
+    return works

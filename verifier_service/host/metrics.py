@@ -1,0 +1,110 @@
+"""What a verifier tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftwire.server.metrics import with_model_name
+from draftwire.v1 import generate_pb2
+from verifier_service.drafters.fallbacks import cause_name
+from verifier_service.engine.engine import Engine
+
+_STATES = {
+    number: name.removeprefix("DRAFTER_STATE_").lower() for name, number in generate_pb2.DrafterState.items() if number
+}
+_CAUSES = [
+    name.removeprefix("FALLBACK_CAUSE_").lower() for name, number in generate_pb2.FallbackCause.items() if number
+]
+
+
+class VerifierCollector(Collector):
+    """Reads the state of a verifier at each scrape."""
+
+    def __init__(
+        self, engine: Engine, model_name: str, drafters: Callable[[], Sequence[generate_pb2.DrafterStatus]]
+    ) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._drafters = drafters
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        return with_model_name(self._collect(), self._model_name)
+
+    def _collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        scheduler = engine.scheduler
+        yield GaugeMetricFamily("draftwire_num_requests_running", "Requests computed.", value=len(scheduler.running))
+        yield GaugeMetricFamily("draftwire_num_requests_waiting", "Requests queued.", value=len(scheduler.waiting))
+        yield GaugeMetricFamily(
+            "draftwire_kv_cache_usage_perc", "Share of the cache blocks in use, 1 for all.", value=engine.kv_cache_usage
+        )
+        yield CounterMetricFamily(
+            "draftwire_prefix_cache_queries",
+            "Tokens of requests looked up in the prefix cache.",
+            value=scheduler.prefix_cache_queries,
+        )
+        yield CounterMetricFamily(
+            "draftwire_prefix_cache_hits", "Those of them that were found.", value=scheduler.prefix_cache_hits
+        )
+        yield from engine.metrics.collect()
+        yield engine.times.histogram.collect()
+        yield engine.times.traffic.collect()
+        yield from _counters(engine.counters())
+        yield from self._pool()
+
+    def _pool(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            "draftwire_drafter_state", "1 for the state that a drafter is in.", labels=["drafter", "state"]
+        )
+        sequences = GaugeMetricFamily(
+            "draftwire_drafter_sequences", "Sequences that draft at a drafter.", labels=["drafter"]
+        )
+        drafted = CounterMetricFamily(
+            "draftwire_drafter_draft_tokens", "Drafts of a drafter that were verified.", labels=["drafter"]
+        )
+        accepted = CounterMetricFamily(
+            "draftwire_drafter_accepted_tokens", "Drafts of a drafter that were accepted.", labels=["drafter"]
+        )
+        planned = GaugeMetricFamily(
+            "draftwire_drafter_planned_drafts",
+            "Drafts asked for of each sequence in a step; 0 where none are faster.",
+            labels=["drafter"],
+        )
+        gain = GaugeMetricFamily(
+            "draftwire_drafter_expected_gain",
+            "Highest tokens per second measured with its drafts, over those without; 0 while either is unknown.",
+            labels=["drafter"],
+        )
+        for drafter in self._drafters():
+            self._engine.drafting.describe(drafter)
+            for number, name in _STATES.items():
+                state.add_metric([drafter.address, name], float(drafter.state == number))
+            sequences.add_metric([drafter.address], drafter.sequences)
+            drafted.add_metric([drafter.address], drafter.drafted)
+            accepted.add_metric([drafter.address], drafter.accepted)
+            if drafter.HasField("plan"):
+                planned.add_metric([drafter.address], drafter.plan.num_drafts)
+                gain.add_metric([drafter.address], drafter.plan.expected_gain)
+        yield from (state, sequences, drafted, accepted, planned, gain)
+
+
+def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
+    yield CounterMetricFamily("draftwire_verify_rows", "Rows of decoding requests.", value=counters.verify_rows)
+    yield CounterMetricFamily("draftwire_prompt_rows", "Rows of prompts computed.", value=counters.prompt_rows)
+    yield CounterMetricFamily(
+        "draftwire_num_preemptions", "Times that a request gave its blocks back.", value=counters.preemptions
+    )
+    yield CounterMetricFamily(
+        "draftwire_idle_seconds", "Time of the engine's thread without a request.", value=counters.times.idle_s
+    )
+    fallbacks = CounterMetricFamily(
+        "draftwire_fallback_tokens", "Tokens that verify steps emitted without drafts.", labels=["cause"]
+    )
+    tokens = {cause_name(fallback.cause): fallback.tokens for fallback in counters.fallbacks}
+    for name in _CAUSES:
+        fallbacks.add_metric([name], tokens.get(name, 0))
+    yield fallbacks

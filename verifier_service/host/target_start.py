@@ -1,0 +1,61 @@
+"""What every rank does before the first step: load, compile, size the cache."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from draftwire.model.checkpoints import resolve_directory
+from draftwire.model.devices import GpuMemory, choose_dtype, make_current
+from draftwire.v1 import config_pb2
+from verifier_service.host.kv_sizing import choose_num_blocks
+from verifier_service.options import VerifierOptions
+from verifier_service.target.compile_cache import use_compile_cache
+from verifier_service.target.target import Target, load_target
+from verifier_service.target.tensor_parallel import ALONE, Rank, exchange
+
+
+def start_target(
+    options: VerifierOptions, config: config_pb2.SpeculativeConfig, device: torch.device, rank: Rank = ALONE
+) -> tuple[Target, int]:
+    """The target on `device`, compiled where that is a GPU, and the blocks of its cache: as many on every rank.
+
+    Raises
+    ------
+    DraftwireError
+        Says what is wrong with an option or the checkpoint.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # transformers' own bar, where nobody watches
+    make_current(device)
+    memory = GpuMemory(device) if device.type == "cuda" else None
+    console = Console(stderr=True)
+    with console.status(f"loading the target {options.target}"):
+        directory = resolve_directory(options.target)
+        target = load_target(
+            directory,
+            options.target,
+            choose_dtype(options.dtype, device, directory),
+            device,
+            max_model_len=options.max_model_len,
+            dummy=options.load_format == "dummy",
+            rank=rank,
+        )
+    if device.type == "cuda":
+        use_compile_cache(options.compile_cache)
+        with console.status("compiling the target"):
+            target.compile()
+    return target, _smallest(choose_num_blocks(target, config, options, memory), rank)
+
+
+def _smallest(count: int, rank: Rank) -> int:
+    """The smallest of all ranks' counts."""
+    if rank.size == 1:
+        return count
+    smallest = torch.tensor([count])
+    exchange(dist.all_reduce, smallest, dist.ReduceOp.MIN)
+    return int(smallest)

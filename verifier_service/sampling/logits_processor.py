@@ -1,0 +1,121 @@
+"""Turns the target's logits into those that requests sample from: bias, min_tokens, penalties and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+from draftwire.contract import validation as cfg
+from draftwire.v1 import config_pb2
+from draftwire_kernels import LogitBias, LogitsSampling, Suppression, process_logits
+from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.sampling.sampling_spec import SamplingSpec
+from verifier_service.sampling.token_history import TokenHistory
+from verifier_service.sampling.token_lists import TokenLists
+
+MOST_BIASED_TOKENS = cfg.limits_of(config_pb2.SamplingParams(), "logit_bias").max_items
+MOST_STOP_TOKENS = cfg.limits_of(config_pb2.SamplingParams(), "stop_token_ids").max_items
+
+
+class LogitsProcessor:
+    """Keeps each request's options from its first draw to its end; a step does no work for single tokens of a list."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._specs: dict[Request, SamplingSpec] = {}
+        self._history = TokenHistory(max_num_seqs, vocab_size, device)
+        self._biases = TokenLists(max_num_seqs, MOST_BIASED_TOKENS, device)
+        self._end_ids = TokenLists(max_num_seqs, MOST_STOP_TOKENS + len(eos_token_ids), device)
+
+    def spec(self, request: Request) -> SamplingSpec:
+        """Return the request's parameters; the first call copies its lists of tokens to the device."""
+        spec = self._specs.get(request)
+        if spec is None:
+            spec = self._specs[request] = SamplingSpec.of(request.params, self._eos_token_ids)
+            if len(spec.bias_tokens) > 0:
+                self._biases.add(request, spec.bias_tokens, spec.bias_values)
+            if spec.min_tokens > 0 and len(spec.end_ids) > 0:
+                self._end_ids.add(request, spec.end_ids)
+        return spec
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that has ended or was preempted."""
+        self._specs.pop(request, None)
+        for tables in (self._history, self._biases, self._end_ids):
+            tables.release(request)
+
+    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
+        """Count drawn tokens as output, for penalties; see `TokenHistory.count`."""
+        self._history.count(works, drawn)
+
+    def process(
+        self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits that `works` sample from, `logits` itself where no request changes them."""
+        suppression = self._suppression(works, specs)
+        if suppression is None and all(spec.keeps_logits for spec in specs):
+            return logits
+        requests = [work.request for work in works]
+        penalties = self._history.penalties(requests, [spec.penalties for spec in specs])
+        bias = self._bias(requests)
+        sampling = LogitsSampling(
+            cu_rows=first_rows(works),
+            temperature=torch.tensor([spec.temperature for spec in specs]),
+            draft_tokens=None if penalties is None else torch.tensor(draft_tokens(works), dtype=torch.int64),
+            top_k=_column([spec.top_k for spec in specs], 0, torch.int32),
+            top_p=_column([spec.top_p for spec in specs], 1, torch.float32),
+            min_p=_column([spec.min_p for spec in specs], 0, torch.float32),
+            penalties=penalties,
+            bias=bias,
+            suppression=suppression,
+        )
+        # Filters keep the values that they leave; biased and penalised logits are not rounded to the target's dtype.
+        is_exact = penalties is None and bias is None
+        return process_logits(logits if is_exact else logits.float(), sampling)
+
+    def _bias(self, requests: Sequence[Request]) -> LogitBias | None:
+        tables = self._biases.tables(requests)
+        if tables is None:
+            return None
+        return LogitBias(torch.tensor([self._biases.slot(request) for request in requests]), *tables)
+
+    def _suppression(self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec]) -> Suppression | None:
+        """Return the end and stop tokens of the rows whose token comes before min_tokens."""
+        rows: list[int] = []
+        slots: list[int] = []
+        users = []
+        first = 0
+        for work, spec in zip(works, specs, strict=True):
+            count = min(work.num_logit_rows, spec.min_tokens - num_output(work)) if spec.min_tokens else 0
+            if count > 0 and len(spec.end_ids) > 0:
+                rows += range(first, first + count)
+                slots += [self._end_ids.slot(work.request)] * count
+                users.append(work.request)
+            first += work.num_logit_rows
+        tables = self._end_ids.tables(users)
+        return None if tables is None else Suppression(torch.tensor(rows), torch.tensor(slots), tables[0])
+
+
+def num_output(work: ScheduledRows) -> int:
+    """Return the tokens that the request has before this step's.
+
+    A step that follows another one in flight has one more than the host knows.
+    """
+    return work.request.num_output + (work.follows is not None)
+
+
+def draft_tokens(works: Iterable[ScheduledRows]) -> list[int]:
+    """Return the drafts of all works, one after another."""
+    return [token for work in works if work.drafts is not None for token in work.drafts.tokens]
+
+
+def first_rows(works: Sequence[ScheduledRows]) -> torch.Tensor:
+    """Return prefix sums [B + 1] int32 of the works' rows, on the CPU: kernels read them without waiting."""
+    return torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
+
+
+def _column(values: Sequence[float], off: float, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if all(value == off for value in values) else torch.tensor(values, dtype=dtype)

@@ -1,0 +1,325 @@
+"""Drawing tokens: each request's parameters as tensors, the logit processing and the rejection test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from draftwire.contract import validation as cfg
+from draftwire.model.devices import record_event, upload
+from draftwire.v1 import config_pb2
+from draftwire_kernels import (
+    DraftLogits,
+    LogitsSampling,
+    StreamKeys,
+    acceptance_length_to_rates,
+    process_logits,
+    rejection_sample,
+    unconditional_to_conditional_rates,
+)
+from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
+from verifier_service.core.request import AnswerLogits, Request
+from verifier_service.sampling.logits_processor import LogitsProcessor, draft_tokens, first_rows
+from verifier_service.sampling.sampling_spec import SamplingSpec
+
+# Tokens of a row whose log probabilities can be told.
+MOST_LIKELIEST = int(cfg.limits_of(config_pb2.SamplingParams(), "logprobs").max)
+
+METHOD_NAMES = {
+    cfg.STANDARD: "standard",
+    cfg.SYNTHETIC: "synthetic",
+    cfg.BLOCK: "block",
+    cfg.COUPLED: "coupled",
+}
+
+
+# Columns of the draft logits, of a head with a part of the vocabulary, that kernels are compiled for at start. Triton
+# compiles anew for a number that is no multiple of 16.
+PART_OF_VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Sampled tokens on their way from the device; see `TokenSampler.finish`."""
+
+    rows: Sequence[ScheduledRows]
+    groups: list[tuple[list[int], torch.Tensor]]  # (places in rows, [B, k + 2] int64: number of tokens, tokens)
+    told: _ToldRows | None  # where log probabilities are asked for
+    on_host: torch.Tensor  # [N] int64: all of the groups, then all of `told`
+    copied: torch.cuda.Event | None
+
+    @property
+    def packed(self) -> torch.Tensor | None:
+        """[len(rows), k + 2] int64 on the device: the number of tokens of each of the rows, then the tokens; None where
+        there are several groups."""
+        return None if len(self.groups) > 1 else self.groups[0][1]
+
+    @property
+    def first_tokens(self) -> torch.Tensor | None:
+        """[len(rows)] int64 on the device, -1 for none; None where there are several groups."""
+        return None if len(self.groups) > 1 else self.groups[0][1][:, 1]
+
+
+@dataclass(frozen=True)
+class _ToldRows:
+    """Rows of logits whose log probabilities are told, work after work."""
+
+    works: list[tuple[int, int]]  # of each work with such rows: its place, and how many likely tokens it is told
+    most: int  # likely tokens of each row
+
+    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ranks [R], likeliest tokens [R, most] and log probabilities float32 [R, 1 + most] of `_logprobs`."""
+        ranks, top_ids, values = flat.view(-1, 2 + 2 * self.most).split([1, self.most, 1 + self.most], dim=1)
+        return ranks[:, 0], top_ids, values.to(torch.int32).view(torch.float32)
+
+
+class TokenSampler:
+    """Draws the tokens of a step's requests from the target's logits and their drafts."""
+
+    def __init__(
+        self,
+        config: config_pb2.SpeculativeConfig,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        self._method = METHOD_NAMES[config.rejection_sample_method]
+        self._use_fp64 = config.use_fp64_gumbel
+        self._logits_form = config.draft_logits
+        self._device = device
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._most_rows = config.num_speculative_tokens + 1
+        self._processor = LogitsProcessor(max_num_seqs, vocab_size, eos_token_ids, device)
+        self._rates = _conditional_rates(config, device)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Draws from batches of all sizes with logits of `dtype`, and processed ones, so that no step waits for its
+        kernel to be compiled.
+
+        That is for any number of drafts, as many for each request or not, and for the forms of draft logits that the
+        operator's settings allow: of the whole vocabulary and of a part, as the head has it.
+        """
+        one = torch.ones(1)
+        filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
+        for form in dict.fromkeys((dtype, torch.float32)):
+            for draft_logits in chain((None,), self._draft_logits_to_come()):
+                self._draw_all_sizes(form, draft_logits)
+            process_logits(torch.zeros(1, self._vocab_size, dtype=form, device=self._device), filters)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _draft_logits_to_come(self) -> Iterator[DraftLogits]:
+        """Draft logits of every form that there can be, for as many drafts as there can be."""
+        count, vocab = self._max_num_seqs * (self._most_rows - 1), self._vocab_size
+        if self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_DENSE:
+            part = min(PART_OF_VOCABULARY, vocab)
+            for columns, ids in ((vocab, None), (part, torch.arange(part, device=self._device))):
+                yield DraftLogits(torch.zeros(count, columns, device=self._device), ids)
+        elif self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_TOP_N:
+            ids = torch.arange(min(self._logits_form.n, vocab), device=self._device).repeat(count, 1)
+            yield DraftLogits(torch.zeros(ids.shape, device=self._device), ids)
+
+    def _draw_all_sizes(self, dtype: torch.dtype, draft_logits: DraftLogits | None) -> None:
+        most = self._most_rows
+        logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
+        mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
+        for count in range(1, self._max_num_seqs + 1):
+            for rows, others in mixes:
+                sizes = [rows] + [others] * (count - 1)
+                num_rows, zeros = sum(sizes), np.zeros(count, np.int64)
+                drafts, temperature = np.zeros(num_rows - count, np.int64), np.ones(count, np.float32)
+                arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
+                cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+                if draft_logits is None:
+                    self._draw(logits[:num_rows], arrays, cu_rows, None)
+                elif len(drafts) > 0:
+                    values, ids = draft_logits
+                    ids = ids[: len(drafts)] if ids is not None and ids.dim() == 2 else ids
+                    self._draw(logits[:num_rows], arrays, cu_rows, DraftLogits(values[: len(drafts)], ids))
+
+    def forget(self, request: Request) -> None:
+        """Drops what is kept of a request that has ended or was preempted."""
+        self._processor.forget(request)
+
+    def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> SamplerOutput:
+        """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
+
+        Parameters
+        ----------
+        logits
+            [R, V], the rows of the works one after another, num_logit_rows each. To be written by later work of the
+            same stream alone.
+        """
+        specs = [self._processor.spec(work.request) for work in works]
+        processed = self._processor.process(works, specs, logits)
+        starts = [0, *accumulate(work.num_logit_rows for work in works)]
+        groups = []
+        for members in _by_columns(works):
+            rows = processed
+            if len(members) < len(works):
+                index = [row for i in members for row in range(starts[i], starts[i + 1])]
+                rows = processed[upload([np.array(index)], self._device)[0]]
+            packed = self._reject([works[i] for i in members], [specs[i].temperature for i in members], rows)
+            self._processor.count([works[i] for i in members], packed[:, 1:])
+            groups.append((members, packed))
+        told, flat = self._told(works, specs, logits, starts, groups)
+        on_host = flat.to("cpu", non_blocking=True)
+        return SamplerOutput(works, groups, told, on_host, record_event(self._device))
+
+    def finish(self, output: SamplerOutput) -> list[SampledTokens]:
+        """Waits for the tokens of a draw; what was drawn for each of its works."""
+        if output.copied is not None:
+            output.copied.synchronize()
+        works, end = output.rows, sum(packed.numel() for _, packed in output.groups)
+        values = (output.on_host if output.told is None else output.on_host[:end]).tolist()
+        drawn = [SampledTokens([])] * len(works)
+        begin = 0
+        for members, packed in output.groups:
+            width = packed.shape[1]
+            for i in members:
+                drawn[i] = SampledTokens(values[begin + 1 : begin + 1 + values[begin]])
+                begin += width
+        if output.told is not None:
+            rows = output.told.split(output.on_host[end:])
+            first = 0
+            for i, likeliest in output.told.works:
+                last = first + works[i].num_logit_rows
+                drawn[i] = drawn[i]._replace(logprobs=SampledLogprobs(likeliest, *(part[first:last] for part in rows)))
+                first = last
+        return drawn
+
+    def _told(
+        self,
+        works: Sequence[ScheduledRows],
+        specs: Sequence[SamplingSpec],
+        logits: torch.Tensor,
+        starts: Sequence[int],
+        groups: Sequence[tuple[list[int], torch.Tensor]],
+    ) -> tuple[_ToldRows | None, torch.Tensor]:
+        """What is told of the draw's log probabilities, and all that goes to the host: see `SamplerOutput.on_host`."""
+        drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
+        told = [(i, own.logprobs) for i, own in enumerate(specs) if own.logprobs is not None]
+        if not told:
+            return None, drawn
+        first_places, begin = {}, 0  # of a work's first token among all drawn
+        for members, packed in groups:
+            first_places.update({i: begin + own * packed.shape[1] + 1 for own, i in enumerate(members)})
+            begin += packed.numel()
+        rows: list[int] = []
+        places: list[int] = []
+        for i, _ in told:
+            count = works[i].num_logit_rows
+            rows += range(starts[i], starts[i] + count)
+            places += range(first_places[i], first_places[i] + count)
+        row, place = upload([np.array(rows), np.array(places)], self._device)
+        tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 behind a work's last one, of which nothing is told
+        own = logits if len(rows) == len(logits) else logits.index_select(0, row)
+        # As many for all, whatever they ask for: which of equally likely tokens come first depends on it.
+        most = min(MOST_LIKELIEST, self._vocab_size)
+        return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
+
+    def _reject(
+        self, works: Sequence[ScheduledRows], temperatures: Sequence[float], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
+        requests = [work.request for work in works]
+        arrays: list[np.ndarray] = [
+            np.array(draft_tokens(works), np.int64),
+            np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
+            *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
+            np.array(temperatures, np.float32),
+        ]
+        return self._draw(logits, arrays, first_rows(works), self._draft_logits(works))
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        arrays: Sequence[np.ndarray],
+        cu_rows: torch.Tensor,
+        draft_logits: DraftLogits | None,
+    ) -> torch.Tensor:
+        """The same of drafts, positions, keys and temperatures."""
+        drafts, position, *keys, temperature = upload(arrays, self._device)
+        result = rejection_sample(
+            logits,
+            drafts,
+            cu_rows,
+            temperature,
+            StreamKeys(*keys),
+            position,
+            draft_logits=draft_logits,
+            method=self._method,
+            synthetic_rates=self._rates,
+            use_fp64=self._use_fp64,
+        )
+        return torch.cat([result.num_emitted[:, None].to(torch.int64), result.tokens], dim=1)
+
+    def _draft_logits(self, works: Sequence[ScheduledRows]) -> DraftLogits | None:
+        """The logits of all drafts, draft after draft."""
+        pieces: list[tuple[AnswerLogits, list[int]]] = []
+        for work in works:
+            drafts, logits = work.drafts, _logits(work)
+            if drafts is not None and logits is not None:
+                rows = range(drafts.first_row, drafts.first_row + len(drafts.tokens))
+                if pieces and pieces[-1][0] is logits:
+                    pieces[-1][1].extend(rows)
+                else:
+                    pieces.append((logits, list(rows)))
+        if not pieces:
+            return None
+        values = self._gathered([(answer.values, rows) for answer, rows in pieces])
+        if pieces[0][0].token_ids is None:
+            return DraftLogits(values, pieces[0][0].draft_token_ids)
+        ids = self._gathered([(answer.token_ids, rows) for answer, rows in pieces if answer.token_ids is not None])
+        return DraftLogits(values, ids.to(torch.int64))
+
+    def _gathered(self, pieces: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
+        """The rows of several tensors, one after another, on the device."""
+        gathered = []
+        for values, rows in pieces:
+            picked = values
+            if rows != list(range(len(values))):
+                picked = values.index_select(0, upload([np.array(rows)], values.device)[0])
+            gathered.append(picked.to(self._device, non_blocking=True))
+        return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+
+
+def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
+    if config.rejection_sample_method != cfg.SYNTHETIC:
+        return None
+    rates = list(config.synthetic_acceptance_rates) or acceptance_length_to_rates(
+        config.synthetic_acceptance_length, config.num_speculative_tokens
+    )
+    return torch.tensor(unconditional_to_conditional_rates(rates), dtype=torch.float32, device=device)
+
+
+def _by_columns(works: Sequence[ScheduledRows]) -> list[list[int]]:
+    """Works that one rejection test can take together: their draft logits, if any, have the same columns."""
+    members: dict[int | None, list[int]] = {}
+    for index, work in enumerate(works):
+        logits = _logits(work)
+        columns = None if logits is None else id(logits.draft_token_ids)
+        members.setdefault(columns, []).append(index)
+    return list(members.values())
+
+
+def _logits(work: ScheduledRows) -> AnswerLogits | None:
+    """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
+    return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Ranks of `tokens` [R], likeliest tokens and the bits of all log probabilities, for `_ToldRows.split` to read."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(1, keepdim=True) + 1
+    top = logprobs.topk(most, dim=1)
+    values = torch.cat([own, top.values], dim=1).view(torch.int32)
+    return torch.cat([ranks, top.indices, values.to(torch.int64)], dim=1).flatten()

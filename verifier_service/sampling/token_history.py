@@ -1,0 +1,84 @@
+"""The tokens that penalties look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from draftwire.model.devices import upload
+from draftwire_kernels import Penalties
+from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.request import Request
+from verifier_service.sampling.sampling_spec import NO_PENALTIES, PenaltyStrengths
+
+
+class TokenHistory:
+    """Tokens seen by the requests that use penalties, in tables that are made when the first such request comes.
+
+    They are on the device and change in the order of its stream: a step's draw is in them when the next step looks,
+    whether the host knows it yet or not.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab_size)
+        self._device = device
+        self._slots: dict[Request, int] = {}
+        self._free = list(range(max_num_seqs))
+        self._prompt_mask: torch.Tensor | None = None
+        self._output_counts: torch.Tensor | None = None
+
+    def release(self, request: Request) -> None:
+        """Drops what is kept of a request that has ended or was preempted, whose last tokens are drawn again."""
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def penalties(self, requests: Sequence[Request], strengths: Sequence[PenaltyStrengths]) -> Penalties | None:
+        """Return the penalties of a step's requests, None when no request uses any."""
+        users = [request for request, own in zip(requests, strengths, strict=True) if own != NO_PENALTIES]
+        if not users:
+            return None
+        if self._prompt_mask is None or self._output_counts is None:
+            self._prompt_mask = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        for request in users:
+            if request not in self._slots:
+                slot = self._slots[request] = self._free.pop()
+                _fill(self._prompt_mask[slot], self._output_counts[slot], request)
+        repetition, presence, frequency = torch.tensor(strengths).unbind(1)
+        return Penalties(
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            slot=torch.tensor([self._slots.get(request, -1) for request in requests]),
+            prompt_mask=self._prompt_mask,
+            output_counts=self._output_counts,
+        )
+
+    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
+        """Adds what was drawn for `works` to their outputs.
+
+        Parameters
+        ----------
+        drawn
+            [len(works), 1 + k] int64 on the device, -1 for none.
+        """
+        users = [(place, self._slots[work.request]) for place, work in enumerate(works) if work.request in self._slots]
+        if not users:
+            return
+        assert self._output_counts is not None
+        place, slot = upload(list(np.array(users).T), self._device)
+        tokens = drawn.index_select(0, place)
+        cells = slot[:, None] * self._shape[1] + tokens.clamp(min=0)
+        self._output_counts.view(-1).scatter_add_(0, cells.flatten(), (tokens >= 0).to(torch.int32).flatten())
+
+
+def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Request) -> None:
+    """Writes the tokens of a request into its rows of the tables; one that was preempted has output already."""
+    prompt = np.array(request.prompt, np.int64)
+    tokens, counts = np.unique(np.array(request.tokens[len(prompt) :], np.int64), return_counts=True)
+    prompt_ids, output_ids, output = upload([prompt, tokens, counts.astype(np.int32)], prompt_mask.device)
+    prompt_mask.zero_().index_fill_(0, prompt_ids, True)
+    output_counts.zero_().index_copy_(0, output_ids, output)

@@ -1,0 +1,86 @@
+"""What a CUDA graph of the target reads, and a step's inputs on their way there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwire.model.kv_cache import BLOCK_SIZE, BatchBuffers, RaggedBatch
+from draftwire_kernels.ragged_batch import BatchStage
+from verifier_service.core.batch import ForwardInput
+from verifier_service.target.graph_sizes import Bucket
+
+_CPU = torch.device("cpu")
+_NO_ROWS = np.zeros(0, np.int64)
+_PADDING = ForwardInput(_NO_ROWS, _NO_ROWS, (), _NO_ROWS)
+
+
+class GraphTensors(NamedTuple):
+    """The memory that the graph of a bucket reads."""
+
+    token_ids: Tensor  # [rows of the bucket] int64
+    positions: Tensor
+    logit_rows: Tensor  # [logit rows of the bucket] int64
+    batch: RaggedBatch
+
+
+class StagedInputs(NamedTuple):
+    """A step's inputs in host memory. The token ids may change after they were sent, until the stream copies them."""
+
+    token_ids: np.ndarray  # [rows of the bucket] int64
+    slots: np.ndarray  # [rows of the step] int64, where they go in the cache
+    token_ids_on_host: Tensor  # the memory of `token_ids`
+    positions: Tensor  # [rows of the bucket] int64
+    logit_rows: Tensor | None  # [logit rows of the bucket] int64; None for all rows
+    batch: BatchStage
+
+
+class GraphInputs:
+    """What the graphs of some buckets read, at fixed addresses."""
+
+    def __init__(self, buckets: Sequence[Bucket], max_blocks: int, device: torch.device) -> None:
+        most_rows = max(bucket.num_rows for bucket in buckets)
+        most_sequences = max(bucket.num_sequences for bucket in buckets)
+        self._max_blocks = max_blocks
+        self._token_ids, self._positions, self._chosen = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
+        self._all_rows = torch.arange(most_rows, device=device)
+        self._batch = BatchBuffers(most_rows, most_sequences, max_blocks, device)
+
+    def stage(self, bucket: Bucket, step: ForwardInput) -> StagedInputs:
+        """Return the inputs of a step that fits the bucket, padded, in host memory."""
+        batch = RaggedBatch(step.sequences, _CPU)
+        token_ids = self._on_host(step.token_ids, bucket.num_rows)
+        positions = self._on_host(step.positions, bucket.num_rows)
+        logit_rows = None if bucket.has_all_logits else self._on_host(step.logit_rows, bucket.num_logit_rows)
+        slots: np.ndarray = batch.host.slot_mapping.numpy()
+        return StagedInputs(token_ids.numpy(), slots, token_ids, positions, logit_rows, self._batch.stage(batch))
+
+    def send(self, bucket: Bucket, staged: StagedInputs) -> GraphTensors:
+        """Copy staged inputs to where the graph reads them, on the current stream."""
+        positions, token_ids = self._positions[: bucket.num_rows], self._token_ids[: bucket.num_rows]
+        positions.copy_(staged.positions, non_blocking=True)
+        token_ids.copy_(staged.token_ids_on_host, non_blocking=True)
+        logit_rows = (self._all_rows if staged.logit_rows is None else self._chosen)[: bucket.num_logit_rows]
+        if staged.logit_rows is not None:
+            logit_rows.copy_(staged.logit_rows, non_blocking=True)
+        batch = staged.batch.send(
+            bucket.num_rows,
+            bucket.num_sequences,
+            max_rows=bucket.max_rows,
+            max_length=self._max_blocks * BLOCK_SIZE,
+        )
+        return GraphTensors(token_ids, positions, logit_rows, batch)
+
+    def padding(self, bucket: Bucket) -> GraphTensors:
+        """Fill the memory that the graph of a bucket reads with padding, and return it."""
+        return self.send(bucket, self.stage(bucket, _PADDING))
+
+    def _on_host(self, values: np.ndarray, size: int) -> Tensor:
+        """[size] int64: `values`, then zeros; pinned for a GPU."""
+        padded = torch.zeros(size, dtype=torch.int64, pin_memory=self._all_rows.is_cuda)
+        padded.numpy()[: len(values)] = values
+        return padded
