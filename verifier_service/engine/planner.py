@@ -104,6 +104,8 @@ class Planner:
         # A continuing request may be preempted; its sampled token must not have been announced to a drafter.
         if any(row.request.is_announced for row in output.rows):
             return {}
+        if not self._drafting.may_follow(row.request for row in output.rows):
+            return {}
         following: dict[Request, int] = {}
         for place, row in enumerate(output.rows):
             request = row.request
