@@ -117,6 +117,10 @@ class RecordedStream(Stream):
         self.on_send(step)
 
     @property
+    def is_direct(self) -> bool:
+        return False  # answers are posted, whatever is announced
+
+    @property
     def may_announce(self) -> bool:
         return self.is_local
 
