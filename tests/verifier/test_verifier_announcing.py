@@ -257,7 +257,8 @@ def more_drafts(told: Told) -> None:
 
 
 def no_drafts(told: Told) -> None:
-    told.session.pace.policy.pin(0)
+    """As in steps that measure how fast it goes without: rows are sent, and none are asked for."""
+    told.session.pace.policy = SimpleNamespace(num_drafts=0, is_off=False, is_adaptive=True)
 
 
 def request_joins(told: Told) -> None:
@@ -288,6 +289,21 @@ def test_a_step_that_has_changed_replaces_the_announced_one(change):
         assert tokens_of(step)[:3] == [5] * 3
     awaited = told.scene.drafting.gate.awaited_answer()
     assert awaited is None or not awaited.has_early_drafts()
+
+
+def test_what_a_drafter_that_was_off_is_sent_next_replaces_the_announced_step():
+    told = Told()
+    early = told.launch([[5], [5], [5]])
+    told.session.pace.policy.pin(0)
+    num_sent = len(told.steps)
+    told.land([[5], [5], [5]], early)
+    assert len(told.steps) == num_sent
+    told.session.pace.policy.pin(K)
+    told.scene.flush()
+    step = told.read()
+    assert len(told.steps) == num_sent + 1
+    assert step.replaces == 1
+    assert tokens_of(step) == [5] * 3
 
 
 def test_steps_that_were_not_announced_follow():
