@@ -27,7 +27,7 @@ def bench(*arguments: str) -> Result:
 def prompts(tmp_path_factory) -> Path:
     """Beginnings of our own source files, as text and as token ids."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    texts = [file.read_text()[:80] for file in sorted((ROOT / "draftwire").glob("*.py"))[:7]]
+    texts = [file.read_text()[:80] for file in sorted((ROOT / "draftwire" / "contract").glob("*.py"))[:7]]
     lines = [{"text": text} for text in texts if text] + [{"token_ids": [5, 300, 41]}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -12,8 +12,8 @@ from draftwire_bench.environment import describe
 
 
 def test_a_script_that_is_called_where_it_lies_is_named_alike(monkeypatch, tmp_path):
-    (tmp_path / "benchmarks").mkdir()
-    monkeypatch.chdir(tmp_path / "benchmarks")
+    (tmp_path / "draftwire_bench").mkdir()
+    monkeypatch.chdir(tmp_path / "draftwire_bench")
     monkeypatch.setattr(sys, "argv", ["far_drafter.py"])
     assert describe()["command"] == "python -m draftwire_bench.far_drafter"
 

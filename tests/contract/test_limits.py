@@ -48,7 +48,7 @@ READINGS = (VERIFIER_READING, drafter.READING)
 def both(name: str) -> str:
     """A limit of the verifier and one of the drafter, in all and of one connection."""
     return "; ".join(
-        f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} of a connection" for limits in READINGS
+        f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} for each connection" for limits in READINGS
     )
 
 
@@ -62,22 +62,22 @@ WORDS = {
     "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
     "a message from a drafter": [mib(drafter_link.LEAST_ANSWER_BYTES)],
     "a connection that is not HTTP/2 yet": [f"{dict(CONNECTION_LIMITS)['grpc.server_handshake_timeout_ms'] // 1000} s"],
-    "a message that does not come, or not whole": [
+    "time until a message has arrived completely": [
         f"{message_reading.MESSAGE_S:g} s from", f"{message_reading.CONTENDED_S:g} s of reading"
     ],
-    "messages read at once: by a verifier; by a drafter, hellos included": [both("max_readers")],
-    "calls whose message has not come: at a verifier; at a drafter; at health and reflection of either": [
-        both("max_unread"), f"{OTHERS.max_unread}, and {OTHERS.max_unread_of_peer} of a host"
+    "messages read at once by a verifier; by a drafter, hellos included": [both("max_readers")],
+    "calls whose message has not arrived, at a verifier; at a drafter; at health and reflection of either": [
+        both("max_unread"), f"{OTHERS.max_unread}, and {OTHERS.max_unread_of_peer} for each host"
     ],
-    "messages to health and reflection read at once: by a verifier; by a drafter": [
-        f"{OTHERS.max_readers}, and {OTHERS.max_readers_of_peer} of a host; ",
+    "messages to health and reflection read at once by a verifier; by a drafter": [
+        f"{OTHERS.max_readers}, and {OTHERS.max_readers_of_peer} for each host; ",
         f"; {limits_of_others(drafter.READING).max_readers}",
     ],
-    "what a call may send before its message is read: to a verifier; to a drafter": [
+    "bytes that a call may send before its message is read, to a verifier; to a drafter": [
         f"{VERIFIER_READING.window_bytes >> 10} KiB; {mib(drafter.READING.window_bytes)}"
     ],
-    "calls of a connection to a verifier; to a drafter": [options("grpc.max_concurrent_streams")],
-    "calls that have come and are not accepted: at a verifier; at a drafter": [
+    "open calls of a connection to a verifier; to a drafter": [options("grpc.max_concurrent_streams")],
+    "calls that have arrived and are not accepted yet, at a verifier; at a drafter": [
         options("grpc.server.max_pending_requests"), options("grpc.server.max_pending_requests_hard_limit")
     ],
     "messages of a chat; a role": [

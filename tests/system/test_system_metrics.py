@@ -59,6 +59,7 @@ VERIFIER = VLLM | SHARED | {
 }
 DRAFTER = SHARED | {
     "draftwire_kv_cache_usage_perc": set(),
+    "draftwire_draft_calls_refused_total": set(),
     "draftwire_draft_sessions": set(),
     "draftwire_draft_sequences": set(),
     "draftwire_draft_steps_unanswered": set(),

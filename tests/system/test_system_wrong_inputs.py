@@ -133,7 +133,7 @@ def test_every_sampling_parameter_with_a_range_is_tried():
 REQUESTS = [
     (pb.GenerateRequest(), "prompt = None: exactly one of text, token_ids and chat is required"),
     (pb.GenerateRequest(text=""), "text = '': must not be empty"),
-    (tokens_request(()), "token_ids.ids = []: at least one token id is required"),
+    (tokens_request(()), "token_ids.ids = no token: at least one token is required"),
     (pb.GenerateRequest(chat=pb.Chat()), "chat.messages = []: at least one message is required"),
     (tokens_request((1, VOCAB_SIZE)), f"token_ids.ids = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
     (tokens_request((2**32 - 1,)), f"token_ids.ids = 4294967295: token ids must be in [0, {VOCAB_SIZE})"),
