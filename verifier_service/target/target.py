@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Their frequencies depend on the longest sequence of the batch, so that a sequence would change with its company.
 _REFUSED_ROPE_TYPES = {"dynamic", "longrope"}
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_GENERATION_CONFIG = "generation_config.json"
 
 
 class ForwardOutput(NamedTuple):
@@ -262,6 +263,7 @@ def load_target(
         When it cannot be split over so many ranks.
     """
     config = _read_served_config(directory, name)
+    generation = _read_generation_config(directory)  # first: transformers reads it too, and does not name it
     if dummy:
         model = _random_model(config, dtype, device)
     else:
@@ -282,7 +284,7 @@ def load_target(
             raise CheckpointError(f"{directory}: tensors are missing or of another shape: {', '.join(missing[:5])}")
     split_target(model, name, rank, device)
     model = model.to(device)
-    eos_token_ids = _read_eos_token_ids(directory, config, _vocab_size(model))
+    eos_token_ids = _eos_token_ids(directory, config, generation, _vocab_size(model))
     return Target(model.eval(), name, eos_token_ids, max_model_len)
 
 
@@ -353,17 +355,21 @@ def _refuse(config: Any, name: str) -> None:
         raise CheckpointError(f"{name}: models with recurrent state are not served")
 
 
-def _read_eos_token_ids(directory: Path, config: Any, vocab_size: int) -> frozenset[int]:
+def _read_generation_config(directory: Path) -> dict[str, Any] | None:
+    return read_config(directory, _GENERATION_CONFIG) if (directory / _GENERATION_CONFIG).is_file() else None
+
+
+def _eos_token_ids(
+    directory: Path, config: Any, generation: dict[str, Any] | None, vocab_size: int
+) -> frozenset[int]:
     """Return the end-of-sequence ids that transformers' generate has: of generation_config.json, else of config.json.
 
     Ids outside of the vocabulary, which a target cannot draw, are left out and logged.
     """
-    name = "generation_config.json"
-    given = getattr(config, "eos_token_id", None)
-    if (directory / name).is_file():
-        given = read_config(directory, name).get("eos_token_id")
+    if generation is None:
+        name, given = "config.json", getattr(config, "eos_token_id", None)
     else:
-        name = "config.json"
+        name, given = _GENERATION_CONFIG, generation.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         allowed = "must be a token id, a list of token ids or null"
