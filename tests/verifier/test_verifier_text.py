@@ -15,20 +15,23 @@ from verifier_service.host.host import EngineHost
 
 
 class Letters:
-    """A tokenizer of one letter for each token, none of which may be `broken`."""
+    """A tokenizer of one letter for each token, which fails where it meets `broken` more than `times` times."""
 
     silent_ids = frozenset[int]()
     longest_token_bytes = 1
 
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", times: int = 0) -> None:
         self.threads: set[str] = set()
         self._broken = broken
+        self._times = times
 
     def decode(self, ids: list[int]) -> str:
         self.threads.add(threading.current_thread().name)
         text = "".join(chr(ord("a") + token) for token in ids)
         if self._broken and self._broken in text:
-            raise ValueError("no such token")
+            self._times -= 1
+            if self._times < 0:
+                raise ValueError("no such token")
         return text
 
 
@@ -87,17 +90,18 @@ def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
 
 @pytest.mark.parametrize("behind_socket", [False, True])
 def test_a_request_whose_text_cannot_be_made_ends_alone(behind_socket):
+    """It fails in the middle of its output, of which every token is an f; the other request's are g."""
+    own = served(behind_socket=behind_socket, codec=Letters("f", times=6))
+
     async def run() -> None:
-        async with served(codec=Letters()).serve() as address, grpc.aio.insecure_channel(address) as channel:
-            whole = text_of(await outputs_of(GenerationStub(channel).Generate(request())))
-        own = served(behind_socket=behind_socket, codec=Letters(whole[4]))
         async with own.serve() as address, grpc.aio.insecure_channel(address) as channel:
             stub = GenerationStub(channel)
-            broken, other = stub.Generate(request()), stub.Generate(request(max_tokens=3))
+            broken = stub.Generate(request(logit_bias={5: 100.0}))
+            other = stub.Generate(request(logit_bias={6: 100.0}))
             with pytest.raises(grpc.RpcError) as failure:
                 await outputs_of(broken)
             assert failure.value.details() == "the output cannot be decoded: no such token"
-            assert text_of(await outputs_of(other)) == whole[:3]
+            assert text_of(await outputs_of(other)) == "g" * MAX_TOKENS
             await asyncio.wait_for(until_idle(own.host), WAIT_S)
 
     asyncio.run(run())

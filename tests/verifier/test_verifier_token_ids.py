@@ -104,10 +104,12 @@ def test_a_decoder_that_panics_fails_its_request_alone(tmp_path, alone):
     first, *others = answers(codec_of(tokenizer, tmp_path), [ids_request([1], forced), *OTHERS])
     assert first.code == INTERNAL
     assert first.details.startswith("the output cannot be decoded: the target's tokenizer cannot decode [")
-    assert [answer.token_ids for answer in others if answer.code == grpc.StatusCode.OK] == [
-        ids for answer, ids in zip(others, alone, strict=True) if answer.code == grpc.StatusCode.OK
-    ]
-    assert [5 in ids for ids in alone] == [answer.code == INTERNAL for answer in others]
+    # A prompt's last tokens are decoded with its output.
+    fails = [5 in (*one.token_ids.ids, *ids) for one, ids in zip(OTHERS, alone, strict=True)]
+    assert [answer.code == INTERNAL for answer in others] == fails
+    whole = [(answer.details, answer.token_ids) for answer in others if answer.code != INTERNAL]
+    assert whole == [("", ids) for has_failed, ids in zip(fails, alone, strict=True) if not has_failed]
+    assert whole
 
 
 def test_tokens_that_the_tokenizer_lacks_have_no_text(tmp_path):
