@@ -17,6 +17,7 @@ from rich.text import Text
 from draftwire.client import Client, Completion, Options
 from draftwire.contract.errors import CheckpointError, ServerError
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.processes import start_drafter, start_verifier
 from draftwire_cli.output import DRAFTED_COLOUR, rates_text, visible
 
@@ -25,14 +26,6 @@ DRAFTER_TIMEOUT_S = 30.0
 CPU = ("--device", "cpu")
 GREEDY: Options = {"temperature": 0.0}
 SAMPLED: Options = {"temperature": 0.8, "seed": 1}
-
-PROMPTS = [
-    'def read_lines(path):\n    """Returns the lines of a text file, without their line ends."""\n',
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
-    'def is_prime(n):\n    """Returns True when n is a prime number."""\n    if n < 2:\n',
-    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def test_empty(self):\n",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.engine import DraftEngine
-from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.session import Session
 from drafter_service.engine.step import OpenedSequence, Step
 from drafter_service.heads import Head, load_head
 from drafter_service.limits import EngineLimits

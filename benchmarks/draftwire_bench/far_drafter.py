@@ -38,13 +38,13 @@ from draftwire.client import Client
 from draftwire.client.request import Prompt
 from draftwire.server.security import ClientSecurity
 from draftwire_bench.commands.options import Numbers
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.environment import describe
 from draftwire_bench.link import Link, LinkQuality
 from draftwire_bench.processes import start_drafter, start_verifier
 from draftwire_bench.serve.serve import LevelResult, ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, endless, random_prompts
 from draftwire_bench.services import START_TIMEOUT_S
-from draftwire_cli.demo_run import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

@@ -30,9 +30,9 @@ import click
 from draftwire import Client
 from draftwire.client import Options
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire_bench.services import NO_DEADLINE
-from draftwire_cli.demo_run import PROMPTS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CPU = ("--device", "cpu")

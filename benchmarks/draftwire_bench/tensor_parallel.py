@@ -39,11 +39,11 @@ from draftwire.contract.validation import parse_speculative_config
 from draftwire.model.block_pool import blocks_for
 from draftwire.model.devices import choose_device
 from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.environment import describe
 from draftwire_bench.forward import BATCHES, SHAPE, decode_step, parse_batches
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire_bench.services import NO_DEADLINE, wait_for_drafters
-from draftwire_cli.demo_run import PROMPTS
 from verifier_service.host.ranks import Followers
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions

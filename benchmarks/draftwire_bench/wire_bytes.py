@@ -32,11 +32,11 @@ from rich.table import Table
 
 from draftwire.client.request import Prompt
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.environment import describe
 from draftwire_bench.serve.serve import ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, endless, random_prompts
 from draftwire_bench.services import PairOptions, running_pair
-from draftwire_cli.demo_run import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

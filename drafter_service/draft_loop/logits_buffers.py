@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from drafter_service.engine.session import SessionTerms
+from drafter_service.draft_loop.session_terms import SessionTerms
 
 
 class LogitsBuffers:

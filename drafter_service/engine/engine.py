@@ -15,12 +15,13 @@ from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.loop import DraftLoop
 from drafter_service.draft_loop.prefill import RowFeed
 from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer, Load
 from drafter_service.engine.early_drafts import EarlyDrafts, chosen
 from drafter_service.engine.proposer import DraftRows, Proposal, Proposer
 from drafter_service.engine.scheduler import Batch, Scheduler
 from drafter_service.engine.sequence_table import SequenceTable
-from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.session import Session
 from drafter_service.engine.step import AnnouncedStep, OpenedSequence, Step
 from drafter_service.engine.step_work import StepRows, StepWork
 from drafter_service.heads.spec import Head

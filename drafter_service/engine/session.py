@@ -6,19 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer
 from drafter_service.engine.step_work import StepWork
-
-
-@dataclass(frozen=True)
-class SessionTerms:
-    """What the handshake settled."""
-
-    verifier: str  # name for the logs
-    mode: SamplingMode
-    num_speculative_tokens: int  # most drafts of a sequence in a step
-    max_sequences: int  # most sequences open at once
 
 
 @dataclass(eq=False)

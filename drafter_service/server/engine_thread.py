@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer, Load
 from drafter_service.engine.engine import DraftEngine
 from drafter_service.engine.engine_times import EngineTimes, Phase
-from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.session import Session
 from drafter_service.engine.step import AnnouncedStep, Step
 from drafter_service.server.engine_state import EngineState
 from draftwire.model.devices import awake_s, check_context, make_current

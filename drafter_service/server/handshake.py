@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from google.protobuf.descriptor import EnumDescriptor
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from drafter_service.engine.session import SessionTerms
+from drafter_service.draft_loop.session_terms import SessionTerms
 from draftwire.contract.addresses import MAX_MESSAGE_BYTES
 from draftwire.contract.errors import InvalidArgumentError, MismatchError
 from draftwire.contract.validation import (

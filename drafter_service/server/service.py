@@ -14,8 +14,9 @@ import grpc
 import torch
 from google.protobuf.message import Message
 
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer
-from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.session import Session
 from drafter_service.server.engine_thread import EngineFailureError, EngineThread
 from drafter_service.server.handshake import settle_terms
 from drafter_service.server.metrics import DrafterCollector

@@ -11,9 +11,10 @@ import torch
 from tiny_head import TARGET_VOCAB, WIDTH
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer
 from drafter_service.engine.engine import DraftEngine
-from drafter_service.engine.session import Session, SessionTerms
+from drafter_service.engine.session import Session
 from drafter_service.engine.step import OpenedSequence, Step
 from drafter_service.limits import EngineLimits
 from draftwire.transport import Incoming

@@ -8,7 +8,7 @@ from harness import SAME_LOGITS, Reply, Rows, Stream, Text, connect, make_engine
 from tiny_head import TinyHead
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from drafter_service.engine.session import SessionTerms
+from drafter_service.draft_loop.session_terms import SessionTerms
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from tiny_head import TinyHead
 from drafter_service.draft_loop import sampling
 from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from drafter_service.engine.session import SessionTerms
+from drafter_service.draft_loop.session_terms import SessionTerms
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire_kernels import gumbel_sample
 

@@ -15,8 +15,8 @@ from served import TIMEOUT_S
 from tiny_head import TinyHead
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.sequence_table import SequenceTable
-from drafter_service.engine.session import SessionTerms
 from drafter_service.limits import EngineLimits
 from drafter_service.server import engine_thread
 from drafter_service.server.engine_thread import EngineThread

@@ -18,7 +18,7 @@ from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from drafter_service.engine.session import SessionTerms
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.server import stream as stream_module
 from drafter_service.server.service import feature_segment_bytes
 from draftwire.contract.tensors import decode_tensor, encode_tensor

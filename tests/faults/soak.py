@@ -39,9 +39,9 @@ from tcp_proxy import TcpProxy
 
 from draftwire.client import AsyncClient, Client
 from draftwire.contract.errors import DraftwireError
+from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_verifier
 from draftwire_bench.services import wait_for_drafters
-from draftwire_cli.demo_run import PROMPTS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 STARVING = (sys.executable, str(Path(__file__).parent / "starving_drafter.py"))

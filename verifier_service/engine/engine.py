@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from draftwire.contract.errors import DraftwireError, ServerError, UnavailableError
 from draftwire.model.devices import awake_s
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.core.request import Request
 from verifier_service.core.step_times import StepTimes
 from verifier_service.drafters.drafting import Drafting
@@ -24,7 +26,6 @@ from verifier_service.engine.prefix_cache import PrefixCache
 from verifier_service.engine.request_metrics import RequestMetrics
 from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Stage, Step, StepObserver
-from verifier_service.host.ranks import Followers
 from verifier_service.pacing import Profile
 from verifier_service.sampling.sampler import TokenSampler
 from verifier_service.target.runner import start_runner
@@ -52,6 +53,13 @@ class EngineLimits:
         is still on its way when others have taken its places.
         """
         return 2 * self.max_num_seqs + self.max_queue
+
+
+class Followers(Protocol):
+    """The other processes of a split target."""
+
+    def lead(self, run: Callable[[ForwardInput], ForwardOutput]) -> Callable[[ForwardInput], ForwardOutput]:
+        """Return what runs a step here and in all of them; `run` does it here."""
 
 
 class Engine:
