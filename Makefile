@@ -34,7 +34,7 @@ help:
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
 	@echo 'make test-pacing   what drafts gain over links of every kind, in simulated time; fails where they cost throughput'
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
-	@echo 'make lint          ruff and mypy'
+	@echo 'make lint          ruff, the layers of imports, and mypy'
 	@echo 'make protos        generate the stubs from proto/'
 	@echo 'make run-log       list the result files of benchmarks/results in its README.md'
 	@echo 'make clean         remove the virtual environment and all caches'
@@ -56,6 +56,7 @@ demo: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	PYTHONPATH=.:kernels:benchmarks $(BIN)/lint-imports
 	$(BIN)/mypy $(CHECKED)
 
 test: lint
@@ -91,5 +92,5 @@ run-log: $(STAMP)
 	$(BIN)/python -m draftwire_bench.run_log
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
