@@ -23,11 +23,12 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
+.PHONY: help demo test test-full test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
 
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
-	@echo 'make test          lint, then all tests but the long ones'
+	@echo 'make test          lint, units, the contract, reference kernels, one path through both processes'
+	@echo 'make test-full     the rest: both services, exactness, hostile input, kernels in the interpreter'
 	@echo 'make test-gpu      what needs a GPU, and kernels and heads compiled for it; some tests need two'
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
@@ -60,7 +61,10 @@ lint: $(STAMP)
 	$(BIN)/mypy $(CHECKED)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long and not full' $(PYTEST_ARGS)
+
+test-full: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'full and not long' $(PYTEST_ARGS)
 
 # Kernels and heads are tested on a GPU where there is one, and in Triton's interpreter where there is none.
 test-gpu: $(STAMP)

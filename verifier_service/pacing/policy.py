@@ -21,7 +21,7 @@ ENOUGH_ROUNDS = 6
 BETTER_BY = 1.03
 # Drafts are given up once they have cost the time of so many steps without drafts; while sequences catch up, which
 # later rounds make up for, once they have cost so many.
-GIVE_UP_STEPS, GIVE_UP_DEBT_STEPS = 8.0, 32.0
+GIVE_UP_STEPS, GIVE_UP_DEBT_STEPS = 8.0, 16.0
 # What probes and drafts that were given up may cost, as a share of the time; and bounds of the rest in seconds after
 # drafts were given up.
 LOSS_SHARE = 0.02
@@ -62,6 +62,7 @@ class _Bucket:
     lost_s: float = 0.0  # seconds that rounds with drafts lost against none, less what they gained
     debt_s: float = 0.0  # the same of all steps since drafts were taken up
     probe_at: float = -math.inf
+    steps: int = 0  # counted at this load
     probed: dict[int, float] = field(default_factory=dict)  # when each arm was probed last
 
 
@@ -111,6 +112,7 @@ class DraftCountPolicy:
         self._last = step
         self._turn_to(step)
         self._measure(step)
+        self._bucket.steps += 1
         if not self.is_adaptive or self._pinned is not None:
             return
         if self.is_off:
@@ -200,7 +202,10 @@ class DraftCountPolicy:
     def _run_probes(self, step: StepCount) -> None:
         bucket, probe, now = self._bucket, self._probe, step.now
         if probe is None:
-            if now >= bucket.probe_at and bucket.arms[bucket.num_drafts].rounds >= ENOUGH_ROUNDS:
+            # Sequences that never catch up complete no round; then the throughput without drafts is probed anyway.
+            is_overdue = self.speed_without() == 0.0 and bucket.steps >= 4 * ENOUGH_ROUNDS
+            has_rounds = bucket.arms[bucket.num_drafts].rounds >= ENOUGH_ROUNDS
+            if now >= bucket.probe_at and (has_rounds or is_overdue):
                 self._begin_probe(now)
             return
         probe.steps_left -= 1
@@ -209,7 +214,8 @@ class DraftCountPolicy:
             return
         self._probe = None
         length_s, speeds = now - probe.began, self.speeds()
-        share = speeds[probe.num_drafts] / speeds[bucket.num_drafts]
+        kept = speeds[bucket.num_drafts]
+        share = speeds[probe.num_drafts] / kept if kept > 0.0 else 1.0
         bucket.probed[probe.num_drafts] = now
         bucket.probe_at = now + max(PROBE_REST * length_s, (1 - share) * length_s / LOSS_SHARE)
         if arm.rounds >= ENOUGH_ROUNDS and probe.num_drafts > 0 and share > BETTER_BY:
