@@ -134,6 +134,8 @@ async def _read(reader: MessageReader, context: Any) -> tuple[Any, Refusal | Non
     except InvalidArgumentError as error:
         return None, (grpc.StatusCode.INVALID_ARGUMENT, str(error), ())
     except QueueFullError as error:
-        return None, (grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry_metadata(str(error), error.retry_after_s))
+        seconds = error.retry_after_s
+        metadata = () if seconds is None else retry_metadata(str(error), seconds)
+        return None, (grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), metadata)
     except TimeoutError as error:
         return None, (grpc.StatusCode.DEADLINE_EXCEEDED, str(error), ())
