@@ -27,7 +27,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo 'make demo          start both services and compare drafting on and off'
-	@echo 'make test          lint, units, the contract, reference kernels, one path through both processes'
+	@echo 'make test          lint, units, the contract, reference kernels'
 	@echo 'make test-full     the rest: both services, exactness, hostile input, kernels in the interpreter'
 	@echo 'make test-gpu      what needs a GPU, and kernels and heads compiled for it; some tests need two'
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'

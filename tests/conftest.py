@@ -26,24 +26,21 @@ FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
 FULL_FILES = (
     *("test_bench_acceptance", "test_bench_kernel_gaps", "test_bench_pacing_record", "test_bench_serve"),
     *("test_bench_timeline", "test_bench_transport", "test_served_targets"),
-    *("test_demo", "test_memory", "test_metrics_server", "test_processes", "test_stop_signals"),
+    *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server", "test_processes", "test_stop_signals"),
     *("test_verifier_async_scheduling", "test_verifier_far_places", "test_verifier_pacing_worlds"),
     *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target", "test_verifier_target_compile"),
     *("test_verifier_target_runner", "test_verifier_tensor_parallel", "test_training_demo", "test_training_system"),
 )
-# But these, of the folders and files above, belong to `make test`: the kernels' reference, the law of each method on
-# the reference kernels, and one path through both processes.
+# But these files of the folders above belong to `make test`: the reference kernels and shared memory.
 QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
     *("test_carriers_ring", "test_carriers_channel", "test_carriers_rendezvous", "test_carriers_transfer"),
-    "test_greedy_output_is_that_of_transformers[llama-None]",
 )
 
 
 def _belongs_to_full(item: pytest.Item) -> bool:
-    if item.path.stem in QUICK or item.name.partition("@")[0] in QUICK:
-        return False
-    return item.path.parent.name in FULL_FOLDERS or item.path.stem in FULL_FILES
+    name = item.path.stem
+    return name not in QUICK and (item.path.parent.name in FULL_FOLDERS or name in FULL_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

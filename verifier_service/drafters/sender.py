@@ -127,6 +127,7 @@ class StepSender:
         if early is not None and not early.is_unchanged(rows.bindings, rows.first_rows, rows.num_drafts):
             session.give_up_early()
             early = None
+        features: Outgoing | None
         if early is not None and early.announced is not None:
             sent, features = time.monotonic(), early.features
             self._commit(session, early, rows, list(step.closed_ids))

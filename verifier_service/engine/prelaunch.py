@@ -85,13 +85,13 @@ class Prelaunch:
         if self._step is None or awaited is None:
             return
         wanted = list(zip(awaited.requests, awaited.num_drafts, strict=True))
-        if any(one not in places or places[one].count != 1 + num_drafts for one, num_drafts in wanted):
+        if any(one not in places or places[one].num_rows != 1 + num_drafts for one, num_drafts in wanted):
             return
         token_ids = np.zeros(self._num_rows, np.int64)
         for request, place in places.items():
             token_ids[place.first] = request.tokens[-1]
             if request.drafts is not None:
-                known = request.drafts.tokens[: place.count - 1]
+                known = request.drafts.tokens[: place.num_rows - 1]
                 token_ids[place.first + 1 : place.first + 1 + len(known)] = known
         counts = np.array(awaited.num_drafts, np.int64)
         firsts = np.array([places[request].first for request in awaited.requests], np.int64)
@@ -149,8 +149,8 @@ class Prelaunch:
         token_ids: list[int] = []
         for request, place in self._places.items():
             own = tokens.get(request, [])
-            missing = place.count - len(own)
-            token_ids += own if missing == 0 else own[: place.count] + [0] * missing
+            missing = place.num_rows - len(own)
+            token_ids += own if missing == 0 else own[: place.num_rows] + [0] * missing
         self._release(np.array(token_ids, np.int64))
 
     def _release(self, token_ids: np.ndarray) -> None:
@@ -199,7 +199,7 @@ class _Place(NamedTuple):
 
     first: int
     start: int  # position
-    count: int
+    num_rows: int
     admission: int
     blocks: list[int]  # that hold the rows
 
@@ -212,7 +212,7 @@ def _place(row: ScheduledRows, first: int) -> _Place:
 
 def _is_within(row: ScheduledRows, place: _Place) -> bool:
     """Return whether the rows are among those of a prelaunched step."""
-    if row.follows is not None or not row.is_decoding or len(row.tokens) > place.count:
+    if row.follows is not None or not row.is_decoding or len(row.tokens) > place.num_rows:
         return False
     own = _place(row, place.first)
-    return own == place._replace(count=own.count, blocks=place.blocks[: len(own.blocks)])
+    return own == place._replace(num_rows=own.num_rows, blocks=place.blocks[: len(own.blocks)])
