@@ -26,7 +26,8 @@ FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
 FULL_FILES = (
     *("test_bench_acceptance", "test_bench_kernel_gaps", "test_bench_pacing_record", "test_bench_serve"),
     *("test_bench_timeline", "test_bench_transport", "test_served_targets"),
-    *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server", "test_processes", "test_stop_signals"),
+    *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
+    *("test_processes", "test_stop_signals"),
     *("test_verifier_async_scheduling", "test_verifier_far_places", "test_verifier_pacing_worlds"),
     *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target", "test_verifier_target_compile"),
     *("test_verifier_target_runner", "test_verifier_tensor_parallel", "test_training_demo", "test_training_system"),
@@ -34,7 +35,7 @@ FULL_FILES = (
 # But these files of the folders above belong to `make test`: the reference kernels and shared memory.
 QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
-    *("test_carriers_ring", "test_carriers_channel", "test_carriers_rendezvous", "test_carriers_transfer"),
+    *("test_carriers_ring", "test_carriers_transfer"),
 )
 
 
