@@ -13,7 +13,8 @@ SEED ?= 1
 # Further arguments of `docker build`, as `--secret id=ca,src=ca.pem`.
 BUILD_ARGS ?=
 
-VENV := .venv
+# Where the virtual environment is; CI keeps one outside its clone.
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKED := draftwire draftwire_cli drafter_service verifier_service kernels/draftwire_kernels benchmarks/draftwire_bench training proto deploy
