@@ -58,7 +58,7 @@ def test_a_position_is_rated_over_the_drafts_made_there():
     assert report["acceptance_length"] == 2.3
 
 
-def test_continuations_that_repeat_are_left_out_of_the_second_count():
+def test_repeated_continuations_are_not_counted_a_second_time():
     completions = [
         completion(VARIED, 10, 15, drafted=(10, 10), accepted=(5, 0)),
         completion(REPEATING, 8, 24, drafted=(8, 8), accepted=(8, 8)),
@@ -68,7 +68,7 @@ def test_continuations_that_repeat_are_left_out_of_the_second_count():
     assert (len(varied.requests), varied.steps, varied.accepted) == (1, 10, [5, 0])
 
 
-def test_requests_without_a_verify_step_count_as_continuations_only():
+def test_requests_without_a_verify_step_are_continuations_only():
     everything, _ = count_completions([completion([0], 0, 0, drafted=(0, 0), accepted=(0, 0))], k=2)
     report = everything.report()
     assert (report["continuations"], report["acceptance_length"], report["conditional"]) == (1, 0.0, [0.0, 0.0])

@@ -100,7 +100,7 @@ def test_a_rate_that_parts_from_its_closed_form_is_named():
     ]
 
 
-def test_conditional_rates_of_block_verification_are_ratios_of_its_unconditional_ones():
+def test_conditional_rates_of_block_are_ratios_of_unconditional():
     positions = [Position(100, 60, 50.0, 1.0), Position(100, 30, 20.0, 1.0)]
     block = Cell(METHODS[4], 1.0, k=2, steps=100, positions=positions)
     assert block.conditional(closed=False) == [0.6, 0.5]

@@ -33,7 +33,7 @@ def close_to(rate):
     return pytest.approx(rate, abs=4 * (rate * (1 - rate) / SAMPLES) ** 0.5)
 
 
-def test_coupled_is_how_often_races_with_the_same_noise_have_one_winner(pair, generator):
+def test_coupled_is_how_often_races_with_equal_noise_agree(pair, generator):
     p, q = pair
     noise = torch.empty(SAMPLES, 6, dtype=torch.float64).exponential_(generator=generator)
     agreement = (race(p, noise) == race(q, noise)).double().mean().item()
@@ -41,7 +41,7 @@ def test_coupled_is_how_often_races_with_the_same_noise_have_one_winner(pair, ge
     assert agreement > 1.05 * closed_forms.one_hot(p, q).item()  # a simulation that could tell them apart
 
 
-def test_coupled_lies_between_independent_draws_and_the_best_coupling(pair):
+def test_coupled_lies_between_independence_and_the_best_coupling(pair):
     p, q = pair
     assert closed_forms.one_hot(p, q) < closed_forms.coupled(p, q) < closed_forms.with_logits(p, q)
     assert closed_forms.coupled(p, p).item() == pytest.approx(1.0)
@@ -64,7 +64,7 @@ def test_with_logits_is_one_minus_total_variation(pair):
     assert closed_forms.with_logits(p, q).item() == pytest.approx(1 - (p - q).abs().sum().item() / 2)
 
 
-def test_block_accepts_no_less_than_testing_one_draft_after_the_other():
+def test_block_accepts_no_less_than_one_draft_after_the_other():
     p, q = torch.tensor([[0.9, 0.2, 0.6]]).double(), torch.tensor([[0.3, 0.4, 0.2]]).double()
     assert closed_forms.block(p, q)[0].tolist() == pytest.approx([1.0, 0.5, 1.0])  # 3, 1/2, 1/2 * 3 capped at 1
     one_by_one = (p / q).clamp_max(1).cumprod(-1)

@@ -54,7 +54,7 @@ def test_rows_for_the_last_tokens_may_be_sent_or_not():
     assert problems(timelines, given | {"feature_rows": 20}) == []
 
 
-def test_requests_that_asked_for_fewer_drafts_are_held_to_their_number():
+def test_requests_that_want_fewer_drafts_get_no_more():
     fewer = [(1, 1), (1, 0), (1, 1)]
     timelines = [timeline(STEPS), timeline(fewer, k=1, asked=1), timeline([(0, 0)] * 5, k=0, asked=0)]
     given = {"prompt_rows": 15, "verify_steps": 10, "verify_rows": 6 + 6 + 5, "feature_rows": 7 + 8}

@@ -37,7 +37,7 @@ def test_the_files_that_a_command_writes_are_no_part_of_it(monkeypatch):
     assert describe()["command"] == "draftwire bench --rounds 2"
 
 
-def test_a_result_names_the_commit_of_its_checkout_and_whether_that_has_changed(monkeypatch, tmp_path):
+def test_a_result_names_its_commit_and_whether_it_changed(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.delenv("DRAFTWIRE_COMMIT", raising=False)
     assert describe()["commit"] is None

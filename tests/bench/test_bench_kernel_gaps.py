@@ -20,7 +20,7 @@ def events_of(launch: int, starts: list[float], taken: float) -> list[dict[str, 
     return [{"cat": "kernel", "ts": at, "dur": taken, "args": {"correlation": launch}} for at in starts]
 
 
-def test_what_lies_between_kernels_is_told_apart_from_what_they_take():
+def test_gaps_between_kernels_are_separate_from_kernel_times():
     """Three passes of 40 kernels of 2 us each, by 0.5 and 1 us apart and by 0.5 over each other; beside them a pass of
     50, a launch of one kernel and a copy."""
     events = [

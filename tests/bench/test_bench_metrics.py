@@ -42,7 +42,7 @@ def test_steady_state_is_when_all_are_decoding():
     assert steady_intervals([first, second], 2) == [(2.5, 4.0)]
 
 
-def test_a_slots_next_request_ends_the_steady_state_until_it_decodes():
+def test_a_slots_next_request_ends_the_steady_state():
     first = timeline(ONE_EACH, arrivals=[1.0, 3.0])
     following = timeline(ONE_EACH, arrivals=[4.0, 6.0])
     beside = timeline(ONE_EACH, arrivals=[0.0, 9.0])
@@ -81,7 +81,7 @@ def test_counters_are_subtracted_carrier_by_carrier():
     assert step_seconds(found) == {"draft": 0, "wire": 0, "verify": 0.1, "sample": 0, "host": 0.05}
 
 
-def test_a_steps_times_are_those_between_readings_in_the_longest_steady_interval():
+def test_a_steps_times_are_from_the_longest_steady_interval():
     readings = [(float(t), counters(prompt_rows=0, verify_steps=10 * t, verify_rows=0)) for t in range(10)]
     assert steady_counters(readings, [(0.0, 1.0), (2.5, 6.5)]).steps == 30
     assert steady_counters(readings, [(2.5, 3.5)]) is None

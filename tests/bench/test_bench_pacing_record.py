@@ -69,7 +69,7 @@ def test_every_step_is_recorded_up_to_the_end(recorded):
     assert 1 <= sum(step["has_prompts"] for step in events["step"]) < len(events["step"])
 
 
-def test_every_message_is_recorded_with_what_it_brought_and_asked_for(recorded):
+def test_every_message_is_recorded_with_contents_and_request(recorded):
     events, counters, _ = recorded
     messages, traffic = events["message"], counters["traffic"]
     assert [message["number"] for message in messages] == [*range(1, len(messages) + 1)]

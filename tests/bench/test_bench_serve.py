@@ -49,7 +49,7 @@ def test_requests_are_random_prompts_of_which_none_repeats(fake_run):
     assert all(len(prompt) == 5 and max(prompt) < VOCAB_SIZE for prompt in prompts)
 
 
-def test_requests_go_on_past_the_end_of_sequence_at_the_temperature_given(fake_run):
+def test_requests_continue_past_the_end_of_sequence(fake_run):
     verifier, _, _ = fake_run
     assert all(request.sampling_params.ignore_eos for request in verifier.requests)
     assert {request.sampling_params.temperature for request in verifier.requests} == {1.0}
@@ -88,7 +88,7 @@ def test_requests_have_the_prompts_of_a_file_over_and_over(tmp_path):
     assert prompts == {"def f(": 5, (3, 1): 5}  # drafting off has the first one more often, on the second
 
 
-def test_requests_at_a_rate_are_all_served_and_have_no_steady_state(tmp_path):
+def test_requests_at_a_rate_are_served_without_a_steady_state(tmp_path):
     verifier, path = FakeVerifier(), tmp_path / "out.json"
     with served(verifier) as address:
         asked = ("--request-rate", "200", "--warmup-tokens", "0", "--num-requests", "12")
@@ -142,7 +142,7 @@ def test_json_says_on_what_it_was_measured(fake_run):
     assert document["server"]["speculative_config"]["rejection_sample_method"] == "synthetic"
 
 
-def test_output_names_the_clients_load_and_that_acceptance_is_synthetic(fake_run):
+def test_output_names_the_clients_load_and_synthetic_acceptance(fake_run):
     output = fake_run[1]
     assert "clients: " in output
     assert "acceptance is synthetic" in output

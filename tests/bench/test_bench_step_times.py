@@ -60,7 +60,7 @@ def test_every_second_belongs_to_one_phase(scene):
     assert times_of(scene) == {"idle_s": 50, "host_s": 1, "verify_s": 4, "sample_s": 2}
 
 
-def test_a_wait_is_the_drafters_as_far_as_it_computed_and_the_wires_beyond(scene):
+def test_a_wait_is_split_into_the_drafters_and_the_wires(scene):
     scene.step(waited=5, computed=3)
     assert times_of(scene) == {"draft_s": 3, "wire_s": 2, "verify_s": 4, "sample_s": 2, "host_s": 1}
 
@@ -71,7 +71,7 @@ def test_drafts_computed_while_nobody_waited_cost_no_time(scene):
     assert "wire_s" not in times_of(scene)
 
 
-def test_what_the_thread_does_while_drafts_are_computed_is_the_drafters_time(scene):
+def test_the_threads_work_during_drafting_is_the_drafters_time(scene):
     scene.times.end_step()
     scene.spend(Phase.HOST, 2)  # one for the message, and another that the drafter computes
     scene.spend(Phase.WAIT, 1)
@@ -93,7 +93,7 @@ def test_drafts_that_came_while_a_step_was_computed_cost_no_time(scene):
     assert times_of(scene) == {"verify_s": 4, "sample_s": 6, "host_s": 2}
 
 
-def test_drafts_that_come_before_their_answer_took_what_the_last_such_answer_told(scene):
+def test_early_drafts_took_what_the_last_such_answer_reports(scene):
     for waited in (0, 3):
         scene.spend(Phase.HOST, 1 + waited)
         scene.times.see_drafts()
@@ -126,7 +126,7 @@ def test_a_time_that_is_none_counts_for_nothing(scene, computed):
     assert (times_of(scene)["draft_s"], times_of(scene)["wire_s"]) == (3, 2)
 
 
-def test_the_histogram_has_each_step_in_every_phase_and_all_of_its_time(scene):
+def test_the_histogram_has_each_step_in_every_phase(scene):
     for waited, computed in ((5, 3), (1, 3), (0, 0)):
         scene.step(waited, computed)
     phases = ("draft", "wire", "verify", "sample", "host")
@@ -149,7 +149,7 @@ class Mark:
         return 1000 * (later.passed - self.passed)
 
 
-def test_on_a_gpu_the_host_has_the_time_in_which_the_device_did_nothing(scene):
+def test_on_a_gpu_the_host_has_the_devices_idle_time(scene):
     scene.spend(Phase.HOST, 2)
     scene.spend(Phase.VERIFY, 1)  # launched, and computed while the host goes on
     scene.spend(Phase.SAMPLE, 6)
@@ -181,7 +181,7 @@ def test_traffic_is_counted_for_each_carrier(scene):
     assert (traffic.steps, traffic.feature_rows, traffic.feature_bytes, traffic.logits_bytes) == (2, 6, 144, 64)
 
 
-def test_a_bucket_has_the_steps_up_to_its_bound_and_the_last_one_all():
+def test_a_bucket_has_the_steps_up_to_its_bound_the_last_all():
     histogram = StepHistogram(["verify"])
     for seconds in (0.001, 0.0035, 10.0035):  # steps of 1 ms, 2.5 ms and 10 s
         histogram.observe({"verify": seconds})

@@ -79,7 +79,7 @@ def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):
     assert ways(records) == expected
 
 
-def test_the_way_of_a_step_without_drafts_ends_with_its_own_tokens():
+def test_a_step_without_drafts_ends_with_its_own_tokens():
     """200 steps, 10 ms apart: each is launched within a millisecond after the tokens of the one before."""
     starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((0, 2)) for name in NAMES}
@@ -90,7 +90,7 @@ def test_the_way_of_a_step_without_drafts_ends_with_its_own_tokens():
     assert found == pytest.approx([0, 0.2e-3, 0.3e-3, 0.7e-3, 0.9e-3, 10e-3], abs=1e-6)
 
 
-def test_steps_without_drafts_are_those_far_from_any_that_has_some():
+def test_steps_without_drafts_are_those_far_from_any_with_some():
     records = {name: np.empty((0, 2)) for name in NAMES}
     tokens, begun = 0.005 + np.arange(1000) * 0.01, 4 + np.arange(200) * 0.01
     records[WAY[0].call] = np.stack([tokens - 1e-3, tokens], 1)
@@ -100,7 +100,7 @@ def test_steps_without_drafts_are_those_far_from_any_that_has_some():
     assert np.array(stretches(found)) == pytest.approx(np.array([(0.875, 2.625), (7.365, 9.125)]), abs=0.011)
 
 
-def test_levels_of_load_are_stretches_of_their_own_and_a_few_steps_are_none():
+def test_load_levels_are_separate_stretches_of_many_steps():
     begun = np.concatenate([np.arange(100) * 0.01, 5 + np.arange(80) * 0.01, 9 + np.arange(10) * 0.01])
     assert stretches(begun) == pytest.approx([(0.25, 0.75), (5.2, 5.6)])
 

@@ -39,7 +39,7 @@ def test_equal_outputs_do_not_part():
     assert count_differences((0, 1, 2), REFERENCE.tokens) == 0
 
 
-def test_the_gap_is_that_of_the_first_token_that_differs_in_last_digits_of_the_best_logit():
+def test_the_gap_is_of_the_first_differing_token_in_last_digits():
     parting = find_parting(7, (0, 0, 1), REFERENCE)
     assert parting is not None
     assert (parting.request, parting.place, parting.token, parting.reference_token) == (7, 1, 0, 1)

@@ -295,7 +295,7 @@ def test_items_come_in_order_and_empty_is_told():
     assert [box.get(), box.get_nowait(), box.get(5)] == [0, 1, 2]
 
 
-def test_what_was_found_and_not_taken_yet_is_known_without_another_look():
+def test_a_result_found_but_not_taken_is_known_without_a_look():
     box: Mailbox[int] = Mailbox()
     for item in (1, 2):
         box.put(item)
@@ -319,7 +319,7 @@ def test_the_owner_is_woken_by_an_item_and_by_a_message(ends):
         timer.join()
 
 
-def test_a_message_that_was_sent_before_an_item_was_put_comes_before_it(ends):
+def test_an_earlier_message_comes_before_a_later_item(ends):
     here, there = ends
     box: Mailbox[bytes] = Mailbox()
     box.watch(there.fileno(), lambda: messages_of(there))
@@ -358,7 +358,7 @@ def test_nothing_is_lost_and_the_order_holds_while_others_send(ends):
         assert places == sorted(places)
 
 
-def test_a_reader_that_has_ended_or_is_not_watched_any_more_is_not_read(ends):
+def test_a_reader_that_ended_or_is_not_watched_is_not_read(ends):
     here, there = ends
     box: Mailbox[bytes] = Mailbox()
     reads = []
@@ -392,7 +392,7 @@ def test_what_is_left_can_be_taken_by_another_thread():
 
 
 @pytest.mark.parametrize("awake_s", [0.0, 30.0])
-def test_an_owner_that_stays_awake_gets_what_one_that_sleeps_gets(ends, awake_s):
+def test_an_owner_awake_gets_what_an_owner_asleep_gets(ends, awake_s):
     here, there = ends
     box: Mailbox[bytes] = Mailbox(awake_s)
     box.watch(here.fileno(), lambda: messages_of(here))
@@ -405,7 +405,7 @@ def test_an_owner_that_stays_awake_gets_what_one_that_sleeps_gets(ends, awake_s)
             box.get(0.01)
 
 
-def test_a_short_wait_ends_with_what_comes_first_and_takes_nothing(ends):
+def test_a_short_wait_ends_with_an_event_and_takes_nothing(ends):
     here, there = ends
     box: Mailbox[bytes] = Mailbox()
     box.watch(here.fileno(), lambda: messages_of(here))

@@ -113,7 +113,7 @@ def test_without_a_driver_or_a_gpu_there_is_no_such_memory():
 # Memory at an address as a tensor.
 
 
-def test_a_tensor_shows_the_memory_at_an_address_and_outlives_nothing():
+def test_a_tensor_shows_the_memory_at_an_address():
     memory = (ctypes.c_ubyte * 10)(*range(10))
     tensor = tensor_at(ctypes.addressof(memory), 10, CPU)
     view = tensor[3:]
@@ -128,7 +128,7 @@ def test_a_tensor_shows_the_memory_at_an_address_and_outlives_nothing():
 # Segments.
 
 
-def test_a_segment_is_one_memory_for_both_and_is_given_up_with_its_last_reference():
+def test_a_segment_is_one_memory_until_its_last_reference():
     driver, files = FakeDriver(), open_files()
     made, fds = CudaSegment.create(SIZE, CPU, driver)
     attached = CudaSegment.attach(fds, SIZE, CPU, driver)

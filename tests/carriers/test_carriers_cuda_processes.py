@@ -118,7 +118,7 @@ def test_what_one_process_writes_the_other_reads(device, peer, carrier):
 
 
 @pytest.mark.gpu(2)
-def test_processes_that_see_one_gpu_each_share_memory_of_some_kind():
+def test_processes_with_one_visible_gpu_each_share_some_memory():
     with echo(FIRST, "cuda:0", CUDA_VISIBLE_DEVICES="1") as made:
         assert made.carriers <= {CUDA_IPC, SHM}
         print("GPUs that the other process does not see:", [pb.Carrier.Name(one) for one in made.carriers])

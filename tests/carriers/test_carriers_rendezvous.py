@@ -93,7 +93,7 @@ def test_both_directions_are_shared(pool):
         assert reader.memory[1000:1004].tolist() == [1, 2, 3, 4]
 
 
-def test_in_a_directory_that_both_have_memory_is_shared_and_no_file_is_left(pool, directory):
+def test_a_common_directory_shares_memory_and_keeps_no_file(pool, directory):
     verifier, drafter = both(pool, directories=(directory, directory))
     assert verifier.outgoing.carrier == drafter.incoming.carrier == SHM
     assert list(directory.iterdir()) == []
@@ -187,7 +187,7 @@ def connect(rendezvous: Rendezvous, first: bytes) -> socket.socket:
     return connection
 
 
-def test_a_stranger_without_the_token_gets_nothing_and_does_not_disturb(pool):
+def test_a_stranger_without_the_token_gets_and_disturbs_nothing(pool):
     with Rendezvous() as rendezvous:
         serving = pool.submit(rendezvous.serve, (SHM, BYTES), (SHM, BYTES), LOGITS, CPU)
         with connect(rendezvous, bytes(32)) as stranger:

@@ -109,7 +109,7 @@ def run(client: Client) -> list[Completion]:
     ]
 
 
-def test_tokens_and_acceptance_are_those_of_raw_features_in_messages(services):
+def test_tokens_and_acceptance_equal_those_of_raw_features(services):
     results = {}
     for name, verifier in (("auto", services.auto), ("bytes", services.bytes)):
         with Client(verifier.address) as client:
@@ -217,7 +217,7 @@ def test_a_killed_verifier_leaves_nothing(services):
     wait_for(lambda: leftovers() <= before, "nothing is left")
 
 
-def test_a_peer_that_is_killed_while_memory_is_exchanged_leaves_nothing():
+def test_a_peer_killed_while_sharing_memory_leaves_nothing():
     before = leftovers()
     # In a process of its own: this one has threads, and a process with threads must not fork.
     script = Path(__file__).with_name("kill_while_sharing.py")

@@ -40,7 +40,7 @@ def test_a_full_room_says_so_until_the_oldest_span_is_read():
     assert sent(room, ALIGNMENT) == (4, 2 * ALIGNMENT)
 
 
-def test_a_span_as_large_as_the_segment_has_room_when_nothing_is_in_use():
+def test_a_span_as_large_as_the_segment_fits_an_empty_one():
     room = SpanRoom(4 * ALIGNMENT)
     assert sent(room, 2 * ALIGNMENT) == (1, 2 * ALIGNMENT)
     room.release(1, "read")
@@ -87,7 +87,7 @@ def test_only_spans_that_are_in_use_can_be_taken_back(wrong):
         room.release(wrong, "features_read")
 
 
-def test_a_span_that_was_begun_first_and_is_sent_later_keeps_its_room_until_it_is_read():
+def test_a_span_begun_first_and_sent_later_keeps_its_room():
     room = SpanRoom(7 * ALIGNMENT)
     first, second = begun(room, ALIGNMENT), begun(room, ALIGNMENT)
     assert (room.number(second), room.number(first)) == (1, 2)

@@ -89,7 +89,7 @@ def test_tensors_without_elements_go_in_the_message(ends):
     assert torch.equal(take(receiver, send(sender, torch.ones(2)), torch.ones(2)), torch.ones(2))
 
 
-def test_what_has_no_room_goes_in_the_message_until_something_is_read(ends):
+def test_without_room_it_goes_in_the_message_until_a_read(ends):
     sender, receiver = ends
     tensor = torch.randn(SIZE // 4 // 3)  # a third of the segment: two have room
     messages = [send(sender, tensor) for _ in range(3)]
@@ -131,7 +131,7 @@ def test_room_is_given_back_only_for_what_was_loaded_in_order(ends):
     assert receiver.generation_read == 3
 
 
-def test_what_was_loaded_does_not_change_when_the_room_is_used_again(ends):
+def test_loaded_rows_do_not_change_when_the_room_is_reused(ends):
     sender, receiver = ends
     tensor = torch.randn(64)
     loaded = take(receiver, send(sender, tensor), tensor)

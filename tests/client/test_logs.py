@@ -59,7 +59,7 @@ def test_tracebacks_are_kept():
     assert TextFormatter().format(record("m", error=True)).splitlines()[-1] == "ValueError: broken"
 
 
-def test_the_name_in_the_message_goes_before_that_of_the_metadata():
+def test_the_name_in_the_message_precedes_the_metadata():
     metadata = [("user-agent", "x"), ("x-request-id", "from-metadata")]
     assert choose_request_id("mine", metadata) == "mine"
     assert choose_request_id("", metadata) == "from-metadata"

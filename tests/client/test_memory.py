@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def test_a_position_of_the_cache_has_the_keys_and_values_of_all_layers():
+def test_a_cache_position_has_keys_and_values_of_all_layers():
     cache = KVCache(SHAPES, 5, torch.bfloat16, CPU)
     use = measure_memory(cache, CPU, draft_logits=3, features=4)
     assert use.kv_cache_token_bytes == 2 * (2 * (8 + 4) + (16 + 16))
@@ -44,7 +44,7 @@ def test_on_a_gpu_the_peaks_are_torchs():
     assert use.peak_gpu_reserved_bytes >= use.peak_gpu_allocated_bytes > use.kv_cache_token_bytes * use.kv_cache_tokens
 
 
-def test_the_collector_of_garbage_looks_no_more_at_what_was_loaded():
+def test_garbage_collection_skips_what_was_loaded():
     """In a process of its own, for in this one nothing would be freed any more."""
     code = (
         "import gc; from draftwire.server.memory import keep_what_is_loaded; loaded = [[]]\n"

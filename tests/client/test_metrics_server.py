@@ -57,7 +57,7 @@ def other(tmp_path) -> Authority:
     return Authority(tmp_path / "other")
 
 
-def test_the_collectors_and_the_process_are_shown_while_it_serves():
+def test_collectors_and_process_are_shown_while_serving():
     with serving_metrics("127.0.0.1:0", [Answer()], PLAIN) as port:
         text = scrape(port)
     assert "\nanswer 42.0\n" in text
@@ -121,7 +121,7 @@ def test_mutual_tls_lets_in_whom_the_authority_knows(authority, other):
                 scrape_encrypted(port, authority.file, own)
 
 
-def test_a_renewed_certificate_is_used_by_the_next_scrape_once_it_is_whole(authority, other):
+def test_a_renewed_certificate_is_used_once_it_is_whole(authority, other):
     certificate, key = authority.issue("localhost")
     with serving_metrics("127.0.0.1:0", [], ServerSecurity(certificate, key)) as port:
         scrape_encrypted(port, authority.file)
@@ -157,7 +157,7 @@ def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority):
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_slow_connections_in_any_number_take_few_threads_and_keep_nobody_out(authority, encrypted):
+def test_slow_connections_take_few_threads_and_block_nobody(authority, encrypted):
     security = ServerSecurity(*authority.issue("localhost")) if encrypted else PLAIN
     others = set(threading.enumerate())  # threads of earlier tests, which may end at any time
     few = 2 * metrics.MAX_CONNECTIONS  # one that has given its place to the next has yet to end
@@ -175,7 +175,7 @@ def test_slow_connections_in_any_number_take_few_threads_and_keep_nobody_out(aut
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_connection_that_says_a_little_now_and_then_is_cut_in_time(authority, encrypted, monkeypatch):
+def test_a_connection_that_trickles_is_cut_in_time(authority, encrypted, monkeypatch):
     monkeypatch.setattr(metrics, "TIMEOUT_S", 1.0)
     security = ServerSecurity(*authority.issue("localhost")) if encrypted else PLAIN
     with (
@@ -212,7 +212,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_files_that_are_missing_or_no_certificates_are_told_at_start(tmp_path, authority):
+def test_missing_files_and_bad_certificates_are_named_at_start(tmp_path, authority):
     _, key = authority.issue("localhost")
     with pytest.raises(ServerError, match=r"none\.pem cannot be read: No such file"):
         serving_metrics("127.0.0.1:0", [], ServerSecurity(tmp_path / "none.pem", key)).__enter__()

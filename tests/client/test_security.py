@@ -98,7 +98,7 @@ def test_a_client_that_trusts_the_authority_gets_through(serve, authority):
     assert version(address, ca=authority.file) == "here"
 
 
-def test_a_server_of_another_authority_or_another_name_is_not_trusted(serve, authority, other):
+def test_a_server_of_another_authority_or_name_is_not_trusted(serve, authority, other):
     refused(serve(ServerSecurity(*other.issue("localhost"))), ca=authority.file)
     refused(serve(ServerSecurity(*authority.issue("elsewhere"))), ca=authority.file)
 
@@ -135,7 +135,7 @@ def test_a_damaged_renewal_leaves_the_old_certificate_in_force(serve, authority)
     assert version(address, ca=authority.file) == "here"
 
 
-def test_a_renewal_that_is_no_certificate_leaves_the_old_one_in_force_until_it_is_whole(serve, authority, other):
+def test_a_broken_renewal_leaves_the_old_certificate_in_force(serve, authority, other):
     certificate, key = authority.issue("localhost")
     address = serve(ServerSecurity(certificate, key))
     assert version(address, ca=authority.file) == "here"
@@ -149,7 +149,7 @@ def test_a_renewal_that_is_no_certificate_leaves_the_old_one_in_force_until_it_i
 
 
 @pytest.mark.parametrize("emptied", ["", "# all revoked\n"])
-def test_a_token_file_without_tokens_leaves_the_old_ones_in_force_until_there_is_one(serve, tmp_path, caplog, emptied):
+def test_an_empty_token_file_leaves_the_old_tokens_in_force(serve, tmp_path, caplog, emptied):
     known, own = tmp_path / "tokens", tmp_path / "own"
     known.write_text("first\n")
     own.write_text("first\n")
@@ -162,7 +162,7 @@ def test_a_token_file_without_tokens_leaves_the_old_ones_in_force_until_there_is
     assert "UNAUTHENTICATED" in refused(address, token_file=own)
 
 
-def test_an_authority_file_that_is_emptied_leaves_the_old_one_in_force(serve, authority, other):
+def test_an_emptied_authority_file_leaves_the_old_one_in_force(serve, authority, other):
     trusted = authority.file.with_name("clients.pem")
     trusted.write_bytes(authority.file.read_bytes())
     address = serve(ServerSecurity(*authority.issue("localhost"), client_ca=trusted))
@@ -195,7 +195,7 @@ def test_a_client_takes_the_first_token_of_a_servers_own_file(serve, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "# of operations\n", "g\u00e9heim\n", "geh\x00eim\n"])
-def test_a_token_file_that_cannot_be_sent_is_refused_by_name_without_its_text(tmp_path, text):
+def test_an_unsendable_token_file_is_refused_without_its_text(tmp_path, text):
     own = tmp_path / "own"
     own.write_text(text)
     with pytest.raises(InvalidArgumentError, match=r"^token_file = '.*own': must have") as caught:
@@ -203,7 +203,7 @@ def test_a_token_file_that_cannot_be_sent_is_refused_by_name_without_its_text(tm
     assert "eim" not in str(caught.value).removeprefix(f"token_file = {str(own)!r}")
 
 
-def test_a_token_that_no_client_can_send_is_refused_at_start_and_left_aside_later(serve, tmp_path, caplog):
+def test_an_unsendable_token_is_refused_at_start_ignored_later(serve, tmp_path, caplog):
     known, own = tmp_path / "tokens", tmp_path / "own"
     known.write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidArgumentError, match="token_file"):
@@ -267,7 +267,7 @@ def test_half_a_pair_of_files_is_refused(tmp_path):
         ServerSecurity(client_ca=tmp_path)
 
 
-def test_files_that_are_wrong_or_do_not_belong_together_are_named(authority, tmp_path):
+def test_wrong_files_and_files_that_do_not_match_are_named(authority, tmp_path):
     (certificate, key), (_, foreign) = authority.issue("localhost"), authority.issue("elsewhere")
     damaged = tmp_path / "damaged.pem"
     damaged.write_text("a secret that stays one\n")

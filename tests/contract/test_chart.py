@@ -147,7 +147,7 @@ def test_services_understand_their_arguments(manifests):
         assert all(any(file.startswith(mount + "/") for mount in mounts) for file in files)
 
 
-def test_verifiers_find_drafters_by_the_name_of_a_headless_service(manifests):
+def test_verifiers_find_drafters_through_a_headless_service(manifests):
     service = of_kind(manifests, "Service")["drafter"]
     assert service["spec"]["clusterIP"] == "None"
     name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
@@ -259,7 +259,7 @@ def test_drafters_are_reached_by_verifiers_alone():
     assert "egress" not in policy
 
 
-def test_autoscalers_read_metrics_that_the_adapter_makes_from_exported_ones():
+def test_autoscalers_read_metrics_made_from_exported_ones():
     sources = "".join(path.read_text() for path in ROOT.glob("*_service/*metrics.py"))
     exported = set(re.findall(r'"(draftwire_\w+)"', sources))
     rules = yaml.safe_load((CHART.parent / "prometheus-adapter.yaml").read_text())["rules"]["custom"]

@@ -88,7 +88,7 @@ def test_both_ends_count_every_message_of_a_call_with_its_bytes():
     assert sorted(drafter) == sorted((turned[direction], *rest) for direction, *rest in expected)
 
 
-def test_a_request_that_cannot_be_decoded_is_refused_and_not_counted():
+def test_a_request_that_cannot_be_decoded_is_not_counted():
     async def call(_stub: Any, channel: grpc.aio.Channel) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
             await channel.unary_unary("/draftwire.v1.Drafting/GetDrafterInfo")(b"\xff\xff\xff\xff")

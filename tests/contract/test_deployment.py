@@ -92,11 +92,11 @@ def test_every_metric_and_alert_is_documented_and_no_other():
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of the package prometheus, is not on the PATH")
 @pytest.mark.parametrize("arguments", PROMTOOL)
-def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should(arguments):
+def test_prometheus_takes_its_configuration_and_alerts_fire(arguments):
     subprocess.run(["promtool", *arguments.split()], cwd=DEPLOY / "prometheus", check=True)
 
 
-def test_prometheus_scrapes_the_same_with_tls_and_files_that_it_has():
+def test_prometheus_scrapes_the_same_with_tls():
     plain, tls = read("prometheus/prometheus.yml"), read("prometheus/prometheus-tls.yml")
     files = set()
     for job in tls["scrape_configs"]:
@@ -115,7 +115,7 @@ def compose_command() -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["docs/deploy.md", "docs/operations.md"])
-def test_no_documented_command_of_compose_leaves_out_the_files_that_env_names(page):
+def test_no_documented_compose_command_omits_files_of_env(page):
     assert re.findall(r"docker-compose .*(?:-f|--file)\b.*", (ROOT / page).read_text()) == []
 
 
@@ -128,7 +128,7 @@ def test_compose_takes_its_files(overlays, profiles, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_both_services_start_without_a_profile_and_monitoring_with_its_own():
+def test_services_start_without_a_profile_monitoring_with_one():
     profiles = {name: service.get("profiles", []) for name, service in services("docker-compose").items()}
     assert profiles == {"drafter": [], "verifier": [], "prometheus": ["monitoring"], "grafana": ["monitoring"]}
     assert all(services(name).keys() <= profiles.keys() for name in OVERLAYS)
@@ -159,7 +159,7 @@ def test_images_are_built_for_cpus_unless_for_gpus():
         assert arguments(services("gpu")[name]["build"]["args"]["PIP_ARGS"]) == []
 
 
-def test_each_service_has_a_gpu_of_its_own_and_the_ipc_of_the_host():
+def test_each_service_has_its_own_gpu_and_the_hosts_ipc():
     taken = []
     for service in services("gpu").values():
         assert service["ipc"] == "host"
@@ -170,7 +170,7 @@ def test_each_service_has_a_gpu_of_its_own_and_the_ipc_of_the_host():
     assert services("gpu").keys() == set(BOTH)
 
 
-def test_what_is_compiled_for_gpus_outlives_a_container_in_a_volume_that_the_user_may_write():
+def test_gpu_compilations_outlive_a_container_in_a_volume():
     made = re.search(r"install --directory --owner=(\d+) --group=\d+ (\S+)", (DEPLOY / "Dockerfile").read_text())
     assert made is not None
     assert int(made[1]) == images.USER

@@ -13,7 +13,7 @@ def counts(traffic: Traffic) -> dict[tuple[str, ...], float]:
     return {tuple(sample.labels.values()): sample.value for sample in traffic.collect().samples if sample.value}
 
 
-def test_tensors_in_a_message_and_the_rest_of_it_make_up_its_bytes():
+def test_tensors_and_the_rest_make_up_a_messages_bytes():
     traffic = Traffic()
     request = pb.DraftRequest(step=pb.DraftStep(step_id=7, features=encode_tensor(torch.zeros(5, 6))))
     traffic.count_message("grpc", "sent", request, request.ByteSize())
@@ -28,7 +28,7 @@ def test_tensors_in_a_message_and_the_rest_of_it_make_up_its_bytes():
     }
 
 
-def test_a_tensor_in_shared_memory_is_counted_apart_from_its_message():
+def test_a_tensor_in_shared_memory_is_counted_separately():
     traffic = Traffic()
     features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[5, 6], span=pb.SharedSpan(generation=1))
     request = pb.DraftRequest(step=pb.DraftStep(features=features))
@@ -41,7 +41,7 @@ def test_a_tensor_in_shared_memory_is_counted_apart_from_its_message():
     }
 
 
-def test_a_peer_that_lies_about_a_shape_has_no_more_bytes_counted_than_it_sent():
+def test_a_lie_about_a_shape_counts_no_more_bytes_than_were_sent():
     traffic = Traffic()
     features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**31, 2**31], data=bytes(8))
     request = pb.DraftRequest(step=pb.DraftStep(features=features))

@@ -74,7 +74,7 @@ def test_rows_in_many_steps_are_as_good_as_in_one(head: TinyHead) -> None:
 
 
 @pytest.mark.parametrize("counts", [(40, 30), (40, 3), (40, 30, 3), (20, 20, 30)])
-def test_rows_in_steps_that_waited_together_are_as_good_as_in_one(head: TinyHead, counts: tuple[int, ...]) -> None:
+def test_rows_in_steps_that_waited_are_as_good_as_in_one_step(head: TinyHead, counts: tuple[int, ...]) -> None:
     """Each attends to those of the steps before, whether it is fed or drafts."""
     mode, text = SamplingMode(gumbel=True, dense=True), Text(2)
     stream = connect(make_engine(head), mode)
@@ -174,7 +174,7 @@ class TestBatch:
             assert stream.answers[0].drafts.sequence_ids == [1]
             assert np.concatenate(stream.answers[0].tokens).tolist() == draft_alone(head, text, 5, 3).tokens
 
-    def test_more_rows_than_a_verify_step_brings_are_fed_before_the_last_one_drafts(self, head: TinyHead) -> None:
+    def test_more_rows_than_a_step_brings_are_fed_before_drafting(self, head: TinyHead) -> None:
         texts = [Text(30 + i) for i in range(3)]
         lengths = [9, 5, 6]
         stream = connect(make_engine(head), k=4)
@@ -346,7 +346,7 @@ class TestSupersededSteps:
         assert replies(stream.answers[0])[1].tokens == []
         assert replies(stream.answers[1])[2] == draft_alone(head, Text(2), 5, 4)
 
-    def test_a_newer_step_with_a_gap_drops_the_sequence_after_the_batch(self, head: TinyHead) -> None:
+    def test_a_newer_step_with_a_gap_drops_the_sequence_afterwards(self, head: TinyHead) -> None:
         """Nobody gets the blocks of rows that are still to be computed."""
         stream = connect(make_engine(head, kv_cache_tokens=2 * BLOCK_SIZE))
         texts = [Text(1), Text(2)]
@@ -370,7 +370,7 @@ class TestStaleness:
         stream.step([Rows(1, text, 0, 10)], [opened(1)])
         assert stream.step([Rows(1, text, first_row, 2)])[1].status == UNKNOWN
 
-    def test_an_unknown_sequence_is_dropped_and_opened_again_under_a_new_id(self, head: TinyHead) -> None:
+    def test_an_unknown_sequence_is_opened_again_under_a_new_id(self, head: TinyHead) -> None:
         text, stream = Text(1), connect(make_engine(head))
         stream.step([Rows(1, text, 0, 10)], [opened(1)])
         reply = stream.step([Rows(1, text, 11, 1, drafts=4)])[1]
@@ -416,7 +416,7 @@ class TestCapacity:
         assert stream.step([Rows(1, Text(1), 20, 1)])[1].status == NO_CAPACITY
         assert stream.step([Rows(1, Text(1), 21, 1)])[1].status == UNKNOWN
 
-    def test_a_full_cache_drops_the_sequence_that_needs_more_and_frees_its_blocks(self, head: TinyHead) -> None:
+    def test_a_full_cache_drops_the_sequence_that_needs_more(self, head: TinyHead) -> None:
         stream = connect(make_engine(head, kv_cache_tokens=4 * BLOCK_SIZE))
         stream.step([Rows(1, Text(1), 0, 32), Rows(2, Text(2), 0, 32)], [opened(1), opened(2)])
         assert stream.answers[-1].load.kv_cache_usage == 1
@@ -463,7 +463,7 @@ def test_warming_up_leaves_nothing_behind(head: TinyHead) -> None:
 
 @pytest.mark.parametrize("mode", [SamplingMode(), SamplingMode(gumbel=True), SamplingMode(gumbel=True, top_n=3)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_features_that_are_not_finite_harm_their_own_sequence_alone(
+def test_non_finite_features_harm_only_their_own_sequence(
     head: TinyHead, mode: SamplingMode, value: float
 ) -> None:
     sick, text = Text(1), Text(2)

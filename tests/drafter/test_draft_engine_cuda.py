@@ -41,7 +41,7 @@ def test_drafts_are_those_of_the_cpu(mode: SamplingMode) -> None:
 
 
 @pytest.mark.parametrize("counts", [(40, 30), (40, 30, 3)])
-def test_drafts_behind_several_steps_that_waited_are_those_of_the_cpu(counts: tuple[int, ...]) -> None:
+def test_drafts_behind_waiting_steps_are_those_of_the_cpu(counts: tuple[int, ...]) -> None:
     """Rows of one sequence that came in several steps: each attends to those of the steps before."""
 
     def drafts(device: str) -> dict[int, Reply]:

@@ -42,7 +42,7 @@ def ask_all(stream: Stream, ids: range, first_row: int = LENGTH) -> list[int]:
     return [answered[i].status for i in ids]
 
 
-def test_a_newcomer_takes_slots_from_the_session_that_holds_most_until_both_hold_as_many(head):
+def test_a_newcomer_takes_slots_until_both_hold_as_many(head):
     engine = make_engine(head, max_num_seqs=8)
     flood, newcomer = connect(engine), connect(engine)
     fill(flood, 8)
@@ -74,7 +74,7 @@ def test_of_several_sessions_the_one_that_holds_most_gives(head):
     assert ask_all(large, range(1, 5)) == [OK, OK, UNKNOWN, UNKNOWN]
 
 
-def test_a_newcomer_takes_blocks_from_the_session_that_holds_most(head):
+def test_a_newcomer_takes_blocks_from_the_largest_session(head):
     engine = make_engine(head, kv_cache_tokens=8 * BLOCK_SIZE)
     flood, newcomer = connect(engine), connect(engine)
     fill(flood, 4, num_rows=2 * BLOCK_SIZE)
@@ -85,7 +85,7 @@ def test_a_newcomer_takes_blocks_from_the_session_that_holds_most(head):
     assert ask_all(flood, range(2, 5), 2 * BLOCK_SIZE) == [OK, UNKNOWN, UNKNOWN]
 
 
-def test_what_is_in_the_batch_is_answered_and_gives_its_room_to_the_next_batch(head):
+def test_what_is_in_the_batch_is_answered_and_makes_room(head):
     engine = make_engine(head, max_num_seqs=2)
     flood, newcomer = connect(engine), connect(engine)
     fill(flood, 2)
@@ -99,7 +99,7 @@ def test_what_is_in_the_batch_is_answered_and_gives_its_room_to_the_next_batch(h
     assert replies(newcomer.answers[-1])[1] == draft_alone(head, Text(1), 5, 1)
 
 
-def test_rows_that_wait_of_a_sequence_that_is_taken_away_are_answered_as_unknown(head):
+def test_waiting_rows_of_a_removed_sequence_are_unknown(head):
     engine = make_engine(head, max_num_seqs=2, max_batch_rows=8, max_sessions=4)
     flood, newcomer = connect(engine), connect(engine)
     flood.send([Rows(i, Text(i), 0, 30, 1) for i in (1, 2)], [opened(1), opened(2)])
@@ -112,7 +112,7 @@ def test_rows_that_wait_of_a_sequence_that_is_taken_away_are_answered_as_unknown
     assert replies(newcomer.answers[-1])[1] == draft_alone(head, Text(1), 5, 1)
 
 
-def test_a_flood_of_steps_does_not_hold_up_another_sessions_drafts(head):
+def test_a_flood_of_steps_does_not_delay_another_sessions_drafts(head):
     """Two iterations from its step to its drafts, however much waits of the other: room, then rows."""
     engine = make_engine(head, max_num_seqs=8, max_batch_rows=32, max_sessions=4)
     flood, other = connect(engine), connect(engine)

@@ -63,7 +63,7 @@ def test_drafts_are_those_of_features_that_came_otherwise(head: TinyHead, wire: 
     assert wire.receiver.generation_read == 2
 
 
-def test_a_long_step_is_read_in_pieces_and_its_memory_given_back_after_the_last(head: TinyHead, wire: Wire) -> None:
+def test_a_long_step_is_read_in_pieces_and_its_memory_returned(head: TinyHead, wire: Wire) -> None:
     engine = make_engine(head, max_batch_rows=64)
     stream, text = connect(engine), Text(3)
     wire.send(stream, [Rows(1, Text(4), 0, 90), Rows(2, text, 0, 70, drafts=4)], [1, 2])
@@ -76,7 +76,7 @@ def test_a_long_step_is_read_in_pieces_and_its_memory_given_back_after_the_last(
     assert replies(stream.answers[0])[2] == draft_alone(head, text, 70, 4)
 
 
-def test_memory_of_rows_that_are_not_taken_is_given_back_with_the_answer(head: TinyHead, wire: Wire) -> None:
+def test_memory_of_rows_not_taken_is_returned_with_the_answer(head: TinyHead, wire: Wire) -> None:
     stream = connect(make_engine(head))
     wire.send(stream, [Rows(1, Text(5), 0, 5, drafts=4)], [1])
     wire.send(stream, [Rows(1, Text(5), 5, 1, drafts=4), Rows(7, Text(6), 0, 5, drafts=4)])

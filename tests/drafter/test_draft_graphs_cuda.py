@@ -108,7 +108,7 @@ def test_sequences_that_leave_do_not_return(monkeypatch: pytest.MonkeyPatch) -> 
     check(replayed.step(rows), anew.step(rows))
 
 
-def test_a_session_that_wants_more_drafts_is_captured_before_it_is_accepted() -> None:
+def test_a_session_with_more_drafts_is_captured_before_accepted() -> None:
     engine = make_engine(CountedHead(device="cuda"), max_num_seqs=4)
     connect(engine, DENSE, k=2)
     stream = connect(engine, DENSE, k=5)
@@ -141,7 +141,7 @@ def test_sessions_with_logits_leave_no_memory_taken() -> None:
     assert taken[1:] == [taken[0]] * 3
 
 
-def test_warming_up_captures_greedy_steps_and_tells_how_far_it_is() -> None:
+def test_warm_up_captures_greedy_steps_and_reports_progress() -> None:
     engine = make_engine(CountedHead(device="cuda"), max_num_seqs=4)
     told = []
 

@@ -68,7 +68,7 @@ def test_drafts_are_drawn_from_the_logits_sent(
     assert redraw(reply, head, temperature) == reply.tokens
 
 
-def test_top_n_sends_the_n_largest_logits_and_draws_from_no_other(head: TinyHead) -> None:
+def test_top_n_sends_the_n_largest_logits_and_draws_from_them(head: TinyHead) -> None:
     dense = draft(head, SamplingMode(gumbel=True, dense=True), temperature=20.0)
     top = draft(head, SamplingMode(gumbel=True, top_n=2), temperature=20.0)
     largest, columns = dense.logits[0].topk(2)
@@ -196,7 +196,7 @@ def test_sessions_of_every_mode_share_a_batch(head: TinyHead) -> None:
             torch.testing.assert_close(reply.logits_token_ids, alone.logits_token_ids)
 
 
-def test_buffers_of_logits_live_as_long_as_a_session_that_asks_for_them(head: TinyHead) -> None:
+def test_logit_buffers_live_as_long_as_a_session_that_needs_them(head: TinyHead) -> None:
     engine = make_engine(head)
     plain = connect(engine, SamplingMode(gumbel=True))
     assert engine.logits_bytes == 0
@@ -209,7 +209,7 @@ def test_buffers_of_logits_live_as_long_as_a_session_that_asks_for_them(head: Ti
     assert engine.logits_bytes == 0
 
 
-def test_the_size_of_the_buffers_in_the_docs_is_what_is_allocated() -> None:
+def test_the_docs_size_of_the_buffers_is_what_is_allocated() -> None:
     buffers = LogitsBuffers(max_num_seqs=64, draft_vocab_size=32000, device=torch.device("meta"))
     buffers.keep([SessionTerms("verifier", SamplingMode(gumbel=True, dense=True), 4, 64)])
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from draftwire.model.block_pool import BlockPool
 
 
-def test_blocks_lie_side_by_side_in_order_also_when_they_come_back_last_to_first() -> None:
+def test_returned_blocks_lie_side_by_side_in_order() -> None:
     pool = BlockPool(1 + 8)
     first, second = pool.allocate(3), pool.allocate(5)
     assert (first, second) == ([1, 2, 3], [4, 5, 6, 7, 8])

@@ -38,7 +38,7 @@ def collector_of(traffic: Traffic | None = None) -> DrafterCollector:
     return DrafterCollector("head", lambda: state, lambda: 6, StepHistogram(["compute"]), traffic or Traffic())
 
 
-def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
+def test_answers_are_counted_by_drafts_and_status():
     collector = collector_of()
     answer = Answer(1)
     answer.compute_time_s = 0.003
@@ -58,20 +58,20 @@ def test_answers_are_counted_by_drafts_and_status_and_failures_by_themselves():
     assert told["draftwire_draft_step_seconds_sum"] == pytest.approx(0.003)
 
 
-def test_the_queue_the_evictions_and_the_idle_time_are_those_of_the_engine():
+def test_queue_evictions_and_idle_time_are_the_engines():
     told = samples(collector_of())
     assert (told["draftwire_draft_steps_unanswered"], told["draftwire_draft_rows_waiting"]) == (6, 70)
     assert told["draftwire_draft_evictions_total"] == 5
     assert told["draftwire_idle_seconds_total"] == 4.0
 
 
-def test_batches_that_were_begun_ahead_are_told_by_what_became_of_them():
+def test_batches_begun_ahead_are_counted_by_outcome():
     told = samples(collector_of())
     assert told["draftwire_draft_batches_ahead_total taken"] == 11
     assert told["draftwire_draft_batches_ahead_total wasted"] == 2
 
 
-def test_each_step_is_in_the_histogram_once_with_the_time_since_the_last_one():
+def test_each_step_is_in_the_histogram_once_with_its_time():
     now = 10.0
     times = EngineTimes(lambda: now)
     for num_steps in (1, 2):
@@ -112,7 +112,7 @@ def test_rows_wait_until_a_batch_takes_them(head: TinyHead):
     assert waiting == [20, 12, 4, 0]
 
 
-def test_sequences_that_make_room_are_counted_and_those_that_find_none_are_not(head: TinyHead):
+def test_sequences_that_make_room_are_counted(head: TinyHead):
     engine = make_engine(head, max_num_seqs=4)
     flood, newcomer = connect(engine), connect(engine)
     ids = range(1, 6)

@@ -24,7 +24,7 @@ from draftwire.model.block_pool import BlockPool
 from draftwire.model.kv_cache import BLOCK_SIZE
 
 
-def test_while_the_device_drafts_the_answer_is_begun_and_what_could_wait_is_done(
+def test_while_drafts_are_computed_the_answer_is_begun(
     head: TinyHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(head)
@@ -63,7 +63,7 @@ def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> Non
     assert done == [1]
 
 
-def test_what_could_wait_is_done_in_order_before_the_thread_waits_and_its_errors_end_nothing(
+def test_deferred_work_keeps_its_order_and_survives_errors(
     head: TinyHead, caplog: pytest.LogCaptureFixture
 ) -> None:
     thread = EngineThread(make_engine(head), lambda: None)
@@ -85,7 +85,7 @@ def test_what_could_wait_is_done_in_order_before_the_thread_waits_and_its_errors
     assert "no such counter" in caplog.text
 
 
-def test_blocks_for_drafts_go_to_the_first_sequences_while_there_are_any() -> None:
+def test_blocks_for_drafts_go_to_the_first_sequences() -> None:
     limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=6)
     table = SequenceTable(limits, BlockPool(1 + 6))
     slots = []
@@ -164,7 +164,7 @@ def test_the_thread_computes_without_autograd(head: TinyHead) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["no memory", "device lost"])
-def test_a_device_that_is_lost_ends_the_engine_and_a_lack_of_memory_its_sessions(
+def test_a_lost_device_ends_the_engine_full_memory_its_sessions(
     is_lost: bool, head: TinyHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(head)

@@ -111,7 +111,7 @@ def first_step(text: Text) -> pb.DraftStep:
     return step_message(1, [Rows(1, text, 0, 5, drafts=4)], new=[1])
 
 
-def test_a_verifier_that_cannot_be_met_gets_everything_over_the_stream(drafter: ServedDrafter) -> None:
+def test_an_unreachable_verifier_gets_everything_over_the_stream(drafter: ServedDrafter) -> None:
     stream = drafter.stream()
     assert not stream.ask(hello()).hello.direct
     stream.end()
@@ -282,7 +282,7 @@ def test_logits_go_with_the_drafts(drafter: ServedDrafter) -> None:
     assert list(answer.logits.shape) == [4, DRAFT_VOCAB]
 
 
-def test_an_answer_that_does_not_fit_and_all_after_it_go_over_the_stream(
+def test_an_answer_without_room_and_later_ones_use_the_stream(
     drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = Text(6)

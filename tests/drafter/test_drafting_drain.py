@@ -10,7 +10,7 @@ from served import TIMEOUT_S, ServedDrafter, hello, step_message
 from draftwire.v1 import draft_pb2 as pb
 
 
-def test_every_verifier_is_told_and_the_drafter_is_done_when_all_have_left(drafter: ServedDrafter) -> None:
+def test_a_draining_drafter_is_done_when_every_verifier_left(drafter: ServedDrafter) -> None:
     streams = [drafter.connect() for _ in range(2)]
     drained = drafter.drain(TIMEOUT_S)
     assert [stream.read() for stream in streams] == [pb.DraftResponse(draining=pb.Draining(timeout_s=TIMEOUT_S))] * 2
@@ -48,6 +48,6 @@ def test_no_further_session_is_taken(drafter: ServedDrafter) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.05])
-def test_verifiers_that_do_not_leave_are_not_waited_for_past_the_time(drafter: ServedDrafter, timeout_s) -> None:
+def test_the_wait_for_verifiers_that_do_not_leave_has_an_end(drafter: ServedDrafter, timeout_s) -> None:
     drafter.connect()
     drafter.drain(timeout_s).result(TIMEOUT_S)

@@ -58,7 +58,7 @@ def test_info_tells_head_and_limits(drafter: ServedDrafter, head: TinyHead) -> N
     assert (info.load.sessions, info.load.sequences) == (0, 0)
 
 
-def test_info_tells_memory_and_draft_logits_have_some_while_a_verifier_asks_for_them_alone(
+def test_info_has_memory_and_draft_logits_only_while_asked_for(
     drafter: ServedDrafter, head: TinyHead
 ) -> None:
     def memory() -> pb.MemoryUse:
@@ -109,7 +109,7 @@ class TestFusion:
         fusion = load_fusion(info.fusion, info.features, bytearray(b"".join(data)), torch.device("cpu"))
         assert torch.equal(fusion.weight, head.fusion.weight)
 
-    def test_no_more_verifiers_than_sessions_are_sent_the_weights_at_once(
+    def test_only_as_many_verifiers_as_sessions_are_sent_weights(
         self, drafter: ServedDrafter, head: TinyHead, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(head.fusion, "chunks", lambda: itertools.repeat(b"x" * 100_000), raising=False)
@@ -220,7 +220,7 @@ class TestHandshake:
             ),
         ],
     )
-    def test_a_verifier_that_does_not_fit_is_refused_with_both_sides_values(
+    def test_a_mismatched_verifier_is_refused_with_both_values(
         self, drafter: ServedDrafter, changes: dict[str, Any], field: str, verifier: str, drafter_has: str
     ) -> None:
         code, text = drafter.refusal(hello(**changes))
@@ -254,7 +254,7 @@ class TestHandshake:
             ({"draft_logits": {"form": DENSE}}, "speculative_config.draft_logits"),
         ],
     )
-    def test_a_config_that_breaks_the_contract_is_an_invalid_argument(
+    def test_a_config_that_breaks_the_contract_is_invalid_argument(
         self, drafter: ServedDrafter, config: dict[str, Any], field: str
     ) -> None:
         code, text = drafter.refusal(hello(config))
@@ -413,7 +413,7 @@ class TestEnds:
         wait_until(lambda: drafter.engine.load.sessions == 0)
         assert (drafter.engine.load.sequences, drafter.engine.load.kv_cache_usage) == (0, 0)
 
-    def test_a_verifier_that_sends_faster_than_it_is_answered_is_cut_off(
+    def test_a_verifier_faster_than_its_answers_is_cut_off(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drafter.engine, "submit", lambda *_: None)  # an engine that does not come round to it
@@ -450,7 +450,7 @@ class TestEnds:
             rows = [Rows(1, Text(1), 16 * (step_id - 1), 16)]  # 1600 bytes and more
             assert stream.ask(step_message(step_id, rows, [1] if step_id == 1 else [])).drafts.step_id == step_id
 
-    def test_a_failure_of_the_engine_ends_every_stream_with_its_reason(
+    def test_an_engine_failure_ends_every_stream_with_its_reason(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: Any) -> None:

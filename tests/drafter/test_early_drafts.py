@@ -699,7 +699,7 @@ def test_no_more_steps_are_announced_than_can_come():
         verifier.announce(verified([5]))
 
 
-def test_a_session_that_ends_by_a_failing_device_waits_for_nothing(monkeypatch):
+def test_a_session_ended_by_a_failing_device_waits_for_nothing(monkeypatch):
     stream = prompted(make_engine(TinyHead()))
     announcer(stream).announce(verified())
     assert begin(stream.engine)

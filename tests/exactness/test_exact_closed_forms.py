@@ -70,7 +70,7 @@ def test_acceptance_is_the_closed_form(method, served, models):
     assert max(deviations(cell)) < MAX_Z
 
 
-def test_at_temperature_0_each_draft_is_accepted_that_the_closed_form_accepts(served, models):
+def test_greedy_accepts_each_draft_that_the_closed_form_accepts(served, models):
     method = BY_NAME["gumbel dense"]
     cell = evaluate(models, method, 0.0, K, served(method, 0.0))
     assert cell.unlike == 0
@@ -87,7 +87,7 @@ def test_another_methods_closed_form_is_found_out(name, wrong_law, served, model
     assert max(deviations(cell)) > 2 * MAX_Z
 
 
-def test_one_hot_tests_accept_greedy_drafts_more_often_than_sampled_ones(served, models):
+def test_one_hot_tests_accept_greedy_drafts_more_often(served, models):
     rates = {
         name: evaluate(models, BY_NAME[name], 1.0, K, served(BY_NAME[name], 1.0)).rate
         for name in ("gumbel one-hot", "greedy one-hot", "coupled", "gumbel dense")

@@ -149,7 +149,7 @@ def test_a_prefix_that_is_in_the_cache_changes_no_step(
     assert [one.step_sizes[1:] for one in samples] == [walk.steps for walk in again]
 
 
-def test_a_prefix_of_requests_without_drafts_is_computed_again_for_one_that_drafts(
+def test_a_prefix_without_drafts_is_recomputed_for_one_with(
     pair: Pair, target: Target, drafters: dict[str, str]
 ) -> None:
     """Its features were not kept; they are from then on, and the prefix is found."""
@@ -191,7 +191,7 @@ def test_features_of_the_neighbouring_row_fail_the_walk(pair: Pair, target: Targ
 
 
 @pytest.mark.usefixtures("shifted_features")
-def test_features_of_the_neighbouring_row_fail_the_closed_form_and_keep_the_law(
+def test_features_of_a_neighbour_row_fail_only_the_closed_form(
     laws: list[Law], target: Target, drafters: dict[str, str]
 ) -> None:
     case, law = Case("greedy"), laws[0]

@@ -140,7 +140,7 @@ def test_without_logits_the_law_holds_whatever_is_drafted(
         assert _first_acceptance(samples) > acceptance
 
 
-def test_coupled_output_is_that_without_drafts_whatever_is_drafted(laws: list[Law], target: Target) -> None:
+def test_coupled_output_is_that_without_drafts(laws: list[Law], target: Target) -> None:
     law, config = laws[1], {"num_speculative_tokens": K, "draft_sample_method": "gumbel"}
     with (
         serve_hostile(HostileDrafter(partial(likeliest, law))) as drafter,
@@ -182,7 +182,7 @@ def test_with_logits_drafts_that_are_sampled_from_them_are_taken(laws: list[Law]
     assert _first_acceptance(samples) > 0.2
 
 
-def test_with_logits_a_drafter_whose_drafts_are_not_sampled_from_them_is_expelled(
+def test_drafts_not_sampled_from_their_logits_expel_the_drafter(
     laws: list[Law], target: Target
 ) -> None:
     law = laws[0]

@@ -36,7 +36,7 @@ def share(tokens: torch.Tensor) -> float:
     return float((tokens == WISHED).float().mean())
 
 
-def test_draft_logits_chosen_by_the_noise_sample_the_draft_and_bias_the_output(keys: StreamKeys) -> None:
+def test_draft_logits_chosen_by_the_noise_bias_the_output(keys: StreamKeys) -> None:
     noise = gumbel_noise(row_state(keys.proposal, POSITION, 0), torch.arange(VOCAB, dtype=torch.int32), torch.float32)
     honest, chosen = torch.zeros(REQUESTS, VOCAB), -noise
     chosen[:, WISHED] += 0.1

@@ -35,7 +35,7 @@ def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> 
 @pytest.mark.parametrize(
     ("what", "alter"), [("tokens", corrupt_tokens(VOCAB)), ("logits", corrupt_logits)], ids=["tokens", "logits"]
 )
-def test_a_drafter_whose_drafts_are_not_what_its_logits_sample_is_expelled(
+def test_drafts_that_do_not_match_their_logits_expel(
     stage: Stage, matrix: Matrix, what: str, alter: Alter
 ) -> None:
     wrong, right = stage.drafter(), stage.drafter()
@@ -81,7 +81,7 @@ def test_half_of_the_answers_come_a_second_late(stage: Stage, matrix: Matrix) ->
     matrix(record)
 
 
-def test_a_drafter_of_two_that_is_late_with_half_of_its_answers_is_left_alone(stage: Stage, matrix: Matrix) -> None:
+def test_one_of_two_drafters_late_with_half_its_answers_is_left(stage: Stage, matrix: Matrix) -> None:
     late, other = stage.drafter(), stage.drafter()
     with DraftRelay(late.address) as relay:
         load = stage.load([relay.address, other.address], *BYTES)

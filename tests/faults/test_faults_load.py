@@ -45,7 +45,7 @@ def test_samples_follow_their_own_law_and_refute_another(verifier: str, referenc
     assert law.refutation(drawn, Sampling(temperature=0.8)) > 1
 
 
-def test_a_wrong_law_during_a_fault_is_not_diluted_by_what_comes_after_it(law: Law) -> None:
+def test_a_wrong_law_during_a_fault_is_not_diluted_afterwards(law: Law) -> None:
     wrong, right = _draw(law, Sampling(temperature=0.8), ENOUGH_SAMPLES), _draw(law, Sampling(), 40 * ENOUGH_SAMPLES)
     samples = [*(Sample(1.0, 2.0, tokens) for tokens in wrong), *(Sample(4.0, 5.0, tokens) for tokens in right)]
     over = Load([], [], law, undisturbed=0.0, samples=samples)
@@ -66,7 +66,7 @@ def test_only_what_was_under_way_during_a_fault_counts_as_such() -> None:
     assert not Sample(began=6.0, ended=7.0).overlaps(4.0, 5.0)
 
 
-def test_a_fault_with_too_few_sampled_outputs_during_it_is_refused(
+def test_a_fault_with_too_few_sampled_outputs_is_refused(
     verifier: str, reference: Reference, law: Law, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Load([verifier], reference.continuations[:1], law, undisturbed=0.0) as running:

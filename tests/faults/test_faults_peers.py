@@ -147,7 +147,7 @@ def _num_sockets(pid: int) -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def test_a_verifier_is_killed_and_started_again_beside_another_at_its_drafter(stage: Stage, matrix: Matrix) -> None:
+def test_a_verifier_is_killed_and_restarted_beside_another(stage: Stage, matrix: Matrix) -> None:
     drafter, listen = stage.drafter(), ("--listen", free_address())
     verifier, other = stage.verifier([drafter.address], *listen), stage.verifier([drafter.address])
     most_at_once = len(stage.reference.continuations) + SAMPLED_AT_ONCE

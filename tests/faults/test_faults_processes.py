@@ -31,7 +31,7 @@ def test_the_only_drafter_is_killed_and_started_again(stage: Stage, matrix: Matr
     matrix(record)
 
 
-def test_one_of_two_drafters_is_killed_and_the_other_takes_its_sequences(stage: Stage, matrix: Matrix) -> None:
+def test_one_of_two_drafters_dies_and_the_other_takes_over(stage: Stage, matrix: Matrix) -> None:
     first, second = stage.drafter(), stage.drafter()
     load = stage.load([first.address, second.address])
     with load.fault("one of two drafters killed (SIGKILL)") as record:
@@ -64,7 +64,7 @@ def test_a_drafter_hangs_for_ten_seconds(stage: Stage, matrix: Matrix) -> None:
     matrix(record)
 
 
-def test_a_drafter_comes_back_with_another_head_while_the_other_keeps_the_old_one(stage: Stage, matrix: Matrix) -> None:
+def test_a_drafter_returns_with_another_head_the_other_keeps_its(stage: Stage, matrix: Matrix) -> None:
     first, second = stage.drafter(), stage.drafter()
     load = stage.load([first.address, second.address])
     with load.fault("one of two drafters restarted with another head") as record:

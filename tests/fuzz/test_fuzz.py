@@ -128,7 +128,7 @@ class Campaign:
         return "\n".join(lines)
 
 
-def test_memory_that_has_levelled_off_does_not_rise_and_a_leak_does() -> None:
+def test_level_memory_does_not_rise_and_a_leak_does() -> None:
     noise = [(number * 7919 % 13 - 6) << 20 for number in range(LEAST_SAMPLES)]
     warming = [min(number, LEAST_SAMPLES // 3) << 23 for number in range(LEAST_SAMPLES)]
     leaking = [number * (MAX_RISE // 8) for number in range(LEAST_SAMPLES)]
@@ -186,7 +186,7 @@ class CarelessSlots(dict[int, int]):
 
 
 @pytest.mark.parametrize("fault", ["", "names", "numbers", "closes"])
-def test_a_drafter_that_confuses_the_sequences_of_its_verifiers_is_found_out(
+def test_a_drafter_that_confuses_its_verifiers_is_found_out(
     fault: str, shelf: ModelShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CarelessSlots, "fault", fault)

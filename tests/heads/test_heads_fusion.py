@@ -42,7 +42,7 @@ def test_all_kinds_of_norms_are_among_the_cases():
 
 
 @pytest.mark.parametrize("name", ["eagle1", "speculators_eagle1"])
-def test_a_head_whose_layer_takes_the_embedding_too_has_no_fusion(name):
+def test_a_head_whose_layer_takes_the_embedding_has_no_fusion(name):
     assert loaded(name).fusion is None
 
 
@@ -83,7 +83,7 @@ def test_weights_of_another_size_are_refused(change):
     ],
     ids=str,
 )
-def test_a_description_that_is_no_fusion_is_refused_before_anything_is_taken(changes):
+def test_a_description_without_fusion_is_refused_early(changes):
     described = made().describe()
     described.MergeFrom(pb.FeatureFusion(**changes))
     if "width" in changes:

@@ -160,7 +160,7 @@ def test_embedding_and_output_of_the_target(make: Callable[..., Pair]) -> None:
     torch.testing.assert_close(head.logits(out), normed @ embedding.T)
 
 
-def test_fc_bias_follows_the_checkpoint_when_the_config_is_silent(make: Callable[..., Pair]) -> None:
+def test_fc_bias_follows_the_checkpoint_if_the_config_is_silent(make: Callable[..., Pair]) -> None:
     for folder, case in (("with", "eagle1_biases"), ("without", "eagle1")):
         pair = make(case, folder)
         expected = states(pair.load(), case)
@@ -176,7 +176,7 @@ def test_kind_of_a_speculators_head_from_its_architecture(make: Callable[..., Pa
     assert pair.load().spec == expected
 
 
-def test_speculators_eagle1_has_one_layer_under_the_configuration_of_its_target(make: Callable[..., Pair]) -> None:
+def test_speculators_eagle1_has_one_layer_of_its_targets_config(make: Callable[..., Pair]) -> None:
     pair = make("speculators_eagle1")
     pair.change_layer(num_hidden_layers=8)
     assert len(pair.load().spec.layer_shapes) == 1

@@ -84,7 +84,7 @@ def test_context_split_in_shares(tuning, window) -> None:
     check_close(run_tuned(scene, scene.batch(), tuning), scene.expected())
 
 
-def test_prompts_in_several_tiles_with_short_sequences_between_them() -> None:
+def test_prompts_in_several_tiles_between_short_sequences() -> None:
     scene = Scene(Shape(heads=3, kv_heads=1), [(2, 1), (80, 60), (5, 5), (40, 33), (33, 32)])
     check_close(run_tuned(scene, scene.batch(), FINE, PROMPT), scene.expected())
 

@@ -68,7 +68,7 @@ def _loaded(buffers: BatchBuffers, sequences: list[SequenceRows], **bounds: int)
     return buffers.load(RaggedBatch(sequences, CPU), 6, 3, **bounds)
 
 
-def test_buffers_pad_with_rows_of_block_0_and_sequences_without_rows() -> None:
+def test_buffers_pad_with_block_0_and_sequences_without_rows() -> None:
     buffers = BatchBuffers(8, 4, 5, DEVICE)
     _loaded(buffers, [SequenceRows([9, 8, 7, 6, 5], 70, 2)] * 3)  # stale values that must not show
     batch = _loaded(buffers, [SequenceRows([7, 3], 15, 2), SequenceRows([4], 2, 1)])

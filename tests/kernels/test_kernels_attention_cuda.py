@@ -76,7 +76,7 @@ def test_caches_of_more_than_2_to_the_31_elements() -> None:
     check_close(out, scene.expected())
 
 
-def test_batch_in_pinned_memory_is_not_overwritten_before_its_copy() -> None:
+def test_a_pinned_batch_is_not_overwritten_before_its_copy() -> None:
     """Batches made in a hurry, while the device is busy, keep their own numbers."""
     busy = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(20):

@@ -23,18 +23,18 @@ def test_every_count_of_rows_belongs_to_one_launch() -> None:
                 assert sum(launch.least_rows <= own <= launch.most_rows for launch in launches) == 1
 
 
-def test_only_a_batch_of_short_and_long_sequences_needs_two_launches() -> None:
+def test_only_a_mixed_batch_needs_two_launches() -> None:
     assert [launch.is_short for launch in plan(sequences(8, 5), MULTIPROCESSORS)] == [True]
     assert [launch.is_short for launch in plan(sequences(1, 2048), MULTIPROCESSORS)] == [False]
     assert [launch.is_short for launch in plan(sequences(8, 2048), MULTIPROCESSORS)] == [True, False]
 
 
-def test_contexts_are_divided_where_sequences_do_not_fill_the_device() -> None:
+def test_contexts_are_divided_if_sequences_leave_the_device_idle() -> None:
     fills = [plan(sequences(count, 5), MULTIPROCESSORS)[0].fill for count in (1, 4, 8, 16, 64)]
     assert fills == [16, 4, 2, 1, 1]
 
 
-def test_rows_that_few_long_sequences_can_have_divide_their_contexts_however_many_sequences_there_are() -> None:
+def test_rows_of_few_long_sequences_divide_their_contexts() -> None:
     """64 rows are at most one sequence of more than 32, in at most two tiles of 32 rows for each of 8 heads."""
     problem = replace(ONE, num_rows=64, num_sequences=64, max_rows=64)
     long = plan(problem, MULTIPROCESSORS)[-1]
@@ -43,7 +43,7 @@ def test_rows_that_few_long_sequences_can_have_divide_their_contexts_however_man
     assert plan(replace(problem, num_rows=512, max_rows=512), MULTIPROCESSORS)[-1].fill == 1
 
 
-def test_short_contexts_of_many_sequences_are_in_one_share_and_need_no_second_launch() -> None:
+def test_short_contexts_of_many_sequences_need_one_launch() -> None:
     assert plan(sequences(32, 5, max_length=2048), MULTIPROCESSORS)[0].most_shares == 1
     assert plan(sequences(32, 5, max_length=8192), MULTIPROCESSORS)[0].most_shares > 1
     assert plan(sequences(32, 5, max_length=8192, window=512), MULTIPROCESSORS)[0].most_shares == 1

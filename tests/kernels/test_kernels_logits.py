@@ -67,7 +67,7 @@ class TestFilters:
         p = torch.tensor([[0.05, 0.5, 0.26, 0.19]])
         assert kept(process_logits(p.log(), one_row_each(1, min_p=torch.tensor([0.5])))) == [[1, 2]]
 
-    def test_filters_look_at_the_temperature_and_leave_values_unscaled(self) -> None:
+    def test_filters_use_the_temperature_and_leave_values_unscaled(self) -> None:
         p = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
         hot = process_logits(p.log(), one_row_each(1, top_p=torch.tensor([0.6]), temperature=torch.tensor([9.0])))
         cold = process_logits(p.log(), one_row_each(1, top_p=torch.tensor([0.6]), temperature=torch.tensor([0.1])))
@@ -151,7 +151,7 @@ class TestFilters:
         out = process_logits(logits, sampling)
         assert (out > -INF).tolist() == [[True, False, False, False]] * 1 + [[True, False, False, False]]
 
-    def test_a_nan_row_stays_without_a_distribution_and_spares_the_others(self) -> None:
+    def test_a_nan_row_has_no_distribution_and_spares_the_others(self) -> None:
         logits = torch.cat([ROW, torch.full((1, 5), float("nan")), ROW])
         sampling = one_row_each(3, top_k=int32(2, 2, 2), top_p=torch.full((3,), 0.9))
         out = process_logits(logits, sampling)
@@ -260,7 +260,7 @@ class TestPenalties:
         int32(0, 3, 6), torch.zeros(2), draft_tokens=torch.tensor([2, 2, 0, 1]), penalties=PENALTIES
     )
 
-    def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output(self) -> None:
+    def test_repetition_scales_logits_of_prompt_and_output(self) -> None:
         penalties = replace(self.PENALTIES, presence=torch.zeros(2), frequency=torch.zeros(2))
         logits = torch.tensor([[4.0, -4.0, 3.0, 2.0, -1.0]]).repeat(6, 1)
         out = process_logits(logits, replace(self.SAMPLING, penalties=penalties))
@@ -269,7 +269,7 @@ class TestPenalties:
         assert out[2].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after two drafts 2: once
         assert torch.equal(out[3:], logits[3:])
 
-    def test_presence_and_frequency_count_output_and_draft_prefix_but_not_the_prompt(self) -> None:
+    def test_presence_and_frequency_count_output_not_the_prompt(self) -> None:
         penalties = replace(self.PENALTIES, repetition=torch.ones(2))
         out = process_logits(torch.zeros(6, 5), replace(self.SAMPLING, penalties=penalties))
         assert out[0].tolist() == [0, -1.0, 0, 0, 0]

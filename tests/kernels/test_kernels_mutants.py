@@ -25,12 +25,12 @@ def test_resampling_with_the_proposal_noise_fails(form: str) -> None:
     assert _ratio(Case(form, edit_keys=_share_proposal)) > BLOWN
 
 
-def test_resampling_with_the_proposal_noise_at_offset_zero_fails_block() -> None:
+def test_resampling_with_proposal_noise_at_offset_0_fails_block() -> None:
     assert _ratio(Case("dense", "block", edit_keys=_share_proposal)) > BLOWN
 
 
 @pytest.mark.parametrize("form", ["greedy", "one-hot"])
-def test_sampling_p_in_place_of_the_residual_fails_without_draft_logits(
+def test_sampling_p_for_the_residual_fails_without_draft_logits(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rejection, "without_draft", lambda scores, _tokens: scores)
@@ -38,7 +38,7 @@ def test_sampling_p_in_place_of_the_residual_fails_without_draft_logits(
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_sampling_p_in_place_of_the_residual_fails_with_draft_logits(
+def test_sampling_p_for_the_residual_fails_with_draft_logits(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, *_: p.clone())

@@ -48,7 +48,7 @@ def test_float_noise_is_the_formula_of_the_bits(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(uniform, oracle.accept_uniform(5, 17, 2), rtol=1e-7)
 
 
-def test_extreme_words_give_finite_noise_and_keep_the_winning_tail() -> None:
+def test_extreme_words_give_finite_noise_and_keep_the_tail() -> None:
     words = torch.tensor([0, 1, 2, -1, -2, 2**31 - 1, -(2**31)], dtype=INT32)
     u = noise.uniform32(words)
     assert u.dtype == torch.float32
@@ -148,7 +148,7 @@ def test_rows_with_nearby_states_do_not_share_noise() -> None:
     assert abs(np.corrcoef(a, one_bit)[0, 1]) < 4.5 / np.sqrt(n)
 
 
-def test_acceptance_uniform_is_independent_of_the_noise_of_the_same_row() -> None:
+def test_acceptance_uniforms_are_independent_of_a_rows_noise() -> None:
     n = 65536
     keys, position = _keys(n, 2), _zeros(n)
     u = noise.accept_uniform(keys, position, position, torch.float32)

@@ -313,7 +313,7 @@ class TestCorners:
             assert all(row[:2] == [1, 3] for row in self.run(target, [1, 3], target[:2], method=method))
 
     @pytest.mark.parametrize("method", ["standard", "block"])
-    def test_a_residual_without_mass_accepts_and_goes_on_to_the_next_draft(
+    def test_a_residual_without_mass_accepts_and_continues(
         self, method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from draftwire_kernels.reference import rejection
@@ -327,7 +327,7 @@ class TestCorners:
         emitted = self.run(self.BASE, [1, 3], q, method=method)
         assert all(row[0] == 1 and len(row) == 2 and row[1] != 3 for row in emitted)
 
-    def test_a_certain_draft_is_always_accepted_and_an_impossible_one_never(self) -> None:
+    def test_certain_drafts_are_accepted_impossible_ones_never(self) -> None:
         target = self.BASE.clone()
         target[0] = torch.tensor([-INF, 0.0, -INF, -INF])
         target[1, 3] = -INF
@@ -336,7 +336,7 @@ class TestCorners:
 
     @pytest.mark.parametrize("method", ["standard", "block"])
     @pytest.mark.parametrize("token", [2, 4, 99, -1])
-    def test_a_draft_outside_its_own_q_ends_the_drafts_and_p_is_sampled(self, method: str, token: int) -> None:
+    def test_a_draft_outside_its_own_q_ends_the_drafts(self, method: str, token: int) -> None:
         q = self.BASE[:2].clone()
         q[1, 2] = -INF
         emitted = self.run(self.BASE, [1, token], q, method=method)

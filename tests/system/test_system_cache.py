@@ -98,13 +98,13 @@ def complete_all(client: Client, reference: Reference, at_once: int) -> Sequence
     return completions
 
 
-def test_requests_that_take_each_others_blocks_say_what_transformers_says(client, short):
+def test_requests_that_preempt_each_other_match_transformers(client, short):
     completions = complete_all(client, short, at_once=8)
     preemptions = [completion.statistics.preemptions for completion in completions]
     assert sum(preemptions) == client.info().counters.preemptions > 0
 
 
-def test_requests_that_begin_with_blocks_of_others_say_what_transformers_says(client, alike):
+def test_requests_that_share_first_blocks_match_transformers(client, alike):
     before = client.info().counters.prefix_hit_rows
     completions = complete_all(client, alike, at_once=1)
     hits = [completion.statistics.prefix_hit_tokens for completion in completions]
@@ -113,7 +113,7 @@ def test_requests_that_begin_with_blocks_of_others_say_what_transformers_says(cl
 
 
 @pytest.mark.xdist_group("demo")
-def test_a_prompt_that_is_in_the_cache_has_as_many_drafts_accepted_as_before(demo: Pair) -> None:
+def test_a_cached_prompt_has_as_many_drafts_accepted_as_before(demo: Pair) -> None:
     """Features of rows that are not computed again are sent from where they are kept, here in two pieces."""
     prompt = PREFIX + 5 * "\n\n".join(SHORT) + ENDINGS[2]
     first, again = (demo.client.complete(prompt, temperature=0, max_tokens=96) for _ in range(2))

@@ -41,7 +41,7 @@ def greedy(references):
     return references("llama").continuations
 
 
-def test_a_drafter_that_ends_loses_no_request_and_its_sequences_move(shelf, greedy, tmp_path):
+def test_a_drafter_that_ends_loses_no_request(shelf, greedy, tmp_path):
     target, head = shelf.target("llama"), shelf.head("llama", "good")
     addresses = [free_address(), free_address()]
     first, second = (
@@ -67,7 +67,7 @@ def test_a_drafter_that_ends_loses_no_request_and_its_sequences_move(shelf, gree
         assert drafted_share(crowd(client, calls)) > 0.5
 
 
-def test_a_verifier_that_ends_refuses_requests_and_finishes_those_that_run(tmp_path):
+def test_an_ending_verifier_refuses_new_and_finishes_running(tmp_path):
     verifier = start_verifier(DEMO / "target", [], "--device", "cpu", log_path=tmp_path / "verifier.log")
     with ended(verifier), Client(verifier.address) as client, open_channel(verifier.address, LOOPBACK, ()) as channel:
         stream = client.generate(PROMPT, **LONG)
@@ -85,7 +85,7 @@ def test_a_verifier_that_ends_refuses_requests_and_finishes_those_that_run(tmp_p
         assert verifier.wait(EXIT_S) == 0
 
 
-def test_a_verifier_that_ends_gives_requests_no_longer_than_its_drain_timeout(tmp_path):
+def test_an_ending_verifier_gives_requests_its_drain_timeout(tmp_path):
     options = ("--device", "cpu", "--drain-timeout", "0.2")
     verifier = start_verifier(DEMO / "target", [], *options, log_path=tmp_path / "verifier.log")
     with ended(verifier), Client(verifier.address) as client:

@@ -98,7 +98,7 @@ def test_errors_are_the_same(verifiers):
     assert texts[:2] == texts[2:]
 
 
-def test_the_verifier_tells_of_its_engine_and_counts_what_that_does(verifiers, drafter):
+def test_the_verifier_reports_its_engine_and_counts_its_work(verifiers, drafter):
     infos = []
     for process in verifiers:
         with Client(process.address) as client:
@@ -143,7 +143,7 @@ def test_asked_to_end_both_finish_what_runs(ending):
 
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(300)
-def test_asked_to_end_a_split_target_with_cuda_graphs_does_so_by_itself(shelf):
+def test_a_split_target_with_cuda_graphs_ends_when_asked(shelf):
     options = ("--device", "cuda:0", "--kv-cache-tokens", "1024", "--max-num-seqs", "2", "--tensor-parallel-size", "2")
     process = start_verifier(shelf.target("random_llama"), [], *options, timeout_s=START_TIMEOUT_S)
     with all_ending(process), Client(process.address) as client:
@@ -202,7 +202,7 @@ def test_a_killed_front_leaves_no_process(ending):
     ],
     ids=["checkpoint", "metrics", "address", "split"],
 )
-def test_what_keeps_it_from_starting_is_told_as_without_such_a_process(shelf, options, status, told):
+def test_a_failed_start_is_reported_as_without_the_process(shelf, options, status, told):
     given = ("--target", str(shelf.target("random_llama")), "--listen", "127.0.0.1:0", "--device", "cpu", *options)
     command = [sys.executable, "-m", "draftwire_cli", "verifier", "--engine-process", *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)

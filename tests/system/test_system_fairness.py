@@ -29,7 +29,7 @@ def drafted_steps(completions: Sequence[Completion]) -> float:
     return sum(one.drafted[0] for one in statistics) / sum(one.verify_steps for one in statistics)
 
 
-def test_the_flood_of_one_verifier_takes_no_drafts_from_the_sequences_of_another(shelf, references, tmp_path):
+def test_one_verifiers_flood_takes_no_drafts_from_another(shelf, references, tmp_path):
     target, head, cpu = shelf.target("llama"), shelf.head("llama", "good"), ("--device", "cpu")
     greedy = references("llama").continuations[:8]
     options = (*cpu, "--draft-deadline-ms", "off")

@@ -111,7 +111,7 @@ def is_zero(share: float) -> bool:
     return share == 0
 
 
-def test_verifier_serves_before_there_is_a_drafter_and_takes_it_up_in_mid_generation(own_pair, continuations):
+def test_a_verifier_serves_before_its_drafter_and_takes_it_up(own_pair, continuations):
     own_pair.kill_drafter()
     assert drafter_status(own_pair.client, own_pair.drafter_address).state == pb.DRAFTER_STATE_CONNECTING
     assert drafted_share(say(own_pair.client, continuations)) == 0
@@ -121,7 +121,7 @@ def test_verifier_serves_before_there_is_a_drafter_and_takes_it_up_in_mid_genera
         requests.wait_for_share(is_high, "drafts are accepted")
 
 
-def test_killed_drafter_ends_no_request_and_drafting_is_back_within_ten_seconds(pair, continuations):
+def test_a_killed_drafter_ends_no_request_and_returns_in_time(pair, continuations):
     before = drafted_share(say(pair.client, continuations))
     assert is_high(before)
     with Requests(pair.client, continuations) as requests:
@@ -136,7 +136,7 @@ def test_killed_drafter_ends_no_request_and_drafting_is_back_within_ten_seconds(
             after = drafted_share(say(pair.client, continuations[:8]))
 
 
-def test_hanging_drafter_stops_no_request_and_drafts_again_when_it_goes_on(pair, continuations):
+def test_a_hanging_drafter_stops_no_request_and_drafts_again(pair, continuations):
     pair.drafter.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     try:

@@ -67,7 +67,7 @@ def test_greedy_output_is_that_of_transformers(target, head, pairs, references):
 
 
 @pytest.mark.xdist_group("demo")
-def test_demo_pair_says_what_transformers_says_while_requests_join_and_leave(demo):
+def test_demo_pair_matches_transformers_as_requests_come_and_go(demo):
     tokenizer = AutoTokenizer.from_pretrained(demo.target)
     reference = Reference(demo.target, [tokenizer.encode(code) for code in CODE], length=64)
     assert len(reference.continuations) >= 18, "too many prompts whose best scores are within rounding"

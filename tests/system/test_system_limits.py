@@ -108,7 +108,7 @@ def test_a_verifier_is_told_the_limits_of_the_drafter(limited):
     limited.generate(limited.client)
 
 
-def test_a_message_past_the_limit_is_refused_unread_while_others_are_served(limited):
+def test_a_message_past_the_limit_is_refused_unread(limited):
     refused = []
     for service, method, most in (
         (limited.verifier, "/draftwire.v1.Generation/Generate", MAX_REQUEST_BYTES),
@@ -134,7 +134,7 @@ def test_a_prompt_past_the_context_is_told_how_long_one_may_be(limited, prompt):
     limited.generate(limited.client)
 
 
-def test_a_second_verifier_serves_without_drafts_until_the_drafter_has_room(limited, tmp_path):
+def test_a_second_verifier_serves_without_drafts_until_room(limited, tmp_path):
     options = ("--device", "cpu", "--draft-deadline-ms", "off")
     address = limited.drafter.address
     with (

@@ -129,11 +129,11 @@ def wire_bytes(page: str) -> dict[tuple[str, str, str], float]:
     return found
 
 
-def test_a_verifier_has_these_metrics_with_these_labels_and_no_other(pair: Pair):
+def test_a_verifier_has_exactly_these_metrics_and_labels(pair: Pair):
     assert labels_by_name(pair.verifier, pair.client.info().target) == VERIFIER
 
 
-def test_a_drafter_has_these_metrics_with_these_labels_and_no_other(pair: Pair):
+def test_a_drafter_has_exactly_these_metrics_and_labels(pair: Pair):
     assert labels_by_name(pair.drafter, "head") == DRAFTER
 
 

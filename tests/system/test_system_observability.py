@@ -63,7 +63,7 @@ def generate(address: str, request_id: str, text: str = PROMPT, **sampling: Any)
         return told, "".join(response.text for response in call)
 
 
-def test_a_request_has_the_name_that_its_client_gave_in_both_logs(services):
+def test_both_logs_have_the_request_name_of_the_client(services):
     told, output = generate(services.verifier.address, "r-42", max_tokens=12, temperature=0, ignore_eos=True)
     assert told == "r-42"
     (finished,) = [

@@ -118,7 +118,7 @@ def test_ignore_eos_goes_on_to_the_limit(llama):
         (7, ["no such words"], None),
     ],
 )
-def test_stop_text_across_token_borders_ends_the_output_before_it(llama, sentence, stops, found, k):
+def test_stop_text_across_tokens_ends_the_output_before_it(llama, sentence, stops, found, k):
     prompt = beginning(sentence)
     rest = SENTENCES[sentence].removeprefix(prompt)
     completion = llama.client.complete(prompt, temperature=0, max_tokens=120, stop=stops, num_speculative_tokens=k)
@@ -136,7 +136,7 @@ def test_stop_token_ends_the_output_and_is_reported(llama):
     assert completion.finish_reason == "stop"
 
 
-def test_logprobs_are_those_of_the_target_with_and_without_drafts(llama, references):
+def test_logprobs_are_the_targets_with_and_without_drafts(llama, references):
     drafts, none = with_and_without_drafts(llama, logprobs=5, repetition_penalty=1.2)
     model = references("llama").model
     for prompt, with_drafts, without in zip(PROMPTS, drafts, none, strict=True):
@@ -169,7 +169,7 @@ def added_text(prompt: list[int], ids: list[int]) -> str:
     return TOKENIZER.decode(prompt + ids)[len(TOKENIZER.decode(prompt)) :]
 
 
-def test_text_is_the_tokenizer_s_and_each_token_tells_where_its_text_ends(llama):
+def test_text_is_the_tokenizers_and_each_token_knows_its_end(llama):
     drafts, _ = with_and_without_drafts(llama, max_tokens=80)
     unfinished = 0
     for prompt, completion in zip(PROMPTS, drafts, strict=True):

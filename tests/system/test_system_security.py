@@ -142,7 +142,7 @@ def test_drafts_and_requests_travel_over_mutual_tls(stack):
 
 @pytest.mark.parametrize("service", LETS_IN)
 @pytest.mark.parametrize("certificate", [None, *CERTIFICATES])
-def test_a_port_lets_in_the_certificates_of_its_own_authority_alone(stack, service, certificate):
+def test_a_port_admits_only_certificates_of_its_own_authority(stack, service, certificate):
     authority, names = LETS_IN[service]
     security = stack.security(authority, certificate)
     assert is_let_in(stack.services[service].address, security) == (certificate in names)
@@ -170,7 +170,7 @@ def test_a_client_needs_a_token_beside_its_certificate(stack):
                     client.info()
 
 
-def test_no_secret_is_in_a_log_a_command_line_an_environment_or_an_error(stack, tmp_path):
+def test_no_secret_is_in_a_log_command_line_environment_or_error(stack, tmp_path):
     """Both services log at the level debug."""
     wrong, absent = tmp_path / "wrong", None
     wrong.write_text("a-token-that-is-not-known\n")
@@ -223,7 +223,7 @@ def certificates(secrets: Path) -> list[Path]:
     return [secrets / f"{name}{end}" for name in CERTIFICATES for end in (".pem", ".key")]
 
 
-def test_authorities_and_certificates_are_replaced_while_the_services_run(tmp_path):
+def test_certificates_are_replaced_while_the_services_run(tmp_path):
     old, new = make_secrets(tmp_path / "old"), make_secrets(tmp_path / "new")
     served = tmp_path / "served"
     shutil.copytree(old, served)
@@ -252,7 +252,7 @@ def test_authorities_and_certificates_are_replaced_while_the_services_run(tmp_pa
         assert sum(done.statistics.drafted) > 0
 
 
-def test_a_verifier_comes_back_to_a_drafter_with_the_files_of_that_moment(tmp_path):
+def test_a_verifier_returns_to_a_drafter_with_the_current_files(tmp_path):
     served, new = make_secrets(tmp_path / "served"), make_secrets(tmp_path / "new")
     with running(served) as stack, Client(stack.verifier.address, stack.security("ca", "client")) as client:
         stack.drafter.kill()

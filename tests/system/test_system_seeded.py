@@ -82,7 +82,7 @@ def rejection_method(client: Client) -> int:
     return client.info().speculative_config.rejection_sample_method
 
 
-def test_seeded_request_gives_the_same_tokens_alone_in_a_crowd_and_in_another_slot(client):
+def test_seeded_tokens_are_equal_alone_in_a_crowd_and_any_slot(client):
     alone = [client.complete(prompt, **options) for prompt, options in seeded_calls()]
     assert 0.1 < acceptance_rate(alone) < 0.95, "both outcomes of the test of a draft must occur"
     behind = crowd(client, [*other_calls(), *seeded_calls()])[-len(SEEDS) :]
@@ -103,7 +103,7 @@ def test_request_without_a_seed_gives_other_tokens_each_time(client):
     assert len(set(outputs)) > 1
 
 
-def test_seeded_request_without_drafts_gives_the_same_tokens_in_a_crowd(client):
+def test_seeded_requests_without_drafts_are_equal_in_a_crowd(client):
     calls = [(prompt, {**options, "num_speculative_tokens": 0}) for prompt, options in seeded_calls()]
     alone = [client.complete(prompt, **options) for prompt, options in calls]
     assert tokens(crowd(client, [*other_calls(), *calls])[-len(calls) :]) == tokens(alone)

@@ -121,7 +121,7 @@ def test_a_request_that_is_refused_is_a_failed_span(monkeypatch):
     assert ended == [({"field": "text"}, "refused")]
 
 
-def test_without_an_endpoint_there_is_no_span_and_nothing_is_told(monkeypatch):
+def test_without_an_endpoint_no_span_is_made_or_sent(monkeypatch):
     for name in list(os.environ):
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)
@@ -142,7 +142,7 @@ def test_an_endpoint_that_is_none_is_refused(url):
 
 @pytest.mark.parametrize("url", ["http://collector:4317", "http://10.0.0.1:4317"])
 @pytest.mark.parametrize("variable", [None, *ENDPOINTS])
-def test_plain_text_to_a_collector_outside_of_loopback_must_be_asked_for(monkeypatch, url, variable):
+def test_plain_text_beyond_loopback_must_be_asked_for(monkeypatch, url, variable):
     set_endpoint(monkeypatch, variable, url)
     refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback must be asked for")
     with (
@@ -164,7 +164,7 @@ def test_plain_text_to_a_collector_outside_of_loopback_must_be_asked_for(monkeyp
         ("https://me:hunter2?hunter2@collector:4317", "https://..."),
     ],
 )
-def test_an_endpoint_with_a_user_is_refused_and_its_secrets_are_not_shown(
+def test_an_endpoint_with_a_user_is_refused_without_its_secrets(
     monkeypatch, url, shown, variable, is_plain_allowed
 ):
     set_endpoint(monkeypatch, variable, url)
@@ -220,7 +220,7 @@ def test_which_endpoints_are_plain_text_outside_of_loopback(url, is_plain):
     assert is_plain_url_outside(url) == is_plain
 
 
-def test_the_end_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch, caplog):
+def test_the_end_does_not_wait_for_a_silent_collector(monkeypatch, caplog):
     taken = threading.Event()
     monkeypatch.setattr(tracing, "LAST_SPANS_S", 0.05)
     monkeypatch.setattr(TracerProvider, "shutdown", lambda _: taken.wait())

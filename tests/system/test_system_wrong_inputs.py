@@ -272,7 +272,7 @@ for stream in streams:
 """
 
 
-def test_client_that_vanishes_in_mid_stream_leaves_nothing_behind(serving):
+def test_a_client_that_vanishes_mid_stream_leaves_nothing_behind(serving):
     """The drafter is stopped, so that the requests wait for it: they can end only because their client is gone."""
     serving.drafter.send_signal(signal.SIGSTOP)
     try:
@@ -318,7 +318,7 @@ def write_config(directory: Path, **changes) -> Path:
     return directory
 
 
-def test_drafter_for_another_target_is_refused_and_a_full_queue_is_told(shelf, references, tmp_path):
+def test_a_drafter_for_another_target_is_refused(shelf, references, tmp_path):
     """One verifier for both: it has a drafter that does not fit, computes one request at once and lets one wait."""
     target = write_config(tmp_path / "target")
     head = write_config(tmp_path / "head", draft_vocab_size=200, num_hidden_layers=1)
@@ -463,7 +463,7 @@ def test_port_in_use_ends_the_service_with_one_line(llama, shelf, command):
         ("no-such-file.json", "must be a JSON object or the path of a file with one"),
     ],
 )
-def test_wrong_speculative_config_ends_the_verifier_before_it_loads(shelf, json_text, message):
+def test_wrong_speculative_config_ends_the_verifier_early(shelf, json_text, message):
     status, line = run_here("verifier", "--target", shelf.target("llama"), "--speculative-config", json_text)
     assert status == 2
     assert line.startswith("Error: speculative_config")

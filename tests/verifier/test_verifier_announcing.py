@@ -291,7 +291,7 @@ def test_a_step_that_has_changed_replaces_the_announced_one(change):
     assert awaited is None or not awaited.has_early_drafts()
 
 
-def test_what_a_drafter_that_was_off_is_sent_next_replaces_the_announced_step():
+def test_what_a_once_off_drafter_is_sent_replaces_the_announced():
     told = Told()
     early = told.launch([[5], [5], [5]])
     told.session.pace.policy.pin(0)
@@ -320,7 +320,7 @@ def test_steps_that_were_not_announced_follow():
     assert told.step([[7], [7], [7]]).announced_id == 2
 
 
-def test_numbers_are_the_drafters_sequences_wherever_they_are_drawn():
+def test_numbers_are_the_sequences_wherever_they_are_drawn():
     told = Told()
     told.requests.reverse()  # the step's, and not the session's
     told.requests.insert(1, told.scene.decode(4))  # which the drafter has no place of yet

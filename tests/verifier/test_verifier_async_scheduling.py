@@ -113,7 +113,7 @@ def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
     stream.on_send = lambda step: computing.submit(compute, step)
 
 
-def test_without_drafts_each_step_is_launched_before_the_one_before_it_has_landed(target):
+def test_without_drafts_a_step_is_launched_before_the_last_lands(target):
     ends, own = said(target, [{"max_tokens": 20, "k": 0}, {"max_tokens": 12, "k": 0}], is_async=True)
     assert [len(tokens) for tokens, _ in ends] == [20, 12]
     launched = [follows for what, follows, _ in own.log if what == "launch"]
@@ -167,7 +167,7 @@ def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
     ],
     ids=str,
 )
-def test_a_draw_that_depends_on_the_tokens_before_it_does_not_wait_for_them(target, kind):
+def test_a_draw_that_needs_earlier_tokens_does_not_wait_for_them(target, kind):
     requests = [{"k": 0, "max_tokens": 20, **kind}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
     plain, _ = said(target, [{key: one[key] for key in ("k", "max_tokens")} for one in requests[:1]], is_async=False)
     expected, _ = said(target, requests, is_async=False)
@@ -189,7 +189,7 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
 
 
-def test_a_step_before_one_with_prompts_counts_as_one_with_prompts(target, monkeypatch):
+def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
     """The host launches the other one before it takes the step's tokens."""
     own = Watched(target)
     told: list[bool] = []
@@ -241,7 +241,7 @@ def test_drafts_do_not_overtake_a_step_of_their_drafter(target):
 
 
 @pytest.mark.parametrize("are_soon", [False, True])
-def test_prompts_alone_go_before_requests_whose_drafts_come_late_and_no_others(target, are_soon, monkeypatch):
+def test_only_prompts_go_before_requests_with_late_drafts(target, are_soon, monkeypatch):
     monkeypatch.setattr(DraftWaitPolicy, "come_soon", lambda *_: are_soon)
     prompts = [[3, 1, 4], *([one] * 40 for one in (5, 6, 7))]
     requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4, "k": 0} for one in prompts]
@@ -256,7 +256,7 @@ def test_prompts_alone_go_before_requests_whose_drafts_come_late_and_no_others(t
     assert (own.num_prompts_before == 0) == are_soon
 
 
-def test_a_prompt_does_not_go_on_before_its_last_rows_have_landed_while_drafts_are_awaited(target):
+def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
     """They may come in the meantime, and would wait for two steps of the prompt."""
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
@@ -281,7 +281,7 @@ def test_a_prompt_does_not_go_on_before_its_last_rows_have_landed_while_drafts_a
     assert ahead == 0
 
 
-def test_requests_without_drafts_are_in_every_step_while_a_long_prompt_is_computed(target):
+def test_requests_are_in_every_step_of_a_long_prompt(target):
     requests = [{"k": 0, "max_tokens": 30}, {"k": 0, "prompt": [5] * 50, "max_tokens": 3}]
     expected, _ = said(target, requests, is_async=False, max_prefill_rows=8)
     found, own = said(target, requests, is_async=True, max_prefill_rows=8)
@@ -294,7 +294,7 @@ def test_requests_without_drafts_are_in_every_step_while_a_long_prompt_is_comput
     assert [all(decode) for decode in launched].index(True) == num_chunks  # the prompt is in every step too
 
 
-def test_a_prompt_goes_on_before_its_last_rows_have_landed_and_prompts_keep_their_order(target):
+def test_prompts_continue_before_their_rows_land_and_keep_order(target):
     prompts = [[5] * 40, [6] * 40]
     requests = [{"k": 0, "prompt": one, "max_tokens": 3} for one in prompts]
     expected, _ = said(target, requests, is_async=False, max_prefill_rows=16)
@@ -313,7 +313,7 @@ def test_a_prompt_goes_on_before_its_last_rows_have_landed_and_prompts_keep_thei
     assert own.num_ahead == sum(what == "launch" for what, _, _ in own.log) - 1
 
 
-def test_a_prompt_that_may_be_drafted_for_goes_on_once_its_drafter_gets_its_features(target):
+def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
     """Its first rows land before its next ones are launched; then it has a place, and its features are sent."""
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
@@ -404,7 +404,7 @@ def test_a_message_may_have_the_tokens_of_several_steps():
     assert (message.finish_reason, message.stop_token_id) == (generate_pb2.FINISH_REASON_STOP, 9)
 
 
-def test_a_failed_step_ends_its_requests_and_the_one_that_follows_it_does_no_harm(target, monkeypatch):
+def test_a_failed_step_ends_its_requests_and_not_the_next(target, monkeypatch):
     own = Watched(target)
     finish, calls = TokenSampler.finish, []
 

@@ -101,7 +101,7 @@ def test_attention_is_torch_s_own():
     torch.testing.assert_close(sequence.expected(0, 21, None, None), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_pool_hands_out_every_block_but_the_first_and_never_one_twice():
+def test_pool_hands_out_every_block_but_the_first_once():
     pool = BlockPool(5)
     first, second = pool.allocate(3), pool.allocate(1)
     assert first is not None

@@ -27,7 +27,7 @@ READY, SLOW, PROBING = (
 
 
 @pytest.mark.parametrize("num_between", [0, 1, 6])
-def test_late_answers_open_it_whether_in_a_row_or_with_others_in_between(num_between):
+def test_late_answers_open_it_in_a_row_or_interleaved(num_between):
     breaker = Breaker(DEADLINE_S)
     for _ in range(TOO_MANY_LATE - 1):
         breaker.take_answer(1.1, 0.0)
@@ -54,7 +54,7 @@ def test_an_answer_that_does_not_come_opens_it(deadline_s, overdue_s):
     assert breaker.is_open
 
 
-def test_it_is_tried_after_a_rest_once_nothing_is_owed_and_closes_after_enough_answers():
+def test_it_is_retried_after_a_rest_and_closes_after_answers():
     breaker = Breaker(DEADLINE_S)
     breaker.watch(0.0, 10.0)
     breaker.watch(None, 10.0 + 0.9 * REST_S[0])
@@ -106,7 +106,7 @@ def make_slow(scene: Scene, stream: RecordedStream, clock: Clock) -> None:
         scene.answer(stream, answer_to(step))
 
 
-def test_sequences_of_a_slow_drafter_move_and_it_is_told_to_close_them(clock):
+def test_a_slow_drafters_sequences_move_and_are_closed_there(clock):
     scene = Scene(deadline_s=DEADLINE_S, adaptive_k=False)
     slow = scene.connect()
     requests = [scene.decode() for _ in range(3)]
@@ -121,7 +121,7 @@ def test_sequences_of_a_slow_drafter_move_and_it_is_told_to_close_them(clock):
     assert list(slow.last.closed_ids) == [1, 2, 3]
 
 
-def test_a_slow_drafter_gets_one_sequence_and_all_again_when_it_has_stood_its_trial(clock):
+def test_a_slow_drafter_gets_one_sequence_until_its_trial_ends(clock):
     scene = Scene(deadline_s=DEADLINE_S, adaptive_k=False)
     stream = scene.connect()
     requests = [scene.decode() for _ in range(3)]
@@ -148,7 +148,7 @@ def test_a_slow_drafter_that_is_the_only_one_holds_up_nobody(clock):
     assert not scene.drafting.gate.is_awaited
 
 
-def test_the_wait_behind_an_earlier_answer_is_not_held_against_a_drafter(clock):
+def test_waiting_behind_an_earlier_answer_does_not_count(clock):
     scene = Scene(deadline_s=DEADLINE_S, adaptive_k=False)
     stream = scene.connect()
     for _ in range(2 * TOO_MANY_LATE):
@@ -161,7 +161,7 @@ def test_the_wait_behind_an_earlier_answer_is_not_held_against_a_drafter(clock):
     assert stream.states == []
 
 
-def test_on_trial_every_draft_is_drawn_again_and_the_first_mismatch_expels(monkeypatch):
+def test_on_trial_all_is_redrawn_and_the_first_mismatch_expels(monkeypatch):
     monkeypatch.setattr(redraws.random, "random", lambda: 0.999)  # none would be
     config = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
     for on_trial in (False, True):

@@ -74,7 +74,7 @@ def choose(target: Target, memory: GpuMemory | None = None, **options: Any) -> i
 # What is left of a GPU.
 
 
-def test_the_cache_gets_what_loaded_libraries_and_twice_the_activations_leave_of_the_share(monkeypatch):
+def test_the_cache_gets_what_libraries_and_activations_leave(monkeypatch):
     gpu = FakeGpu(monkeypatch, foreign=5 * GIB)
     memory = GpuMemory(DEVICE)
     gpu.take(16 * GIB)
@@ -115,12 +115,12 @@ def test_a_number_of_tokens_wins(target):
     assert choose(target, FixedMemory(0), kv_cache_tokens=100) == blocks_for(100) + 1
 
 
-def test_the_cache_of_a_cpu_is_what_all_requests_can_use_up_to_a_limit(target):
+def test_a_cpus_cache_is_what_requests_can_use_up_to_a_limit(target):
     assert choose(target, max_num_seqs=2) == 2 * blocks_for(CONTEXT) + 1
     assert choose(target, max_num_seqs=4096) == blocks_for(CPU_KV_CACHE_TOKENS) + 1
 
 
-def test_the_cache_of_a_gpu_is_what_is_left_with_room_for_the_features_beside_it(target):
+def test_a_gpus_cache_leaves_room_for_the_features_beside_it(target):
     raw = FixedMemory(10 * (KV_BLOCK_BYTES + 3 * STATE_BLOCK_BYTES))
     assert choose(target, raw, drafters="localhost:1", gpu_memory_utilization=0.7, fuse_features=False) == 10
     assert raw.utilization == 0.7
@@ -129,7 +129,7 @@ def test_the_cache_of_a_gpu_is_what_is_left_with_room_for_the_features_beside_it
     assert choose(target, FixedMemory(10 * KV_BLOCK_BYTES)) == 10
 
 
-def test_the_cache_of_a_gpu_is_no_larger_than_all_requests_can_use(target):
+def test_a_gpus_cache_is_no_larger_than_all_requests_can_use(target):
     assert choose(target, FixedMemory(GIB), max_num_seqs=3) == 3 * blocks_for(CONTEXT) + 1
 
 
@@ -149,7 +149,7 @@ def test_a_cache_that_holds_no_request_of_full_length_is_refused(target):
 
 
 @pytest.mark.parametrize("draft_logits", [None, "dense", {"top_n": 4}], ids=["none", "dense", "top_n"])
-def test_the_largest_step_verifies_all_drafts_of_all_requests_beside_a_full_prefill(target, monkeypatch, draft_logits):
+def test_the_largest_step_has_all_drafts_and_a_full_prefill(target, monkeypatch, draft_logits):
     mapping = {"num_speculative_tokens": 3}
     if draft_logits is not None:
         mapping |= {"draft_sample_method": "gumbel", "draft_logits": draft_logits}

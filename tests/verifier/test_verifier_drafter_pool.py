@@ -117,7 +117,7 @@ def test_new_addresses_are_found(names, start):
     wait_for(pool, "10.0.0.1:1", "10.0.0.9:1")
 
 
-def test_a_link_goes_when_its_address_is_gone_and_it_is_no_longer_needed(names, start):
+def test_an_unneeded_link_whose_address_is_gone_is_closed(names, start):
     pool, links = start("many:2")
     wait_for(pool, "10.0.0.2:2", "10.0.0.3:2")
     links["10.0.0.3:2"].is_needed = True

@@ -53,7 +53,7 @@ def start(config: dict[str, Any] | None = None, deadline_s: float | None = None,
 # What is sent.
 
 
-def test_a_decoding_sequence_is_opened_with_all_its_rows_and_drafts_are_asked():
+def test_a_decoding_sequence_opens_with_all_rows_and_asks_drafts():
     _, stream, one = start(temperature=0.5)
     (step,) = stream.steps
     assert (step.step_id, list(step.opened.ids), list(step.opened.first_rows)) == (1, [1], [0])
@@ -62,7 +62,7 @@ def test_a_decoding_sequence_is_opened_with_all_its_rows_and_drafts_are_asked():
     assert tokens_of(step) == one.tokens[1:]
 
 
-def test_row_i_has_the_features_of_position_i_and_the_token_after_it():
+def test_row_i_has_features_of_i_and_the_token_after_it():
     scene, stream, one = start()
     other = scene.decode()
     scene.verify(one, 3, 8)
@@ -81,7 +81,7 @@ def test_features_are_sent_in_the_type_of_the_head():
     assert (stream.last.features.dtype, len(stream.last.features.data)) == (pb.DTYPE_BFLOAT16, 4 * 2 * WIDTH)
 
 
-def test_a_prompt_that_is_computed_in_pieces_feeds_the_head_and_asks_for_nothing():
+def test_a_prompt_in_pieces_feeds_the_head_and_asks_nothing():
     scene = Scene()
     stream = scene.connect()
     one = scene.admit(10)
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_computed_in_pieces_feeds_the_head_and_asks_for_nothing
     assert (rows_of(stream.last), list(stream.last.num_drafts)) == ([(1, 6, 4)], [K])
 
 
-def test_rows_of_a_prompt_go_after_those_of_decoding_sequences_in_a_message_of_their_own():
+def test_prompt_rows_follow_decoding_rows_in_their_own_message():
     scene, stream, one = start()
     long, short = scene.decode(20), scene.decode(K + 1)
     scene.verify(one, 3)
@@ -157,7 +157,7 @@ def move(scene: Scene, *lengths: int) -> tuple[RecordedStream, list[Request]]:
     return scene.connect(), requests
 
 
-def test_a_history_is_sent_in_pieces_and_drafts_are_asked_with_the_last(monkeypatch):
+def test_a_history_goes_in_pieces_and_the_last_asks_for_drafts(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
     scene = Scene()
     stream, _ = move(scene, 20)
@@ -176,7 +176,7 @@ def test_a_piece_of_a_history_has_at_most_max_history_rows():
     assert [list(step.num_rows) for step in stream.steps] == [[step_sender.MAX_HISTORY_ROWS], [1]]
 
 
-def test_new_rows_of_other_sequences_go_whole_in_the_message_with_a_piece(monkeypatch):
+def test_new_rows_of_other_sequences_go_whole_beside_a_piece(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
     monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 8 * 4 * WIDTH)
     scene = Scene()
@@ -206,7 +206,7 @@ def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
     assert [list(step.num_rows) for step in stream.steps] == [[1], [1], [1]]
 
 
-def test_ids_of_opened_sequences_rise_however_histories_are_split(monkeypatch):
+def test_sequence_ids_rise_however_histories_are_split(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
     stream, requests = move(scene, 8, 10)
@@ -235,7 +235,7 @@ def test_a_history_begins_at_the_first_row_that_has_features():
     assert list(stream.last.num_drafts) == [K]
 
 
-def test_a_prefix_that_was_found_in_the_cache_is_sent_with_its_features_and_the_tokens_of_the_request():
+def test_a_found_prefix_is_sent_with_its_features_and_tokens():
     scene = Scene()
     stream = scene.connect()
     former = scene.decode(2 * BLOCK_SIZE)
@@ -251,7 +251,7 @@ def test_a_prefix_that_was_found_in_the_cache_is_sent_with_its_features_and_the_
     assert list(stream.last.num_drafts) == [K]
 
 
-def test_a_prefix_that_was_found_is_sent_in_pieces_like_every_history(monkeypatch):
+def test_a_found_prefix_is_sent_in_pieces_like_any_history(monkeypatch):
     monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", BLOCK_SIZE)
     scene = Scene()
     stream = scene.connect()
@@ -280,7 +280,7 @@ def test_of_a_prefix_from_before_the_drafter_nothing_is_sent():
 # Which drafter.
 
 
-def test_a_request_with_more_rows_than_the_head_has_positions_is_not_bound():
+def test_a_request_longer_than_the_heads_positions_is_not_bound():
     scene = Scene()
     small = scene.connect(max_model_len=7)
     fits, too_long = scene.decode(7), scene.decode(8)
@@ -292,7 +292,7 @@ def test_a_request_with_more_rows_than_the_head_has_positions_is_not_bound():
     assert list(large.last.num_rows) == [8]
 
 
-def test_a_new_sequence_goes_to_the_drafter_with_the_fewest_and_stays():
+def test_a_new_sequence_goes_to_the_emptiest_drafter_and_stays():
     scene = Scene()
     first, second = scene.connect(), scene.connect()
     one = scene.decode()
@@ -319,7 +319,7 @@ def loads(sequences: int, kv_cache_usage: float = 0.0) -> pb.DrafterLoad:
         (loads(0), loads(0), (10, 100), 0),
     ],
 )
-def test_a_new_sequence_goes_where_the_least_of_the_drafter_is_taken(first, second, sizes, chosen):
+def test_a_new_sequence_goes_to_the_least_occupied_drafter(first, second, sizes, chosen):
     scene = Scene()
     streams = [scene.connect(max_sequences=size) for size in sizes]
     for stream, load in zip(streams, (first, second), strict=True):
@@ -358,7 +358,7 @@ def test_a_drafter_gets_no_more_sequences_than_it_takes():
     assert (list(stream.last.closed_ids), list(stream.last.opened.ids)) == ([1], [2])
 
 
-def test_requests_of_a_drafter_that_is_gone_move_to_another_and_are_sent_from_the_first_row():
+def test_requests_of_a_lost_drafter_move_and_are_sent_whole():
     scene, stream, one = start()
     scene.verify(one, 3)
     scene.flush()
@@ -392,7 +392,7 @@ def states_of(stream: RecordedStream) -> list[list[float]]:
     return decode_tensor(stream.last.features, "features", torch.float32, (rows, 2)).tolist()
 
 
-def test_every_head_gets_what_its_own_fusion_makes_of_the_features():
+def test_every_head_gets_what_its_own_fusion_makes():
     scene = Scene()
     one, other, raw = (
         scene.connect(**fusing_head("a", 1)),
@@ -408,7 +408,7 @@ def test_every_head_gets_what_its_own_fusion_makes_of_the_features():
     assert raw.last.features.shape == [2, WIDTH]
 
 
-def test_heads_of_the_same_weights_and_other_fingerprints_share_no_features():
+def test_heads_with_other_fingerprints_share_no_features():
     scene = Scene()
     scene.connect(**fusing_head("a", 1))
     scene.connect(**fusing_head("b", 1))
@@ -416,7 +416,7 @@ def test_heads_of_the_same_weights_and_other_fingerprints_share_no_features():
     assert len(scene.stores) == len(scene.drafting.feature_kinds) == 2
 
 
-def test_a_head_that_comes_late_gets_no_features_fused_for_another():
+def test_a_late_head_gets_no_features_fused_for_another():
     scene = Scene()
     first = scene.connect(**fusing_head("a", 1))
     one = scene.decode()
@@ -430,7 +430,7 @@ def test_a_head_that_comes_late_gets_no_features_fused_for_another():
 
 
 @pytest.mark.parametrize("status", [pb.SEQUENCE_STATUS_UNKNOWN, pb.SEQUENCE_STATUS_NO_CAPACITY])
-def test_a_sequence_that_the_drafter_has_not_got_is_opened_anew_after_a_delay_that_doubles(status, clock):
+def test_an_unknown_sequence_reopens_after_a_delay_that_doubles(status, clock):
     scene, stream, one = start()
     shortest, longest = drafting.REOPEN_DELAY_S
     for delay in (shortest, 2 * shortest, 4 * shortest):
@@ -452,7 +452,7 @@ def test_a_sequence_that_the_drafter_has_not_got_is_opened_anew_after_a_delay_th
     assert not any(step.closed_ids for step in stream.steps)
 
 
-def test_a_sequence_that_the_drafter_has_not_got_disturbs_no_other(clock):  # noqa: ARG001
+def test_a_sequence_unknown_to_the_drafter_disturbs_no_other(clock):  # noqa: ARG001
     scene, stream, lost = start()
     kept = scene.decode()
     scene.flush()
@@ -532,7 +532,7 @@ def test_fewer_drafts_than_asked_are_used():
     assert one.drafts.tokens == [5]
 
 
-def test_a_request_that_the_answer_leaves_out_goes_on_without_drafts():
+def test_a_request_missing_in_an_answer_has_no_drafts():
     scene, stream, one = start()
     scene.answer(stream, pb.Drafts(step_id=1))
     assert (one.drafts, stream.failure) == (None, None)
@@ -609,7 +609,7 @@ def test_requests_of_an_expelled_drafter_go_to_another_one():
     assert one.drafts.tokens == [5, 6, 7]
 
 
-def test_what_still_comes_from_a_drafter_that_was_given_up_is_ignored():
+def test_late_answers_of_an_abandoned_drafter_are_ignored():
     scene, stream, one = start()
     scene.answer(stream, answer_to(stream.last, [VOCAB]))
     scene.answer(stream)
@@ -629,7 +629,7 @@ def test_a_request_waits_for_its_drafts_until_the_deadline(clock):
     assert scene.drafting.gate.is_ready(one)
 
 
-def test_a_drafter_whose_answer_is_late_is_not_waited_for_until_it_has_answered_everything(clock):
+def test_a_late_drafter_is_not_waited_for_until_it_answered_all(clock):
     scene, stream, one = start(deadline_s=DEADLINE_S)
     other = scene.decode()
     scene.flush()
@@ -669,7 +669,7 @@ def test_without_a_deadline_a_request_waits_for_its_drafts(clock):
     assert scene.drafting.gate.is_ready(one)
 
 
-def test_a_drafter_with_many_unanswered_steps_is_sent_no_more_and_its_requests_wait(clock, monkeypatch):
+def test_a_drafter_with_many_unanswered_steps_is_sent_no_more(clock, monkeypatch):
     monkeypatch.setattr(draft_session, "MAX_UNANSWERED_STEPS", 1)
     scene, stream, one = start(deadline_s=DEADLINE_S)
     scene.verify(one, 3)
@@ -698,7 +698,7 @@ def test_a_drafter_whose_answer_may_be_there_is_not_called_slow(clock):
     assert stream.states == [generate_pb2.DRAFTER_STATE_SLOW]
 
 
-def test_a_drafter_whose_oldest_step_is_unanswered_for_long_is_given_up(clock):
+def test_a_drafter_is_given_up_if_its_oldest_step_waits_for_long(clock):
     scene, stream, one = start()
     assert scene.drafting.next_deadline() == clock.now + drafting.LOST_AFTER_S
     clock.now += 0.6 * drafting.LOST_AFTER_S
@@ -713,7 +713,7 @@ def test_a_drafter_whose_oldest_step_is_unanswered_for_long_is_given_up(clock):
     assert scene.drafting.next_deadline() is None
 
 
-def test_a_later_step_that_is_unanswered_counts_from_its_own_time(clock):
+def test_a_later_unanswered_step_counts_from_its_own_time(clock):
     scene, stream, one = start()
     clock.now += 0.6 * drafting.LOST_AFTER_S
     scene.verify(one, 3)
@@ -820,7 +820,7 @@ def test_drafts_that_are_drawn_from_their_logits_never_expel(config, ids, monkey
 
 
 @pytest.mark.parametrize(("config", "ids"), [HONEST[0], HONEST[1], HONEST[3]], ids=["dense", "dense reduced", "top_n"])
-def test_drafts_that_are_not_drawn_from_their_logits_are_not_used_and_expel_when_too_many(config, ids, monkeypatch):
+def test_drafts_not_drawn_from_logits_are_unused_and_expel(config, ids, monkeypatch):
     scene, stream, one = start_sampled(monkeypatch, config, ids)
     for _ in range(redraws.TOO_MANY_MISMATCHES):
         assert stream.failure is None
@@ -833,7 +833,7 @@ def test_drafts_that_are_not_drawn_from_their_logits_are_not_used_and_expel_when
 
 
 @pytest.mark.parametrize("form", ["dense", "dense reduced", "top_n"])
-def test_drafts_that_belie_their_logits_are_found_among_those_of_other_sequences(form):
+def test_drafts_that_belie_logits_are_found_among_others(form):
     scene, draw = Scene(DENSE), torch.Generator().manual_seed(1)
     counts, width = (3, 1, 4), 7 if form != "dense" else VOCAB
     values = 2 * torch.randn(sum(counts), width, generator=draw)

@@ -8,7 +8,7 @@ from draftwire.v1 import draft_pb2 as pb
 from verifier_service.drafters.stream import Draining
 
 
-def test_sequences_move_once_the_drafter_has_answered_and_its_drafts_are_used():
+def test_sequences_move_once_the_drafter_answered_and_use_drafts():
     scene = Scene()
     draining = scene.connect()
     request = scene.decode()
@@ -35,7 +35,7 @@ def test_a_drafter_that_has_nothing_to_answer_is_left_at_once():
     assert stream.failure is None
 
 
-def test_no_sequence_goes_to_a_drafter_that_drains_and_all_decode_without_drafts():
+def test_a_draining_drafter_gets_no_sequence_and_all_decode():
     scene = Scene()
     stream = scene.connect()
     first = scene.decode()
@@ -52,7 +52,7 @@ def test_no_sequence_goes_to_a_drafter_that_drains_and_all_decode_without_drafts
     assert scene.drafting.gate.is_ready(first)
 
 
-def test_a_sequence_that_a_draining_drafter_did_not_open_moves_without_delay():
+def test_a_sequence_not_open_at_a_draining_drafter_moves_now():
     scene = Scene()
     draining = scene.connect()
     scene.decode()

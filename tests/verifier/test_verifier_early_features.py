@@ -80,7 +80,7 @@ def test_they_are_those_of_nearly_every_verify_step(target, sources):
     "limits", [{}, {"num_blocks": 9}, {"max_prefill_rows": 2}, {"max_num_seqs": 2}, {"draft_deadline_s": 0.0005}]
 )
 @pytest.mark.parametrize("kind", [{"k": 1}, {"temperature": 0.9, "stop_token_ids": [2, 9]}, {"min_tokens": 8}])
-def test_whatever_becomes_of_requests_features_are_those_of_the_rows(target, sources, heads, limits, kind):
+def test_whatever_happens_to_requests_features_match_their_rows(target, sources, heads, limits, kind):
     own = Served(target, **limits)
     for head in heads:
         own.connect_with(lambda step: [5 + step.step_id % 7, 6, 7], **head)

@@ -101,7 +101,7 @@ def test_the_drafter_has_a_step_before_its_output_is_delivered(target, monkeypat
     assert order == ["sent", "delivered"] * one.verify_steps + ["delivered"]
 
 
-def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_the_same(served):
+def test_a_prompt_with_a_cached_beginning_continues_from_there(served):
     stream = served.connect()
     prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
     first = served.submit(prompt)
@@ -121,7 +121,7 @@ def test_a_prompt_whose_beginning_is_in_the_cache_goes_on_from_there_and_says_th
         torch.testing.assert_close(sent[: len(prompt)], computed[: len(prompt)], rtol=0, atol=1e-3)
 
 
-def test_a_prefix_from_before_the_drafter_came_is_computed_again_for_requests_that_draft(served):
+def test_a_prefix_older_than_the_drafter_is_computed_again(served):
     prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
     said = served.tokens(served.submit(prompt))
     stream = served.connect()
@@ -263,7 +263,7 @@ def test_a_device_that_is_lost_ends_the_engine(failing, served, target, monkeypa
     assert served.error(served.submit()) == "the engine failed: an illegal memory access"
 
 
-def test_features_that_there_is_no_memory_for_fail_their_stream_alone(served, greedy, monkeypatch):
+def test_features_without_memory_fail_only_their_stream(served, greedy, monkeypatch):
     def allocate(target: Target, layers: tuple[int, ...], *rest: Any) -> Any:
         if layers == (3,):
             raise RuntimeError("not enough memory")
@@ -298,7 +298,7 @@ def test_features_are_kept_from_the_moment_their_drafter_comes(served, greedy):
     assert list(late[0].steps[0].opened.first_rows) == [rows]
 
 
-def test_memory_is_that_of_the_cache_and_of_the_features_beside_it(served):
+def test_memory_is_that_of_the_cache_and_its_features(served):
     assert served.engine.memory.features_bytes == 0
     served.connect()
     served.tokens(served.submit())
@@ -322,7 +322,7 @@ def connect_briefly(served: Served) -> RecordedStream:
     return stream
 
 
-def test_a_drafter_that_goes_between_its_answer_and_the_step_fails_no_request(target, monkeypatch):
+def test_a_drafter_that_goes_before_the_step_fails_no_request(target, monkeypatch):
     monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)
@@ -334,7 +334,7 @@ def test_a_drafter_that_goes_between_its_answer_and_the_step_fails_no_request(ta
     own.engine.stop()
 
 
-def test_drafts_of_heads_with_different_vocabularies_are_verified_in_one_step(target, monkeypatch):
+def test_drafts_of_heads_of_different_vocabularies_share_a_step(target, monkeypatch):
     monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)

@@ -122,7 +122,7 @@ def slow_down(host: EngineHost, until: threading.Event) -> None:
     host.engine.times.count_step = count_slowly  # type: ignore[method-assign]
 
 
-def test_the_loss_of_the_process_ends_all_requests_and_those_that_come():
+def test_loss_of_the_process_ends_present_and_later_requests():
     async def run() -> None:
         one = served()
         pause = threading.Event()
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_ends_its_requests_and_says_so(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
-def test_what_one_call_cannot_be_told_or_taken_ends_that_call_alone():
+def test_a_call_that_cannot_be_told_or_taken_ends_alone():
     async def run() -> None:
         one = served()
         host = one.host
@@ -272,11 +272,11 @@ def test_errors_arrive_as_they_were(error: DraftwireError):
     ("device", "given", "has"),
     [("cuda:1", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
 )
-def test_a_gpu_has_the_engine_in_a_process_of_its_own_unless_told_otherwise(device, given, has):
+def test_a_gpu_has_an_engine_process_unless_told_otherwise(device, given, has):
     assert engine_process.has_engine_process(VerifierOptions("t", device=device, engine_process=given)) is has
 
 
-def test_an_error_in_the_process_is_on_its_standard_error_and_in_its_status(capfd):
+def test_an_error_in_the_process_is_on_stderr_and_in_its_status(capfd):
     ours, theirs = socket.socketpair()
     options = VerifierOptions("t", log_level="loud")
     process = multiprocessing.get_context("spawn").Process(target=engine_process._run, args=(options, theirs))

@@ -155,7 +155,7 @@ def test_the_cause_is_told(play: Callable[[Clock], Played], monkeypatch: pytest.
     assert cause_name(scene.drafting.fallback_cause(one)) == NAMES.get(play, play.__name__)
 
 
-def test_an_expelled_drafter_is_the_cause_until_another_takes_the_sequence(monkeypatch: pytest.MonkeyPatch):
+def test_an_expelled_drafter_is_the_cause_until_another_takes(monkeypatch: pytest.MonkeyPatch):
     scene, one = expelled(Clock.stand_in(monkeypatch))
     stream = scene.connect()
     scene.flush()

@@ -84,7 +84,7 @@ def test_rows_that_are_read_from_a_gpu_are_those_of_their_blocks(device: str, is
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_that_are_copied_are_those_of_their_places_side_by_side_or_not(dtype: torch.dtype) -> None:
+def test_copied_rows_are_those_of_their_places(dtype: torch.dtype) -> None:
     rows = numbered_like(torch.empty(9 * BLOCK_SIZE, 5))
     slots = slots_of(SPANS)
     out = torch.empty(len(slots), 5, dtype=dtype)

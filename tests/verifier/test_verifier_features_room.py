@@ -27,7 +27,7 @@ def begin(scene: Scene) -> dict[DraftSession, EarlyFeatures]:
 
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["flies", "has-landed"])
-def test_a_drafter_that_goes_when_a_step_flies_or_has_landed_leaves_nothing_mapped(has_landed):
+def test_a_drafter_that_goes_in_mid_step_leaves_nothing_mapped(has_landed):
     """Its session is freed at once, whatever keeps the step: Python looks for cycles seldom, and to unmap memory of a
     GPU while a step is held would wait for that step."""
     scene = Scene()

@@ -114,7 +114,7 @@ def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeyp
     own.engine.stop()
 
 
-def test_one_missed_deadline_costs_one_step_without_drafts_and_is_its_cause(target):
+def test_one_missed_deadline_costs_one_step_without_drafts(target):
     """The late answer comes while the step without its drafts is in flight."""
     own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
     stream = own.connect()

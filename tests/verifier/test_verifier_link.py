@@ -219,7 +219,7 @@ async def test_without_a_place_for_a_rendezvous_tensors_go_in_messages(tmp_path)
 
 
 @on_loop
-async def test_a_drafter_is_shown_as_ready_when_the_engine_has_been_told_of_it():
+async def test_a_drafter_is_shown_ready_when_the_engine_knows_it():
     async with linked(Drafter()) as own:
         shown: list[int] = []
         own.link._post = lambda event: (shown.append(own.link.status.state), own.events.put_nowait(event))
@@ -252,7 +252,7 @@ async def test_target_ids_of_a_reduced_vocabulary_come_with_the_hello():
 
 
 @on_loop
-async def test_a_head_that_does_not_say_how_many_layers_its_target_has_is_taken():
+async def test_a_head_without_its_targets_number_of_layers_is_taken():
     async with linked(Drafter(make_info(target_num_layers=0))) as own:
         await own.connected()
 
@@ -348,7 +348,7 @@ async def test_fusion_that_saves_nothing_is_left_to_the_drafter():
 
 
 @on_loop
-async def test_heads_that_are_alike_share_weights_and_get_features_of_their_own():
+async def test_equal_heads_share_weights_and_get_their_own_features():
     one, other = fusing_drafter(5), fusing_drafter(5, head_fingerprint="0ddb")
     async with linked(one) as own:
         heads = [(await own.connected()).head]
@@ -424,7 +424,7 @@ async def test_a_head_of_another_kind_than_configured_is_refused():
     ids=["form", "more than there are"],
 )
 @on_loop
-async def test_a_head_without_the_logits_that_are_configured_is_refused(logits, text):
+async def test_a_head_without_the_configured_logits_is_refused(logits, text):
     async with linked(Drafter(), {**GUMBEL, "draft_logits": logits}) as own:
         detail = await own.refused()
         assert detail.startswith("draft_logits do not fit")
@@ -432,14 +432,14 @@ async def test_a_head_without_the_logits_that_are_configured_is_refused(logits, 
 
 
 @on_loop
-async def test_noise_of_another_version_is_refused_where_drafts_are_sampled():
+async def test_another_version_of_noise_is_refused_for_sampled_drafts():
     async with linked(Drafter(make_info(noise_version=NOISE_VERSION + 1)), GUMBEL) as own:
         versions = f"verifier {NOISE_VERSION}, drafter {NOISE_VERSION + 1}"
         assert f"noise_version does not match: {versions}" in await own.refused()
 
 
 @on_loop
-async def test_noise_of_another_version_does_not_matter_to_greedy_drafts():
+async def test_greedy_drafts_accept_another_version_of_noise():
     async with linked(Drafter(make_info(noise_version=NOISE_VERSION + 1))) as own:
         await own.connected()
 
@@ -496,7 +496,7 @@ async def test_a_hello_that_does_not_fit_is_refused_until_it_does(name):
 
 
 @on_loop
-async def test_a_head_that_has_changed_since_the_info_call_is_taken_as_the_hello_says():
+async def test_a_head_changed_since_the_info_call_is_as_the_hello_says():
     changed = make_info(layers=[2], head_fingerprint="0ddb")
     async with linked(Drafter(hello={"info": changed})) as own:
         head = (await own.connected()).head
@@ -595,7 +595,7 @@ async def test_the_memory_is_noted_and_noted_anew_while_answers_come(monkeypatch
 
 
 @on_loop
-async def test_a_draining_drafter_is_told_by_an_event_and_left_when_the_stream_is_ended():
+async def test_a_draining_drafter_is_told_and_left_when_streams_end():
     drafter = Drafter()
 
     class Leaving(Drafter):
@@ -718,7 +718,7 @@ async def test_answers_are_read_directly_until_nonsense_comes():
 
 
 @on_loop
-async def test_a_stream_that_is_failed_ends_at_once_and_a_new_one_is_opened():
+async def test_a_failed_stream_ends_at_once_and_a_new_one_is_opened():
     async with linked(Drafter()) as own:
         stream = await own.connected()
         stream.fail("no answer in 10 s")
@@ -780,7 +780,7 @@ async def test_an_expelled_drafter_is_left_alone():
 
 
 @on_loop
-async def test_an_expulsion_is_remembered_whatever_the_name_server_says(monkeypatch):
+async def test_an_expulsion_outlives_the_name_servers_answers(monkeypatch):
     """A link that is no longer needed goes with its name, and a new one takes the drafter for a new one."""
     async with linked(Drafter()) as own:
         stream = await own.connected()
@@ -808,7 +808,7 @@ async def test_an_expelled_drafter_is_taken_back_after_a_while(monkeypatch):
 
 
 @on_loop
-async def test_a_drafter_is_shown_as_its_stream_is_judged_and_trusted_again_after_its_trial(monkeypatch):
+async def test_a_drafter_is_shown_as_its_stream_is_judged(monkeypatch):
     monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.05, 0.1))
     async with linked(Drafter()) as own:
         first = await own.connected()
@@ -826,7 +826,7 @@ async def test_a_drafter_is_shown_as_its_stream_is_judged_and_trusted_again_afte
 
 
 @on_loop
-async def test_a_stream_that_the_drafter_ends_is_posted_and_opened_anew():
+async def test_a_stream_that_the_drafter_ends_is_posted_and_reopened():
     class Brief(Drafter):
         async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
             async for response in super().Draft(request_iterator, context):
@@ -885,7 +885,7 @@ async def end(own: Linked) -> float:
 
 
 @on_loop
-async def test_a_cancelled_link_ends_at_once_and_posts_the_end_of_its_stream():
+async def test_a_cancelled_link_ends_at_once_and_posts_its_end():
     async with linked(Drafter()) as own:
         await own.connected()
         assert await end(own) < AT_ONCE_S
@@ -895,7 +895,7 @@ async def test_a_cancelled_link_ends_at_once_and_posts_the_end_of_its_stream():
 @pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.3])
 @pytest.mark.parametrize("expel", [False, True])
 @on_loop
-async def test_a_link_that_is_cancelled_after_its_stream_failed_ends_at_once(expel, pause_s, monkeypatch):
+async def test_a_link_cancelled_after_its_stream_failed_ends_at_once(expel, pause_s, monkeypatch):
     monkeypatch.setattr(drafter_link, "BACKOFF_S", (60.0, 60.0))
     async with linked(Drafter()) as own:
         (await own.connected()).fail("lost", expel=expel)

@@ -179,7 +179,7 @@ class TestStopFinder:
         assert finder.push("N") == ("", None)
         assert finder.push("Ough") == ("ENOugh", None)
 
-    def test_stop_in_pieces_is_found_and_nothing_of_it_or_after_it_is_given_out(self):
+    def test_stop_in_pieces_is_found_and_not_given_out(self):
         finder = StopFinder(["END"])
         assert [finder.push(piece) for piece in ("a E", "N", "D b")] == [("a ", None), ("", None), ("", "END")]
         assert finder.flush() == ""

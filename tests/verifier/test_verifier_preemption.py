@@ -61,7 +61,7 @@ def test_output_is_the_same_with_and_without_preemption(case, target):
         assert preemptions > 0
 
 
-def test_a_preempted_sequence_is_closed_at_its_drafter_and_opened_anew_from_the_first_row(target):
+def test_a_preempted_sequence_is_closed_and_opened_from_row_0(target):
     own = Served(target, num_blocks=blocks_for(CONTEXT) + 1)
     stream = own.connect()
     requests = [own.submit(PROMPTS[1], max_tokens=CONTEXT - 4) for _ in range(2)]

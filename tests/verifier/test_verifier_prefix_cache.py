@@ -93,7 +93,7 @@ def test_a_prefix_ends_before_a_block_that_is_of_no_use():
     assert cache.num_free == 17
 
 
-def test_of_two_blocks_that_hold_the_same_the_last_is_found_and_the_other_is_free():
+def test_of_two_equal_blocks_the_last_is_found_the_other_free():
     cache = PrefixCache(20)
     first = used_up(cache, TOKENS[:BLOCK_SIZE])
     second = used_up(cache, TOKENS[:BLOCK_SIZE])
@@ -145,7 +145,7 @@ def test_a_block_is_free_when_its_last_user_has_gone():
     assert cache.num_free == 2
 
 
-def test_blocks_that_cannot_be_found_are_given_away_before_those_that_can():
+def test_blocks_that_cannot_be_found_are_evicted_first():
     cache = PrefixCache(7)
     kept = used_up(cache, TOKENS[: 2 * BLOCK_SIZE])
     other = cache.allocate(4) or []
@@ -153,7 +153,7 @@ def test_blocks_that_cannot_be_found_are_given_away_before_those_that_can():
     assert known(cache, hashes_of(cache, TOKENS)) == kept
 
 
-def test_the_blocks_longest_unused_are_given_away_first_and_of_a_sequence_the_last_ones():
+def test_the_blocks_longest_unused_are_evicted_tails_first():
     cache = PrefixCache(7)
     old, new = TOKENS[: 3 * BLOCK_SIZE], TOKENS[3 * BLOCK_SIZE :]
     old_blocks, new_blocks = used_up(cache, old), used_up(cache, new)
@@ -165,7 +165,7 @@ def test_the_blocks_longest_unused_are_given_away_first_and_of_a_sequence_the_la
     assert len(new_blocks) == 3
 
 
-def test_more_blocks_than_there_are_are_refused_and_nothing_is_lost():
+def test_too_many_blocks_are_refused_and_nothing_is_lost():
     cache = PrefixCache(7)
     used_up(cache, TOKENS[: 2 * BLOCK_SIZE])
     assert cache.allocate(7) is None

@@ -72,7 +72,7 @@ class Drafter:
             self.answer(*(draw.random() < share for _ in range(together)))
 
 
-def test_a_liar_is_expelled_as_soon_after_a_long_honest_past_as_without_one(choices):
+def test_a_liar_is_expelled_as_soon_after_a_long_honest_past(choices):
     def expel(history: int) -> list[tuple[int, int]]:
         """(answers until expelled, lies used) of ten liars in half of the answers."""
         found = []
@@ -91,7 +91,7 @@ def test_a_liar_is_expelled_as_soon_after_a_long_honest_past_as_without_one(choi
     assert sum(used for _, used in new) / len(new) < 15  # 7 are expected
 
 
-def test_a_liar_in_nine_of_a_thousand_answers_is_expelled_within_ten_thousand(choices):
+def test_a_liar_in_nine_of_a_thousand_answers_is_expelled(choices):
     for seed in range(3):
         choices.seed(seed)
         drafter = Drafter()
@@ -124,7 +124,7 @@ def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used():
     assert not drafter.is_expelled
 
 
-def test_a_message_with_too_many_lies_expels_at_once_and_none_of_its_drafts_is_used(monkeypatch):
+def test_a_message_with_too_many_lies_expels_and_is_not_used(monkeypatch):
     chances = iter([0.0, *[0.999] * 100])  # the first is drawn again, and then all
     monkeypatch.setattr(redraws.random, "random", lambda: next(chances))
     scene = Scene(DENSE)
@@ -137,7 +137,7 @@ def test_a_message_with_too_many_lies_expels_at_once_and_none_of_its_drafts_is_u
     assert all(request.drafts is None for request in requests)
 
 
-def test_mismatches_that_are_as_frequent_as_rounding_makes_them_at_most_do_not_expel():
+def test_mismatches_as_frequent_as_rounding_do_not_expel():
     drafter = Drafter()
     for _ in range(40):
         drafter.be_honest(round(1 / HONEST_MISMATCHES) - 1)
@@ -155,7 +155,7 @@ def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
     assert not drafter.is_expelled
 
 
-def test_after_a_mismatch_every_answer_is_drawn_again_until_it_is_long_past():
+def test_after_a_mismatch_every_answer_is_redrawn_for_long():
     drafter = Drafter()
     while drafter.lies == drafter.lies_used:
         drafter.answer(True)
@@ -181,7 +181,7 @@ def test_a_new_stream_does_not_clear_a_drafter():
     assert drafter.lies_used == used
 
 
-def test_a_drafter_that_was_expelled_is_judged_by_what_it_does_from_then_on():
+def test_an_expelled_drafter_is_judged_by_what_it_does_later():
     drafter = Drafter()
     drafter.answer(*[True] * 100)
     assert drafter.is_expelled

@@ -26,7 +26,7 @@ def test_drafts_and_acceptances_are_counted_at_each_position():
     assert (counted[f"{name}_draft_tokens_total"], counted[f"{name}_accepted_tokens_total"]) == (8, 4)
 
 
-def test_tokens_of_verify_steps_are_a_histogram_up_to_all_drafts_and_one():
+def test_tokens_of_verify_steps_are_a_histogram_up_to_k_and_one():
     metrics = RequestMetrics(3)
     for num_drafts, num_accepted in ((3, 3), (3, 1), (2, 0), (0, 0)):
         metrics.count_step(num_drafts, num_accepted)
@@ -43,7 +43,7 @@ def test_tokens_of_verify_steps_are_a_histogram_up_to_all_drafts_and_one():
     assert (counted[f"{name}_count"], counted[f"{name}_sum"]) == (4, 4 + 2 + 1 + 1)
 
 
-def test_an_interval_is_one_between_outputs_however_many_tokens_they_bring():
+def test_an_interval_is_between_outputs_not_tokens():
     metrics = RequestMetrics(1)
     metrics.observe_first(0.5, prompt_tokens=7, output_tokens=1)
     metrics.observe_next(0.012, output_tokens=4)
@@ -53,7 +53,7 @@ def test_an_interval_is_one_between_outputs_however_many_tokens_they_bring():
     assert (counted["draftwire_prompt_tokens_total"], counted["draftwire_generation_tokens_total"]) == (7, 5)
 
 
-def test_the_time_of_an_output_token_is_that_of_the_tokens_after_the_first():
+def test_the_time_of_an_output_token_excludes_the_first_token():
     metrics = RequestMetrics(1)
     metrics.observe_decode(2.0, output_tokens=5)
     metrics.observe_decode(0.0, output_tokens=1)
@@ -62,7 +62,7 @@ def test_the_time_of_an_output_token_is_that_of_the_tokens_after_the_first():
     assert (counted[f"{name}_sum"], counted[f"{name}_count"]) == (0.5, 1)
 
 
-def test_ends_are_counted_by_reason_and_those_refused_by_themselves():
+def test_ends_are_counted_by_reason_and_refusals_separately():
     metrics = RequestMetrics(1)
     for reason in ("stop", "length", "stop", "abort", "error"):
         metrics.count_end(reason, 1.0)

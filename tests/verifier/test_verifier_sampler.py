@@ -54,7 +54,7 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, mo
                 assert ((dtype, expected, width) in forms) == (sum(expected) > len(expected))
 
 
-def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
+def test_log_probabilities_are_of_each_requests_rows_and_tokens():
     """Requests with and without them, of other numbers of drafts, and parted by the columns of their draft logits."""
     made = TokenSampler(
         speculative_config_from_mapping({"num_speculative_tokens": 3}), FEW, frozenset(), 5, torch.device("cpu")
@@ -86,7 +86,7 @@ def test_log_probabilities_are_those_of_each_request_s_own_rows_and_tokens():
             assert list(told.top_logprobs) == pytest.approx(row.topk(likeliest).values.tolist())
 
 
-def test_which_of_equally_likely_tokens_are_told_is_the_same_whoever_shares_the_step():
+def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
     def told(*counts: int) -> list[int]:
         """Tokens told to the first of as many requests."""
         made = TokenSampler(
@@ -121,7 +121,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
 
 
 @pytest.mark.parametrize("top_n", [None, 3])
-def test_a_request_that_an_answer_with_logits_has_no_drafts_for_draws_as_without_any(top_n):
+def test_a_request_without_drafts_beside_logits_draws_plainly(top_n):
     """One beside drafts of another drafter's answer, and one whose neighbours in the answer have gone."""
     settings = speculative_config_from_mapping(
         {**GUMBEL, "num_speculative_tokens": 2, "draft_logits": {"top_n": top_n} if top_n else "dense"}

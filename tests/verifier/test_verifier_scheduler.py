@@ -149,7 +149,7 @@ def test_waiting_request_can_be_removed():
 # The rows of a step.
 
 
-def test_prompts_are_computed_in_pieces_that_share_the_rows_of_a_step():
+def test_prompts_in_pieces_share_the_rows_of_a_step():
     batch = Batch(max_prefill_rows=8)
     first, second = request(12), request(3)
     batch.add(first, second)
@@ -186,7 +186,7 @@ def test_request_that_waits_for_drafts_holds_up_nobody():
     assert batch.step(lambda one: one is ready) == [ready]
 
 
-def test_rows_of_decoding_requests_come_first_and_count_not_as_rows_of_prompts():
+def test_decoding_rows_come_first_and_are_not_prompt_rows():
     batch = Batch(max_prefill_rows=6)
     one, other = batch.start(2, 3)
     new = request(20)
@@ -209,7 +209,7 @@ def test_request_gets_blocks_for_its_prompt_and_then_as_it_grows():
     assert (one.blocks, batch.cache.num_free) == ([], batch.blocks)
 
 
-def test_request_is_admitted_when_its_prompt_and_a_block_for_each_running_request_fit():
+def test_a_request_needs_its_prompt_and_a_block_for_each_running():
     batch = Batch(blocks=4)
     first, second = request(2 * BLOCK_SIZE), request(2 * BLOCK_SIZE)
     batch.add(first, second)
@@ -248,7 +248,7 @@ def test_drafts_without_room_are_not_verified(fitting):
     assert not batch.preempted
 
 
-def test_blocks_of_former_draft_rows_are_taken_back_before_anyone_is_preempted():
+def test_former_draft_blocks_are_taken_back_before_preemption():
     batch = Batch(blocks=4)
     drafting, growing = batch.start(BLOCK_SIZE - 2, BLOCK_SIZE - 2)
     give_drafts(drafting, [5, 6, 7])
@@ -274,7 +274,7 @@ def fill(batch: Batch, *lengths: int) -> list[Request]:
     return requests
 
 
-def test_the_request_admitted_last_gives_its_blocks_to_those_before_it():
+def test_the_last_admitted_request_gives_its_blocks_to_earlier():
     batch = Batch(blocks=6)
     first, second, third = fill(batch, 1, 1, 2)
     assert batch.step() == [first, second]
@@ -294,7 +294,7 @@ def test_a_request_whose_draw_a_drafter_sees_keeps_its_blocks():
     assert batch.running == [first, third]
 
 
-def test_a_request_gives_its_own_blocks_where_drafters_see_the_draws_of_all_others():
+def test_a_request_gives_its_own_blocks_if_all_draws_are_seen():
     batch = Batch(blocks=6)
     first, second, third = fill(batch, 1, 1, 2)
     for one in (second, third):
@@ -304,7 +304,7 @@ def test_a_request_gives_its_own_blocks_where_drafters_see_the_draws_of_all_othe
     assert batch.preempted == [first]
 
 
-def test_a_preempted_request_keeps_its_tokens_and_is_computed_anew():
+def test_a_preempted_request_keeps_its_tokens_and_is_recomputed():
     batch = Batch(blocks=4)
     first, second = fill(batch, 1, 2)
     give_drafts(second, [1, 2])
@@ -322,7 +322,7 @@ def test_a_preempted_request_keeps_its_tokens_and_is_computed_anew():
     assert second.tokens == [*range(2 * BLOCK_SIZE), 99, 99]
 
 
-def test_a_preempted_request_goes_before_those_that_have_never_run():
+def test_a_preempted_request_precedes_those_that_never_ran():
     batch = Batch(blocks=4, max_num_seqs=2)
     _, second = fill(batch, 1, 2)
     third = request()
@@ -403,7 +403,7 @@ def start_of(batch: Batch, prompt: list[int], max_tokens: int = 8) -> int:
     return work.start
 
 
-def test_full_blocks_of_a_prefix_that_another_request_has_computed_are_not_computed_again():
+def test_full_blocks_of_a_computed_prefix_are_not_recomputed():
     batch = Batch(prefix_caching=True)
     finish(batch, request(prompt=PROMPT))
     assert start_of(batch, [*PROMPT[: 2 * BLOCK_SIZE + 5], 99, 98]) == 2 * BLOCK_SIZE
@@ -441,7 +441,7 @@ def test_generated_tokens_are_found_too():
     assert start_of(again, [*other.tokens, 1, 2]) == 3 * BLOCK_SIZE, "its last token has not run"
 
 
-def test_rows_that_run_at_the_same_time_are_found_from_the_next_step_on():
+def test_simultaneous_rows_are_found_from_the_next_step_on():
     batch = Batch(prefix_caching=True, max_prefill_rows=2 * BLOCK_SIZE)
     first, second = request(prompt=PROMPT), request(prompt=PROMPT)
     batch.add(first, second)
@@ -505,7 +505,7 @@ def test_a_request_that_is_not_admitted_takes_no_blocks():
     assert batch.cache.num_free == 4
 
 
-def test_a_preempted_request_finds_those_of_its_rows_again_that_nobody_needed():
+def test_a_preempted_request_finds_its_unneeded_rows_again():
     batch = Batch(blocks=6, prefix_caching=True)
     first, second = request(prompt=PROMPT[:BLOCK_SIZE]), request(prompt=PROMPT[BLOCK_SIZE:])
     batch.add(first, second)
@@ -610,7 +610,7 @@ class Chance:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_rows_stay_what_they_were_and_the_oldest_request_goes_on(seed, prefix_caching):
+def test_rows_never_change_and_the_oldest_request_continues(seed, prefix_caching):
     chance = Chance(seed, prefix_caching)
     for _ in range(300):
         while len(chance.order) < 12 and chance.random.random() < 0.3:

@@ -16,7 +16,7 @@ BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0
 @pytest.mark.parametrize(
     ("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.93), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)]
 )
-def test_requests_that_come_at_once_lose_little_by_what_it_takes_to_send_their_rows(
+def test_simultaneous_requests_lose_little_by_sending_their_rows(
     clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
 ):
     """That holds up the next steps, for as long as sequences catch up."""
@@ -51,7 +51,7 @@ SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("trip_s", [2.4e-3, 3.9e-3, 5.5e-3])
 @pytest.mark.parametrize(("launch_s", "noise"), [(2e-3, 0.03), (3.5e-3, 0.03), (3.5e-3, 0.1)])
-def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_slow(
+def test_simultaneous_requests_lose_little_on_slow_host_and_link(
     clock, monkeypatch, trip_s, launch_s, noise, seed
 ):
     """As `far_drafter` has them, the rounds together, of which a single one may have luck: all that the host
@@ -86,7 +86,7 @@ def test_requests_that_come_at_once_lose_little_where_the_host_and_the_link_are_
         (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
     ],
 )
-def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_link_are_slow(
+def test_successive_requests_lose_nothing_on_slow_host_and_link(
     clock, monkeypatch, sequences, trip_s, feature_row_s, send_row_s, launch_s, gain
 ):
     """A drafter that has never drafted, for its rows never get there, is given up too; and whoever waits for drafts
@@ -102,7 +102,7 @@ def test_requests_that_follow_each_other_lose_nothing_where_the_host_and_the_lin
 @pytest.mark.parametrize(
     ("trip_s", "feature_row_s", "gain"), [(13e-3, 10e-6, 0.93), (4.8e-3, 10e-6, 1.41), (2.4e-3, 65e-6, 1.18)]
 )
-def test_a_host_that_stalls_for_a_moment_makes_drafts_look_neither_better_nor_worse(
+def test_a_stalled_host_does_not_change_how_drafts_look(
     clock, monkeypatch, trip_s, feature_row_s, gain, seed
 ):
     """Steps without drafts that it held up are no measure of others, and a few with drafts no reason to give these up.
@@ -145,7 +145,7 @@ def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequence
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_link_that_becomes_narrow_is_not_filled_with_what_catches_up(clock, monkeypatch, seed):
+def test_a_link_that_narrows_is_not_filled_with_a_backlog(clock, monkeypatch, seed):
     """Of 25 and 1 Gbit/s, as `far_drafter` has them one after the other: what stands on it unknown keeps the
     drafts that are asked for, so that they are given up in a place where they gain."""
     use_rows_of_8b(monkeypatch)

@@ -29,7 +29,7 @@ def word(hold: StreamHold) -> int:
     return int(hold._word.item())
 
 
-def test_the_word_gets_the_value_that_is_waited_for_once_all_is_written():
+def test_the_word_gets_the_awaited_value_once_all_is_written():
     waits, seen = Waits(), []
     hold = StreamHold(CPU, waits)
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_the_word_gets_the_value_that_is_waited_for_once_all_is_written():
     assert len({value for _, value in waits.asked}) == 3
 
 
-def test_a_stream_that_nobody_releases_goes_on_and_what_it_computed_is_of_no_use(monkeypatch):
+def test_an_unreleased_stream_continues_and_its_result_is_unused(monkeypatch):
     monkeypatch.setattr(stream_hold, "MOST_HELD_S", 0.2)
     waits, written = Waits(), []
     hold = StreamHold(CPU, waits)
@@ -77,7 +77,7 @@ def test_a_driver_that_cannot_wait_says_so():
 
 
 @pytest.mark.gpu
-def test_what_is_launched_after_it_waits_and_reads_what_was_written_before_the_release():
+def test_a_held_launch_reads_what_was_written_before_the_release():
     device = torch.device("cuda")
     hold = StreamHold(device)
     source = torch.zeros(8, dtype=torch.int64, pin_memory=True)

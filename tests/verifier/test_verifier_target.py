@@ -270,7 +270,7 @@ def rope(kind: str) -> dict[str, Any]:
         "layout",
     ],
 )
-def test_models_that_cannot_be_served_exactly_are_refused_at_load(config, message, tmp_path):
+def test_models_that_cannot_be_served_exactly_are_refused(config, message, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, dummy=True)
@@ -281,7 +281,7 @@ def test_models_with_experts_are_known(name):
     assert has_experts(AutoModelForCausalLM.from_config(CONFIGS[name])) == (name in EXPERTS)
 
 
-def test_a_window_that_does_not_reach_the_attention_is_served_up_to_its_length(tmp_path):
+def test_a_window_short_of_attention_is_served_up_to_its_length(tmp_path):
     config = PhimoeConfig(**COMMON, sliding_window=12, num_local_experts=2)
     served = Served(load(save(config, tmp_path / "phimoe"), max_model_len=12), [12])
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "phimoe", attn_implementation="eager")

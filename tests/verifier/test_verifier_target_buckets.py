@@ -29,7 +29,7 @@ def test_padding_adds_little_to_a_large_batch():
 
 
 @pytest.mark.parametrize("most", [2, 8, 63, 64, 65, 100, 256, 762, 832, 8512])
-def test_numbers_of_rows_rise_to_the_most_and_padding_adds_little(most):
+def test_row_counts_rise_to_the_most_and_padding_adds_little(most):
     counts = row_counts(most)
     assert counts[-1] == most
     assert counts == sorted(set(counts))

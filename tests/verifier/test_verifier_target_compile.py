@@ -84,6 +84,6 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path) -> N
     assert output_of(COMPILE, str(tmp_path)) == "0 1"
 
 
-def test_a_start_without_any_setting_compiles_into_the_users_cache_directory(tmp_path: Path) -> None:
+def test_a_start_without_settings_compiles_into_the_users_cache(tmp_path: Path) -> None:
     """Whatever torch and transformers set when they are imported."""
     assert output_of(START, XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "draftwire" / "compile")

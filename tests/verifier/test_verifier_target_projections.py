@@ -127,7 +127,7 @@ def with_hook() -> nn.Linear:
     ],
     ids=["two of one input", "bias of one alone", "a class of its own", "a hook"],
 )
-def test_only_plain_layers_called_one_after_the_other_on_one_tensor_are_merged(replaced, found):
+def test_only_plain_sequential_layers_on_one_tensor_are_merged(replaced, found):
     module = Mixed(**replaced)
     x = torch.randn(2, 4)
     expected = module(x)

@@ -109,7 +109,7 @@ def prompted(runner: TargetRunner, count: int) -> list[Sequence]:
 
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
-def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(model, runner):
+def test_greedy_output_through_ragged_steps_matches_transformers(model, runner):
     """Prompts in one step, then drafts of which some are right, in batches that shrink as sequences end."""
     rng = random.Random(1)
     pool = BlockPool(200)
@@ -157,7 +157,7 @@ def test_greedy_output_through_ragged_steps_with_drafts_is_that_of_transformers(
 )
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
-def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(model, target, runner, counts):
+def test_a_steps_logits_and_features_are_each_sequences_alone(model, target, runner, counts):
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(len(counts), 20, 33)]
     starts = [len(s.tokens) - count for s, count in zip(sequences, counts, strict=True)]
@@ -184,7 +184,7 @@ def test_logits_features_and_slots_of_a_step_are_those_of_each_sequence_alone(mo
 @pytest.mark.parametrize("kind", GPU, indirect=True)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
-def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, runner, monkeypatch):
+def test_steps_with_prompts_are_graphs_with_compiled_kernels(target, runner, monkeypatch):
     from draftwire_kernels.gpu.paged_attention import attention_kernel, combine_kernel
 
     kernels = (attention_kernel, combine_kernel)
@@ -212,7 +212,7 @@ def test_steps_with_prompts_are_graphs_and_find_all_kernels_compiled(target, run
 
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
-def test_steps_with_prompts_beside_drafts_are_those_of_each_sequence_alone(model, target, runner):
+def test_steps_with_prompts_and_drafts_equal_sequences_alone(model, target, runner):
     """Prompts in several pieces, whose last rows alone have logits, as all rows of those that decode have."""
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 200, 33, 64, 90)]
@@ -277,7 +277,7 @@ def test_logits_come_for_the_rows_asked_for(runner):
 @pytest.mark.usefixtures("no_recompilation")
 @pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS])
 @torch.inference_mode()
-def test_a_held_step_computes_what_the_same_step_computes_at_once(runner, count):
+def test_a_held_step_computes_what_it_computes_at_once(runner, count):
     sequences = prompted(runner, count)
     rng = random.Random(count)
     rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(1 + rng.randrange(1, K + 1))] for _ in sequences]

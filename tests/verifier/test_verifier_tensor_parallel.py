@@ -270,7 +270,7 @@ def check_outputs(expected: Outputs, found: Outputs) -> None:
     assert min(found.drafted) > 0
 
 
-def test_greedy_tokens_are_those_of_one_rank_with_drafts_prefix_reuse_and_preemption(whole, split, followers):
+def test_greedy_tokens_are_those_of_one_rank(whole, split, followers):
     check_outputs(outputs(whole), outputs(split, followers))
 
 
@@ -365,7 +365,7 @@ def test_a_model_that_cannot_be_split_is_refused(config, message):
 
 
 @pytest.mark.parametrize("option", ["async_scheduling", "engine_process"])
-def test_options_that_a_target_split_over_gpus_cannot_have_are_refused(option, monkeypatch):
+def test_options_that_a_split_target_cannot_have_are_refused(option, monkeypatch):
     monkeypatch.setattr(settings, "choose_device", torch.device)
     given = {option: option == "async_scheduling"}
     whole = VerifierOptions("t", device="cuda:0", **given)

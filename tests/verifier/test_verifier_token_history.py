@@ -59,7 +59,7 @@ def test_draws_are_counted_for_the_requests_that_use_penalties(history):
     assert penalties_of(history, plain) is None
 
 
-def test_what_was_drawn_for_a_request_as_it_was_preempted_is_forgotten(history):
+def test_a_draw_of_a_request_preempted_meanwhile_is_forgotten(history):
     request = make_request([3, 4], frequency_penalty=0.5)
     penalties_of(history, request)
     history.count(works(request), drawn([7, 8]))

@@ -54,7 +54,7 @@ def test_messages_come_one_by_one_to_a_client_that_keeps_up():
     assert taken(unread, len(pieces)) == pieces
 
 
-def test_past_the_bound_neighbours_become_one_message_and_nothing_is_lost_or_out_of_order():
+def test_past_the_bound_neighbours_merge_and_nothing_is_lost():
     unread, total = Unread(), 20 * MAX_MESSAGES
     texts = [chr(0x4E00 + number) + "x" * (1 + number % 3) for number in range(total)]
     for number, text in enumerate(texts):
@@ -119,7 +119,7 @@ async def tokens_of(call: grpc.aio.UnaryStreamCall, pause_s: float = 0) -> list[
     return tokens
 
 
-def test_a_client_that_does_not_read_delays_no_other_and_has_all_of_its_output_when_it_does():
+def test_a_client_that_does_not_read_delays_no_other():
     async def run() -> None:
         async with served() as (_, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             stalled = [GenerationStub(slow).Generate(request()) for _ in range(4)]  # all places of the batch
@@ -170,7 +170,7 @@ def held() -> list[Request | Submission | Unread]:
     return [one for one in gc.get_objects() if type(one) in (Request, Submission, Unread)]
 
 
-def test_nothing_is_kept_of_what_was_given_up_while_its_client_stays_away(monkeypatch):
+def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 2.0)
     others = held()  # of tests before
 
@@ -192,7 +192,7 @@ def test_nothing_is_kept_of_what_was_given_up_while_its_client_stays_away(monkey
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
-def test_no_more_requests_are_open_than_a_batch_besides_those_that_run_and_wait():
+def test_no_more_requests_are_open_than_a_batch_beside_the_known():
     async def run() -> None:
         async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             stub, held = GenerationStub(slow), []
