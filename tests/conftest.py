@@ -32,10 +32,11 @@ FULL_FILES = (
     *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target", "test_verifier_target_compile"),
     *("test_verifier_target_runner", "test_verifier_tensor_parallel", "test_training_demo", "test_training_system"),
 )
-# But these files of the folders above belong to `make test`: the reference kernels and shared memory.
+# But these files of the folders above belong to `make test`: reference kernels, shared memory, one path through both
+# processes.
 QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
-    *("test_carriers_ring", "test_carriers_transfer"),
+    *("test_carriers_ring", "test_carriers_transfer", "test_end_to_end"),
 )
 
 
