@@ -19,6 +19,7 @@ from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
 from drafter_service.server.engine_thread import EngineThread
 from drafter_service.server.service import SERVICE_NAME, DraftingService
+from draftwire.contract.addresses import parse_address
 from draftwire.contract.errors import ServerError
 from draftwire.model.checkpoints import resolve_directory
 from draftwire.model.devices import GpuMemory, choose_device, choose_dtype, make_current
@@ -44,6 +45,8 @@ def run(options: DrafterOptions) -> None:
     security.credentials(options.listen)
     if options.metrics_listen is not None:
         security.tls_context(options.metrics_listen, "metrics_listen")
+    if options.health_listen is not None:
+        parse_address(options.health_listen, "health_listen")
     parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
     # Limits that are out of range on their own are told before anything is loaded.
@@ -115,6 +118,7 @@ async def _serve(
             drain=partial(service.drain, options.drain_timeout),
             on_stop=stop_engine,
             interceptors=[service.interceptor],
+            health_listen=options.health_listen,
         )
     if failed.is_set():
         raise ServerError("the draft engine failed; the log says why")

@@ -33,6 +33,7 @@ class DrafterOptions:
     drain_timeout: float = 5.0
     load_format: str = "auto"
     metrics_listen: str | None = None
+    health_listen: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None

@@ -73,6 +73,7 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
             stop=stop,
             drain=partial(servicer.drain, options.drain_timeout),
             on_stop=servicer.stop,
+            health_listen=options.health_listen,
         )
     except ServerError:
         await servicer.stop()

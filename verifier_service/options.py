@@ -32,6 +32,7 @@ class VerifierOptions:
     load_format: str = "auto"
     compile_cache: str | None = None
     metrics_listen: str | None = None
+    health_listen: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None

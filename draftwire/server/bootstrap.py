@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 1.0
 # Connections that never become HTTP/2 are closed after so long; gRPC's own default is two minutes.
 CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
+# Of the port for probes.
+_PROBE_LIMITS = ReadingLimits(4096, max_readers=8, max_readers_of_peer=4, max_unread=64, max_unread_of_peer=32)
 # An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
 SWITCH_INTERVAL_S = 0.0002
 
@@ -41,6 +43,7 @@ async def serve(
     drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], Awaitable[None]],
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    health_listen: str | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
 
@@ -65,6 +68,8 @@ async def serve(
         Called once no call is left.
     interceptors
         Of the service's own.
+    health_listen
+        HOST:PORT of the health service alone, in plain text, for probes without a certificate; None opens no such port.
 
     Raises
     ------
@@ -87,16 +92,15 @@ async def serve(
     names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     host, _ = parse_address(listen, "listen")
-    try:
-        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise ServerError(
-            f"listen = {listen!r}: cannot be bound: the port is in use or the host is not of this machine"
-        ) from error
+    port = _bind(server, listen, "listen", credentials)
+    servers = [server]
+    if health_listen is not None:
+        servers.append(_health_server(health_listen, health_servicer))
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    await server.start()
+    for each in servers:
+        await each.start()
     for name in ("", service_name):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     # With its end in one write, so that no log line of another thread comes between the two where output is unbuffered.
@@ -109,8 +113,29 @@ async def serve(
     await health_servicer.enter_graceful_shutdown()
     await drain()
     logger.info("stopping")
-    await server.stop(STOP_GRACE_S)
+    await asyncio.gather(*(each.stop(STOP_GRACE_S) for each in servers))
     await on_stop()
+
+
+def _bind(server: Any, listen: str, field: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Open a port of the server and return its number; an error about the address names `field`."""
+    try:
+        return int(server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen))
+    except RuntimeError as error:
+        raise ServerError(
+            f"{field} = {listen!r}: cannot be bound: the port is in use or the host is not of this machine"
+        ) from error
+
+
+def _health_server(listen: str, servicer: health.aio.HealthServicer) -> GuardedServer:
+    """Return a server of the health service alone, in plain text, which answers on the service's own event loop."""
+    reader = MessageReader(_PROBE_LIMITS, by_host=True)
+    options = [*_PROBE_LIMITS.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
+    server = GuardedServer(options, [AdmissionInterceptor(health.SERVICE_NAME, reader, reader)])
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = _bind(server, listen, "health_listen", None)
+    logger.info("health service in plain text on port %d", port)
+    return server
 
 
 def limits_of_others(own: ReadingLimits) -> ReadingLimits:

@@ -41,6 +41,12 @@ _OPTIONS = (
         help="Serve Prometheus metrics there, by HTTPS with --tls-cert. Default: nowhere.",
     ),
     click.option(
+        "--health-listen",
+        metavar="HOST:PORT",
+        help="Serve the gRPC health service alone there, in plain text, for probes without a certificate. "
+        "Default: nowhere; --listen serves it too.",
+    ),
+    click.option(
         "--carriers",
         default="auto",
         show_default=True,
@@ -72,7 +78,7 @@ _OPTIONS = (
 
 
 def service_options(command: F) -> F:
-    """Adds device, dtype, load format, metrics, carriers and the log's options to a command."""
+    """Adds device, dtype, load format, metrics, health, carriers and the log's options to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -81,7 +87,11 @@ def service_options(command: F) -> F:
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 _SERVER_SECURITY = (
-    click.option("--tls-cert", type=FILE, help="Certificate chain of this server, PEM; turns TLS on, on every port."),
+    click.option(
+        "--tls-cert",
+        type=FILE,
+        help="Certificate chain of this server, PEM; turns TLS on, on every port but that of --health-listen.",
+    ),
     click.option("--tls-key", type=FILE, help="Its private key, PEM."),
     click.option("--tls-client-ca", type=FILE, help="Authorities whose clients are let in, PEM; asks for mutual TLS."),
     click.option("--insecure", is_flag=True, help="Allow plain text outside of the loopback interface."),

@@ -131,6 +131,7 @@ def test_heads_are_called_by_their_directory_or_hub_id(tmp_path: Path) -> None:
     [
         (["--listen", "nowhere"], InvalidArgumentError),
         (["--metrics-listen", "0.0.0.0:9090"], InvalidArgumentError),
+        (["--health-listen", "nowhere"], InvalidArgumentError),
         (["--otlp-endpoint", "http://collector:4317"], InvalidArgumentError),
         (["--device", "tpu"], InvalidArgumentError),
         (["--max-num-seqs", "0"], InvalidArgumentError),
