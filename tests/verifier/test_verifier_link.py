@@ -110,6 +110,7 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         self.abort: tuple[grpc.StatusCode, str] | None = None
         self.fusion_requests: list[str] = []
         self.fusion_data = b""
+        self.padding = b""  # of each answer
 
     async def GetFeatureFusion(  # noqa: N802
         self, request: pb.GetFeatureFusionRequest, context: Any  # noqa: ARG002
@@ -131,11 +132,14 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         if not self.reads:
             await asyncio.Event().wait()
         async for request in request_iterator:
-            yield pb.DraftResponse(drafts=pb.Drafts(step_id=request.step.step_id))
+            tokens = pb.Tensor(data=self.padding)
+            yield pb.DraftResponse(drafts=pb.Drafts(step_id=request.step.step_id, tokens=tokens))
 
 
-async def serve(drafter: Drafter, port: int = 0) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+async def serve(
+    drafter: Drafter, port: int = 0, compression: grpc.Compression | None = None
+) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=CHANNEL_OPTIONS, compression=compression)
     draft_pb2_grpc.add_DraftingServicer_to_server(drafter, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -560,6 +564,46 @@ async def test_a_drafter_that_does_not_speak_the_protocol_is_expelled(name):
     async with linked(Garbled(*answers), serve=serve_bytes) as own:
         (await own.connected()).send(pb.DraftStep(step_id=1))
         assert await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED) == f"expelled: {text}"
+
+
+TOO_LARGE = "x" * (drafter_link.LEAST_ANSWER_BYTES + 1)
+
+
+async def serve_compressed(drafter: Drafter) -> tuple[grpc.aio.Server, int]:
+    return await serve(drafter, compression=grpc.Compression.Gzip)
+
+
+@pytest.mark.parametrize("serving", [serve, serve_compressed])
+@pytest.mark.parametrize("where", ["info", "hello", "answer", "later info"])
+@on_loop
+async def test_a_too_large_message_of_a_drafter_expels_it(where, serving, monkeypatch):
+    """It was tried again every second or two, and each time the message began to be read."""
+    monkeypatch.setattr(drafter_link, "INFO_EVERY_S", 0.02)
+    drafter = Drafter()
+    if where == "info":
+        drafter.info.head = TOO_LARGE
+    elif where == "hello":
+        drafter.hello["info"] = make_info(head=TOO_LARGE)
+    elif where == "answer":
+        drafter.padding = TOO_LARGE.encode()
+    async with linked(drafter, serve=serving) as own:
+        if where in ("answer", "later info"):
+            stream = await own.connected()
+            if where == "later info":
+                drafter.info.head = TOO_LARGE
+            stream.send(pb.DraftStep(step_id=1))
+        detail = await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        assert "message larger than max" in detail
+
+
+@on_loop
+async def test_a_drafter_without_room_is_tried_again():
+    drafter = Drafter()
+    drafter.abort = (grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (9 vs. 8)")
+    async with linked(drafter) as own:
+        assert "RESOURCE_EXHAUSTED" in await own.noted(CONNECTING)
+        drafter.abort = None
+        await own.connected()
 
 
 @on_loop

@@ -119,15 +119,15 @@ class DrafterLink:
             began = time.monotonic()
             try:
                 await self._serve()
-            except _ExpelledError as error:
-                self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {error}")
-                self._on_trial = True
-                self._expelled_at = time.monotonic()
-                if time.monotonic() - began > EXPELLED_RETRY_S[1]:
-                    expelled_delay = EXPELLED_RETRY_S[0]
-                delay, expelled_delay = expelled_delay, min(2 * expelled_delay, EXPELLED_RETRY_S[1])
             except Exception as error:
-                if _is_refusal(error):
+                if isinstance(error, _ExpelledError) or _is_too_large(error):
+                    self._note(generate_pb2.DRAFTER_STATE_EXPELLED, f"expelled: {_text(error)}")
+                    self._on_trial = True
+                    self._expelled_at = time.monotonic()
+                    if time.monotonic() - began > EXPELLED_RETRY_S[1]:
+                        expelled_delay = EXPELLED_RETRY_S[0]
+                    delay, expelled_delay = expelled_delay, min(2 * expelled_delay, EXPELLED_RETRY_S[1])
+                elif _is_refusal(error):
                     self._note(generate_pb2.DRAFTER_STATE_REFUSED, _text(error))
                     delay = REFUSED_RETRY_S
                 else:
@@ -327,13 +327,17 @@ class DrafterLink:
         while True:
             received = self.status.received_message_bytes
             await asyncio.sleep(INFO_EVERY_S)
-            with contextlib.suppress(grpc.aio.AioRpcError):  # whether the drafter lives, the stream tells
+            try:
                 info = await self._get_info(stub)
-                if info is None:
-                    continue
-                self._note_memory(info)
-                if self.status.received_message_bytes == received:
-                    self._post(Loaded(stream, info.load))
+            except grpc.aio.AioRpcError as error:  # whether the drafter lives, the stream tells
+                if _is_too_large(error):
+                    stream.fail(_text(error), expel=True)
+                continue
+            if info is None:
+                continue
+            self._note_memory(info)
+            if self.status.received_message_bytes == received:
+                self._post(Loaded(stream, info.load))
 
     def _note_memory(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
         self.status.memory.CopyFrom(info.memory)
@@ -376,6 +380,15 @@ def _is_refusal(error: Exception) -> bool:
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() == grpc.StatusCode.FAILED_PRECONDITION
     return isinstance(error, (MismatchError, InvalidArgumentError))
+
+
+def _is_too_large(error: Exception) -> bool:
+    """Whether a message of the drafter was larger than this side receives; gRPC tells it in the status text alone."""
+    if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return False
+    # "SERVER: Received ..." is the drafter's refusal of a message of ours.
+    causes = ("CLIENT: Received message larger than max", "Decompressed message larger than max")
+    return any(cause in (error.details() or "") for cause in causes)
 
 
 def _text(error: Exception) -> str:
