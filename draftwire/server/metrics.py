@@ -115,6 +115,9 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each connection, which shakes hands there: a client that is slow at it holds up nobody. The oldest
     connection is cut when there is one too many, so that a scrape gets in beside any number of slow ones.
+
+    Not prometheus_client's `start_wsgi_server`: it shakes hands in the thread that accepts, bounds neither the number
+    of connections nor their time, and reads certificates once.
     """
 
     daemon_threads = True

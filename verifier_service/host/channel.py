@@ -5,6 +5,8 @@ the socket. To the engine: ("submit", Submission), ("cancel", number, reason, ou
 ("info",), ("end_requests", reason) and ("stop",). From it: ("ready", EngineFacts) or ("refused", error) once, then
 ("deliver", [(number, message or error)]) with all output of a step, ("info", message or error), ("requests_ended",) and
 ("failed",); protobuf messages are bytes.
+
+Not multiprocessing.connection: its `send_bytes` waits for the other end to read, and an event loop cannot read it.
 """
 
 from __future__ import annotations
