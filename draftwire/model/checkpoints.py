@@ -14,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from draftwire.contract.errors import CheckpointError
 
+# What of a model on the hub is downloaded.
+MODEL_FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja"]
+
 
 def resolve_directory(name: str) -> Path:
     """The local directory of a model given as a directory or a hub id (`organisation/model`).
@@ -29,7 +32,7 @@ def resolve_directory(name: str) -> Path:
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{name!r} is not a directory; give a model directory or a hub id organisation/model")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub client raises errors of many kinds: network, HTTP, validation, cache
         raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {error}") from error
 

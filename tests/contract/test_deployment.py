@@ -159,10 +159,11 @@ def test_images_are_built_for_cpus_unless_for_gpus():
         assert arguments(services("gpu")[name]["build"]["args"]["PIP_ARGS"]) == []
 
 
-def test_each_service_has_its_own_gpu_and_the_hosts_ipc():
+def test_each_service_has_a_gpu_and_no_memory_of_the_host():
     taken = []
+    assert arguments(services("gpu")["verifier"]["shm_size"]) == ["1gb"]
     for service in services("gpu").values():
-        assert service["ipc"] == "host"
+        assert "ipc" not in service
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
         taken += [arguments(number)[0] for number in device["device_ids"]]

@@ -4,7 +4,10 @@
 - --head=/models/{{ .Values.models.head }}
 - --target=/models/{{ .Values.models.target }}
 - --drain-timeout={{ .Values.drafter.drainTimeoutSeconds }}
-{{ include "draftwire.serverArgs" . }}
+{{- if .Values.drafter.colocated }}
+- --listen=127.0.0.1:50052
+{{- end }}
+{{ include "draftwire.serverArgs" (dict "root" . "name" "drafter") }}
 {{- if .Values.tls.enabled }}
 - --tls-client-ca=/run/tls/ca.crt
 {{- end }}
@@ -17,7 +20,7 @@
 {{- with .Values.verifier.speculativeConfig }}
 - {{ printf "--speculative-config=%s" (toJson .) | quote }}
 {{- end }}
-{{ include "draftwire.serverArgs" . }}
+{{ include "draftwire.serverArgs" (dict "root" . "name" "verifier") }}
 {{- if .Values.tls.enabled }}
 - --drafter-tls-ca=/run/drafter-tls/ca.crt
 - --drafter-tls-cert=/run/drafter-tls/tls.crt
@@ -32,13 +35,15 @@
 {{- end }}
 
 {{- define "draftwire.serverArgs" -}}
-{{- if .Values.tls.enabled -}}
+{{- $ports := include "draftwire.ports" . | fromYaml -}}
+- --health-listen=0.0.0.0:{{ $ports.health }}
+{{- if .root.Values.tls.enabled }}
 - --tls-cert=/run/tls/tls.crt
 - --tls-key=/run/tls/tls.key
-{{- else -}}
+{{- else }}
 - --insecure
 {{- end }}
-{{- if .Values.metrics.enabled }}
-- --metrics-listen=0.0.0.0:9090
+{{- if .root.Values.metrics.enabled }}
+- --metrics-listen=0.0.0.0:{{ $ports.metrics }}
 {{- end }}
 {{- end }}

@@ -20,30 +20,57 @@ labels:
   helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
-{{- define "draftwire.port" -}}
-{{ index (dict "drafter" 50052 "verifier" 50051) .name }}
+{{/* Services with pods of their own: a co-located drafter is a container of the verifier's pods. */}}
+{{- define "draftwire.pods" -}}
+{{ if .Values.drafter.colocated }}verifier{{ else }}drafter verifier{{ end }}
+{{- end }}
+
+{{/* Ports of a service by purpose, and the prefix of their names. Containers of one pod share its ports. */}}
+{{- define "draftwire.ports" -}}
+{{- if eq .name "verifier" -}}
+{grpc: 50051, metrics: 9090, health: 9091, prefix: ""}
+{{- else if .root.Values.drafter.colocated -}}
+{grpc: 50052, metrics: 9092, health: 9093, prefix: "drafter-"}
+{{- else -}}
+{grpc: 50052, metrics: 9090, health: 9091, prefix: ""}
+{{- end }}
 {{- end }}
 
 {{/* The name under which verifiers look drafters up, and which the drafters' certificate must have. */}}
 {{- define "draftwire.drafters" -}}
+{{- if .Values.drafter.colocated -}}
+127.0.0.1:50052
+{{- else -}}
 {{ include "draftwire.fullname" (dict "root" . "name" "drafter") }}.{{ .Release.Namespace }}.svc:50052
 {{- end }}
-
-{{/* Whether a server serves. The kubelet's own gRPC probe speaks plain text only. */}}
-{{- define "draftwire.probe" -}}
-{{- if .root.Values.tls.enabled -}}
-exec:
-  command:
-    - draftwire
-    - health
-    - --server=127.0.0.1:{{ include "draftwire.port" . }}
-    - --timeout=8
-    - --tls-ca=/run/tls/ca.crt
-    - --tls-cert=/run/tls/tls.crt
-    - --tls-key=/run/tls/tls.key
-{{- else -}}
-grpc:
-  port: {{ include "draftwire.port" . }}
 {{- end }}
-timeoutSeconds: 10
+
+{{- define "draftwire.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (.Values.serviceAccount.create | ternary (trunc 63 .Release.Name | trimSuffix "-") "") }}
+{{- end }}
+
+{{/* Image of a service. */}}
+{{- define "draftwire.image" -}}
+{{- $image := (index .root.Values .name).image -}}
+{{ printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) | quote }}
+{{- end }}
+
+{{/* A list of EnvVar of a map of texts and sources. */}}
+{{- define "draftwire.env" -}}
+{{- range $name, $value := . }}
+- name: {{ $name }}
+  {{- if kindIs "string" $value }}
+  value: {{ $value | quote }}
+  {{- else }}
+  valueFrom:
+    {{- toYaml $value | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "draftwire.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
 {{- end }}

@@ -1,7 +1,7 @@
 {{/* A service's pods. */}}
 {{- define "draftwire.pod" -}}
 {{- $values := index .root.Values .name -}}
-{{- $tokens := and (eq .name "verifier") .root.Values.tokens.secret -}}
+{{- $isShared := and (eq .name "verifier") .root.Values.drafter.colocated -}}
 metadata:
   labels:
     {{- include "draftwire.selector" . | nindent 4 }}
@@ -11,6 +11,9 @@ metadata:
   {{- end }}
 spec:
   automountServiceAccountToken: false
+  {{- with include "draftwire.serviceAccount" .root }}
+  serviceAccountName: {{ . }}
+  {{- end }}
   enableServiceLinks: false
   # Before the drain the preStop hook, after it the end of the process.
   terminationGracePeriodSeconds: {{ add $values.drainTimeoutSeconds 15 }}
@@ -55,106 +58,23 @@ spec:
         matchLabels:
           {{- include "draftwire.selector" $ | nindent 10 }}
     {{- end }}
+  {{- $downloads := .root.Values.models.download.enabled }}
+  {{- $initContainers := $values.initContainers }}
+  {{- if $isShared }}{{ $initContainers = concat $initContainers .root.Values.drafter.initContainers }}{{ end }}
+  {{- if or $downloads $initContainers }}
+  initContainers:
+    {{- if $downloads }}
+    {{- include "draftwire.downloads" . | trim | nindent 4 }}
+    {{- end }}
+    {{- with $initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
   containers:
-    - name: {{ .name }}
-      image: {{ printf "%s:%s" $values.image.repository ($values.image.tag | default .root.Chart.AppVersion) | quote }}
-      imagePullPolicy: {{ .root.Values.imagePullPolicy }}
-      args:
-        {{- include (printf "draftwire.%sArgs" .name) .root | nindent 8 }}
-        {{- with $values.args }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-      env:
-        - name: HF_HUB_OFFLINE
-          value: "1"
-        {{- range $name, $value := $values.env }}
-        - name: {{ $name }}
-          value: {{ $value | quote }}
-        {{- end }}
-      ports:
-        - name: grpc
-          containerPort: {{ include "draftwire.port" . }}
-        {{- if .root.Values.metrics.enabled }}
-        - name: metrics
-          containerPort: 9090
-        {{- end }}
-      startupProbe:
-        {{- include "draftwire.probe" . | nindent 8 }}
-        periodSeconds: 10
-        failureThreshold: {{ div $values.startupTimeoutSeconds 10 }}
-      readinessProbe:
-        {{- include "draftwire.probe" . | nindent 8 }}
-        periodSeconds: 10
-        failureThreshold: 2
-      livenessProbe:
-        {{- include "draftwire.probe" . | nindent 8 }}
-        periodSeconds: 20
-        failureThreshold: 6
-      {{- if eq .name "verifier" }}
-      lifecycle:
-        preStop:
-          # New requests go elsewhere before it stops to take them: the Service's endpoints follow with a delay.
-          exec:
-            command: [sleep, "5"]
-      {{- end }}
-      resources:
-        {{- toYaml $values.resources | nindent 8 }}
-      securityContext:
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        capabilities:
-          drop: [ALL]
-      volumeMounts:
-        - name: tmp
-          mountPath: /tmp
-        - name: models
-          mountPath: /models
-          readOnly: true
-        {{- if .root.Values.tls.enabled }}
-        - name: tls
-          mountPath: /run/tls
-          readOnly: true
-        {{- if eq .name "verifier" }}
-        - name: drafter-tls
-          mountPath: /run/drafter-tls
-          readOnly: true
-        {{- end }}
-        {{- end }}
-        {{- if $tokens }}
-        - name: tokens
-          mountPath: /run/tokens
-          readOnly: true
-        {{- end }}
+    - {{ include "draftwire.container" . | nindent 6 | trim }}
+    {{- if $isShared }}
+    - {{ include "draftwire.container" (dict "root" .root "name" "drafter") | nindent 6 | trim }}
+    {{- end }}
   volumes:
-    - name: tmp
-      emptyDir:
-        sizeLimit: {{ $values.tmpSizeLimit }}
-    - name: models
-      {{- if .root.Values.models.hostPath }}
-      hostPath:
-        path: {{ .root.Values.models.hostPath }}
-        type: Directory
-      {{- else }}
-      persistentVolumeClaim:
-        claimName: {{ .root.Values.models.claim }}
-        readOnly: true
-      {{- end }}
-    {{- if .root.Values.tls.enabled }}
-    - name: tls
-      secret:
-        secretName: {{ index .root.Values.tls (printf "%sSecret" .name) }}
-        defaultMode: 0440
-    {{- if eq .name "verifier" }}
-    - name: drafter-tls
-      secret:
-        secretName: {{ .root.Values.tls.drafterClientSecret }}
-        defaultMode: 0440
-    {{- end }}
-    {{- end }}
-    {{- if $tokens }}
-    - name: tokens
-      secret:
-        secretName: {{ $tokens }}
-        defaultMode: 0440
-    {{- end }}
+    {{- include "draftwire.volumes" . | trim | nindent 4 }}
 {{- end }}
