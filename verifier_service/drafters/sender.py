@@ -132,7 +132,7 @@ class StepSender:
             sent, features = time.monotonic(), early.features
             self._commit(session, early, rows, list(step.closed_ids))
         else:
-            features = self._fill(step, session, store, rows, early)
+            features = self.fill(step, session, store, rows, early)
             sent = time.monotonic()
             session.stream.send(step, features)
         session.early = None
@@ -173,7 +173,7 @@ class StepSender:
         )
         session.stream.send(commit, early.features)
 
-    def _fill(
+    def fill(
         self,
         step: draft_pb2.DraftStep,
         session: DraftSession,
