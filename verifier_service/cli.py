@@ -17,6 +17,7 @@ from verifier_service.options import VerifierOptions
 
 @click.command()
 @click.option("--target", required=True, metavar="DIR|ID", help="Target: a directory, or a hub id organisation/model.")
+@click.option("--served-model-name", metavar="NAME", help="Name in metrics and answers. Default: that of --target.")
 @click.option("--drafters", default="", metavar="HOST:PORT,...", help="Drafters to use; none serves without drafts.")
 @click.option("--listen", default="127.0.0.1:50051", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option(
@@ -90,6 +91,7 @@ from verifier_service.options import VerifierOptions
     type=click.FloatRange(0),
     help="Seconds that running requests have when this verifier is told to end.",
 )
+@click.option("--vllm-metrics", is_flag=True, help="Serve metrics that vLLM has under vLLM's names too.")
 @click.option("--token-file", type=FILE, help="Bearer tokens that let clients in, one a line.")
 @click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")
 @click.option("--drafter-tls-cert", type=FILE, help="Certificate shown to drafters, PEM.")

@@ -32,6 +32,8 @@ class VerifierOptions:
     load_format: str = "auto"
     compile_cache: str | None = None
     metrics_listen: str | None = None
+    vllm_metrics: bool = False
+    served_model_name: str | None = None
     health_listen: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

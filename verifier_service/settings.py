@@ -51,6 +51,8 @@ def check_options(options: VerifierOptions) -> Settings:
         security.tls_context(options.metrics_listen, "metrics_listen")
     if options.health_listen is not None:
         parse_address(options.health_listen, "health_listen")
+    if options.served_model_name == "":
+        raise InvalidArgumentError("served_model_name", "", "must not be empty")
     deadline_s = _deadline(options.draft_deadline_ms)
     carriers = parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)

@@ -38,8 +38,16 @@ class EngineHost:
         *,
         fuses_features: bool = True,
         followers: Followers | None = None,
+        served_model_name: str | None = None,
+        vllm_metrics: bool = False,
     ) -> None:
-        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` of `Engine`."""
+        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` of `Engine`.
+
+        Clients and metrics know the target by `served_model_name`, by default by its own name. `vllm_metrics` adds the
+        metrics under vLLM's names.
+        """
+        self._model_name = served_model_name or target.name
+        self._vllm_metrics = vllm_metrics
         self._target = target
         self._config = config
         self._limits = limits
@@ -117,7 +125,9 @@ class EngineHost:
     @property
     def collector(self) -> VerifierCollector:
         """The metrics."""
-        return VerifierCollector(self.engine, self._target.name, lambda: self._drafters.statuses)
+        return VerifierCollector(
+            self.engine, self._model_name, lambda: self._drafters.statuses, vllm_names=self._vllm_metrics
+        )
 
     def info(self) -> generate_pb2.GetVerifierInfoResponse:
         """What `GetVerifierInfo` answers; from any thread."""
@@ -127,7 +137,7 @@ class EngineHost:
             self.engine.drafting.describe(status)
         return generate_pb2.GetVerifierInfoResponse(
             version=VERSION,
-            target=target.name,
+            target=self._model_name,
             target_fingerprint=target.fingerprint,
             vocab_size=target.vocab_size,
             max_model_len=target.max_model_len,

@@ -20,19 +20,40 @@ _CAUSES = [
 ]
 
 
+_PREFIX = "draftwire_"
+# Metrics of vLLM's V1 engine that a verifier has with the same unit, labels and meaning; see docs/operations.md.
+_VLLM_METRICS = (
+    *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_time_per_output_token_seconds", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+    *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+)
+
+
 class VerifierCollector(Collector):
     """Reads the state of a verifier at each scrape."""
 
     def __init__(
-        self, engine: Engine, model_name: str, drafters: Callable[[], Sequence[generate_pb2.DrafterStatus]]
+        self,
+        engine: Engine,
+        model_name: str,
+        drafters: Callable[[], Sequence[generate_pb2.DrafterStatus]],
+        *,
+        vllm_names: bool = False,
     ) -> None:
+        """`vllm_names` adds the metrics that vLLM has once more, under vLLM's names."""
         self._engine = engine
         self._model_name = model_name
         self._drafters = drafters
+        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""
-        return with_model_name(self._collect(), self._model_name)
+        for metric in with_model_name(self._collect(), self._model_name):
+            yield metric
+            if self._vllm_names and metric.name.removeprefix(_PREFIX) in _VLLM_METRICS:
+                yield _with_vllm_name(metric)
 
     def _collect(self) -> Iterator[Metric]:
         engine = self._engine
@@ -90,6 +111,16 @@ class VerifierCollector(Collector):
                 planned.add_metric([drafter.address], drafter.plan.num_drafts)
                 gain.add_metric([drafter.address], drafter.plan.expected_gain)
         yield from (state, sequences, drafted, accepted, planned, gain)
+
+
+def _with_vllm_name(metric: Metric) -> Metric:
+    renamed = Metric(_vllm_name(metric.name), metric.documentation, metric.type)
+    renamed.samples = [sample._replace(name=_vllm_name(sample.name)) for sample in metric.samples]
+    return renamed
+
+
+def _vllm_name(name: str) -> str:
+    return f"vllm:{name.removeprefix(_PREFIX)}"
 
 
 def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:

@@ -60,6 +60,8 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
             options.rendezvous_dir,
             fuses_features=options.fuse_features,
             followers=followers,
+            served_model_name=options.served_model_name,
+            vllm_metrics=options.vllm_metrics,
         )
         keep_what_is_loaded()
         with serving_metrics(options.metrics_listen, [host.collector], settings.security):
