@@ -4,14 +4,32 @@ Every function takes and returns plain tensors; `Llama.states` gives the residua
 what an EAGLE-3 head reads. Compared with transformers' own model in tests/test_training_llama.py.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from draftwire.contract.errors import CheckpointError
+from draftwire.model.checkpoints import load_tensors, read_config
+
+# Token files and generated texts are uint16.
+MAX_VOCAB_SIZE = 65536
+# Keys of config.json that change the arithmetic, and the one value that this module computes: transformers' default.
+_COMPUTED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "layer_types": None,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -167,15 +185,69 @@ class Llama(nn.Module):
         return self.logits_of(self.states(tokens)[-1])
 
 
+def _read_shape(directory: Path) -> LlamaShape:
+    """Return the shape of a directory whose model this module computes.
+
+    Raises
+    ------
+    CheckpointError
+        Names the key of config.json that it would get wrong.
+    """
+    config, where = read_config(directory), directory / "config.json"
+    for key, allowed in _COMPUTED.items():
+        if config.get(key) is not None and config[key] != allowed:
+            raise CheckpointError(f"{where}: {key} = {config[key]!r} is not computed here; must be {allowed!r}")
+    if config.get("tie_word_embeddings") is not True:  # transformers' default is False
+        given = f"tie_word_embeddings = {config.get('tie_word_embeddings')!r}"
+        raise CheckpointError(f"{where}: {given}: a lm_head.weight of its own is not computed here")
+    missing = [key for key in _NEEDED if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{where}: lacks {missing[0]}")
+    if config["vocab_size"] > MAX_VOCAB_SIZE:
+        allowed = f"token ids are 16 bits here, so at most {MAX_VOCAB_SIZE}"
+        raise CheckpointError(f"{where}: vocab_size = {config['vocab_size']}: {allowed}")
+    defaults = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "rms_norm_eps": 1e-6,
+    }
+    given = {name: config[name] for name in LlamaShape.__dataclass_fields__ if config.get(name) is not None}
+    return LlamaShape(**{**defaults, **given, "rope_theta": _rope_theta(config, where)})
+
+
+def _rope_theta(config: Mapping[str, Any], where: Path) -> float:
+    """Return the base of the rotary frequencies, which must be without any scaling."""
+    theta = 10000.0 if config.get("rope_theta") is None else config["rope_theta"]
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(f"{where}: rope_type = {kind!r} ({key}) is not computed here; must be 'default'")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{where}: {key}.partial_rotary_factor is not computed here; must be 1.0")
+        theta = rope.get("rope_theta", theta)
+    return float(theta)
+
+
 def load_llama(directory: Path, device: torch.device | str) -> Llama:
-    """The model of a transformers directory as this module's class, in float32 (bf16 weights are exact in it)."""
-    config = json.loads((directory / "config.json").read_text())
-    names = LlamaShape.__dataclass_fields__
-    rope = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
-    model = Llama(LlamaShape(**{name: config[name] for name in names if name in config} | {"rope_theta": rope}))
-    weights: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        weights |= load_file(file)
-    weights.pop("lm_head.weight", None)
-    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    """Return the model of a transformers directory as this module's class, in float32, in which bf16 weights are exact.
+
+    Raises
+    ------
+    CheckpointError
+        When the directory is damaged, or its model is not what this module computes.
+    """
+    model = Llama(_read_shape(directory))
+    weights = load_tensors(directory)
+    output = weights.pop("lm_head.weight", None)
+    if output is not None and not torch.equal(output, weights.get("model.embed_tokens.weight", output[:0])):
+        raise CheckpointError(f"{directory}: lm_head.weight is not the embedding, and only tied ones are computed here")
+    for name, weight in weights.items():
+        if not weight.is_floating_point() or weight.itemsize < 2:
+            refused = f"tensor {name} is {weight.dtype}; quantised weights are not computed here"
+            raise CheckpointError(f"{directory}: {refused}")
+    try:
+        model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    except RuntimeError as error:  # tensors that are missing, unexpected or of another shape
+        raise CheckpointError(f"{directory}: {error}") from error
     return model.to(device).eval()
