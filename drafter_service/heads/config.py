@@ -16,6 +16,7 @@ from drafter_service.heads.rope import RopeConfig, read_rope
 from drafter_service.heads.spec import HeadSpec, Method
 from draftwire.contract.errors import CheckpointError, MismatchError
 from draftwire.model.checkpoints import read_config
+from draftwire.model.quantised import refuse_quantised_config
 
 # Options that change the head's arithmetic and are not implemented: refused when they differ from this value.
 _REFUSED = {
@@ -23,7 +24,6 @@ _REFUSED = {
     "eh_proj_before_attn": False,  # TensorRT-LLM
     "return_hidden_post_norm": False,  # TensorRT-LLM's norm_output
     "logit_scale": 1.0,
-    "quantization_config": None,
     "kv_lora_rank": None,  # latent attention
     "layernorms": False,  # speculators EAGLE: norms around the fusion
 }
@@ -129,6 +129,8 @@ def read_head_config(head_dir: Path, target_dir: Path, tensor_names: Collection[
     speculators_kind = _speculators_kind(raw, where)
     layer_values = raw if speculators_kind is None else _speculators_layer_values(raw, speculators_kind, where)
     layer = _Reader(layer_values, where)
+    for values in (raw, layer_values):
+        refuse_quantised_config(values, where)
     for key, allowed in _REFUSED.items():
         head.refuse(key, allowed)
         layer.refuse(key, allowed)

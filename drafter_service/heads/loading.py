@@ -16,6 +16,7 @@ from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import CheckpointTensors, RandomTensors
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.checkpoints import fingerprint, load_tensors, weight_files
+from draftwire.model.quantised import refuse_quantised_files, refuse_quantised_names
 
 _CLASSES = {"eagle": Eagle1Head, "eagle3": Eagle3Head}
 
@@ -62,7 +63,9 @@ def load_head(
         config = read_head_config(head_dir, target_dir)
         identity = fingerprint(b"dummy", config_bytes, str(seed).encode())
         return _CLASSES[config.spec.method](config, RandomTensors(seed, dtype, device), identity, dtype, device)
+    refuse_quantised_files(weight_files(head_dir))
     loaded = load_tensors(head_dir)
+    refuse_quantised_names(loaded, head_dir)
     originals = canonical_names(loaded)
     config = read_head_config(head_dir, target_dir, originals)
     if config.fc_bias is None:

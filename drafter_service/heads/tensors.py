@@ -10,6 +10,7 @@ import torch
 
 from draftwire.contract.errors import CheckpointError, MismatchError
 from draftwire.model.checkpoints import load_tensors
+from draftwire.model.quantised import SERVED_WEIGHTS
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TARGET_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
@@ -144,7 +145,7 @@ class CheckpointTensors:
 
     def _placed(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         if tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"{what} is {tensor.dtype}; quantised weights are not supported")
+            raise CheckpointError(f"{what} is {tensor.dtype}; quantised weights are not served; {SERVED_WEIGHTS}")
         return tensor.to(self._device, self._dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +17,15 @@ from draftwire.contract.errors import CheckpointError
 
 # What of a model on the hub is downloaded.
 MODEL_FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja"]
+_SERVED_FORMATS = "served are directories with config.json and weights in *.safetensors or *.bin"
+_INSTALL = re.compile(r"\b(pip3?|conda|uv)\s+(\w+\s+)?install\b")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what a library says of a failure, without its advice to install packages, which need not help here."""
+    sentences = re.split(r"(?<=[.!?:;])\s+|\n+", str(error))
+    kept = " ".join(sentence for sentence in sentences if not _INSTALL.search(sentence)).strip(" :")
+    return kept or type(error).__name__
 
 
 def resolve_directory(name: str) -> Path:
@@ -29,12 +39,15 @@ def resolve_directory(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix.lower() == ".gguf":
+        raise CheckpointError(f"{name!r} is a GGUF file, which is not served; {_SERVED_FORMATS}")
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{name!r} is not a directory; give a model directory or a hub id organisation/model")
     try:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub client raises errors of many kinds: network, HTTP, validation, cache
-        raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {error}") from error
+        reason = reason_of(error)
+        raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {reason}") from error
 
 
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
@@ -49,6 +62,7 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        _refuse_gguf(directory)
         raise CheckpointError(f"{directory}: there is no {name}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
@@ -84,7 +98,15 @@ def weight_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob(pattern))
         if files:
             return files
-    raise CheckpointError(f"{directory}: there are no weights (*.safetensors or *.bin)")
+    _refuse_gguf(directory)
+    others = "other formats, as GGUF, are not served"
+    raise CheckpointError(f"{directory}: there are no weights (*.safetensors or *.bin); {others}")
+
+
+def _refuse_gguf(directory: Path) -> None:
+    files = sorted(directory.glob("*.gguf"))
+    if files:
+        raise CheckpointError(f"{directory}: {files[0].name} is a GGUF file, which is not served; {_SERVED_FORMATS}")
 
 
 def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:

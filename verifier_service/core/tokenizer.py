@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from draftwire.contract.errors import CheckpointError, Described, InvalidArgumentError
+from draftwire.model.checkpoints import reason_of
 from draftwire.v1 import generate_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class TextCodec:
         except BaseException as error:
             if not _is_failure(error):
                 raise
-            raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+            raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason_of(error)}") from error
 
     def describe(self, token_id: int) -> Described:
         """Show a token by its text and id."""

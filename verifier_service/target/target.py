@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.block_pool import blocks_for
-from draftwire.model.checkpoints import fingerprint, read_config, weight_files
+from draftwire.model.checkpoints import fingerprint, read_config, reason_of, weight_files
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.model.quantised import refuse_quantised_config, refuse_quantised_files
 from verifier_service.target import attention_hook
 from verifier_service.target.merged_linears import find_projections, merge_projections
 from verifier_service.target.tensor_parallel import ALONE, Rank, split_target
@@ -267,7 +268,7 @@ def load_target(
     if dummy:
         model = _random_model(config, dtype, device)
     else:
-        weight_files(directory)
+        refuse_quantised_files(weight_files(directory))
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
@@ -278,7 +279,7 @@ def load_target(
             )
             model, report = loaded
         except Exception as error:  # safetensors, torch and transformers raise many kinds for a damaged file
-            raise CheckpointError(f"{directory}: cannot be loaded: {error}") from error
+            raise CheckpointError(f"{directory}: cannot be loaded: {reason_of(error)}") from error
         missing = sorted(set(report["missing_keys"]) | {str(key) for key in report["mismatched_keys"]})
         if missing:
             raise CheckpointError(f"{directory}: tensors are missing or of another shape: {', '.join(missing[:5])}")
@@ -302,11 +303,11 @@ def check_split(directory: Path, name: str, rank: Rank) -> None:
 
 
 def _read_served_config(directory: Path, name: str) -> Any:
-    read_config(directory)
+    refuse_quantised_config(read_config(directory), name)
     try:
         config = AutoConfig.from_pretrained(directory)
     except Exception as error:  # transformers and its validation of fields raise many kinds
-        raise CheckpointError(f"{directory}: transformers cannot read its config.json: {error}") from error
+        raise CheckpointError(f"{directory}: transformers cannot read its config.json: {reason_of(error)}") from error
     _refuse(config, name)
     return config
 
@@ -322,7 +323,7 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # torch and transformers raise many kinds for sizes and ids that cannot be
-        raise CheckpointError(f"transformers cannot make a model of its config.json: {error}") from error
+        raise CheckpointError(f"transformers cannot make a model of its config.json: {reason_of(error)}") from error
     finally:
         torch.set_default_dtype(previous)
     return model
