@@ -8,6 +8,7 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftwire.client.tls_mismatch import find_tls_mismatch
 from draftwire.contract.addresses import parse_address
 from draftwire.contract.errors import ServerError
 from draftwire.server.cli_options import client_security, client_security_options
@@ -21,13 +22,15 @@ from draftwire.server.security import open_channel
 def health(server: str, timeout: float, **given: Any) -> None:
     """Ask the standard health service; exit with status 0 when the server serves."""
     parse_address(server, "server")
-    with open_channel(server, client_security(given), ()) as channel:
+    security = client_security(given)
+    with open_channel(server, security, ()) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout, wait_for_ready=True
             )
         except grpc.RpcError as error:
-            raise ServerError(f"{server} does not answer: {error.code().name}") from error
+            mismatch = find_tls_mismatch(server, security) or f"does not answer: {error.code().name}"
+            raise ServerError(f"{server} {mismatch}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         raise ServerError(f"{server} does not serve: {status}")

@@ -47,6 +47,7 @@ def check_options(options: VerifierOptions) -> Settings:
         drafter_security.credentials(address, "drafters")
     parse_address(options.listen, "listen")
     security.credentials(options.listen)
+    security.check_tokens()
     if options.metrics_listen is not None:
         security.tls_context(options.metrics_listen, "metrics_listen")
     if options.health_listen is not None:

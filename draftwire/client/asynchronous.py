@@ -28,6 +28,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self,
         call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
         address: str,
+        security: ClientSecurity,
         timeout: float | None,
         span: CallSpan,
     ) -> None:
@@ -35,6 +36,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._span = span
         self._messages = aiter(call)
         self._address = address
+        self._security = security
         self._timeout = timeout
         self._request_id = ""
         self._cancelled = False
@@ -49,7 +51,8 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
         except grpc.RpcError as error:
             self._span.end(self._request_id, error.code().name)
-            raise to_error(error, self._address, self._timeout) from error
+            security = None if self._request_id else self._security
+            raise await asyncio.to_thread(to_error, error, self._address, self._timeout, security) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._cancelled and not (task and task.cancelling()):  # the call was cancelled, not the reader
@@ -137,7 +140,7 @@ class AsyncClient:
         request, timeout = build_request(prompt, options)
         span = CallSpan(self.address)
         call = self._stub().Generate(request, timeout=timeout, metadata=(*self._metadata, *span.metadata))
-        return AsyncStream(call, self.address, timeout, span)
+        return AsyncStream(call, self.address, self._security, timeout, span)
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -151,7 +154,7 @@ class AsyncClient:
                 pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise to_error(error, self.address, timeout) from error
+            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
 
     async def close(self) -> None:
         """Closes the connection; requests that still run are cancelled."""

@@ -8,10 +8,12 @@ from typing import Any, TypedDict
 
 import grpc
 
+from draftwire.client.tls_mismatch import find_tls_mismatch
 from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_message, build_sampling_params, check_limits
+from draftwire.server.security import ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
 # A request that was once taken must not run twice.
@@ -42,7 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     max_tokens: int | None
     min_tokens: int | None
-    stop: Sequence[str] | None
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     logprobs: int | None
@@ -70,6 +72,8 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     given = {name: value for name, value in options.items() if value is not None}
     sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
     rest = {name: value for name, value in given.items() if name not in sampling}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = [sampling["stop"]]
     timeout = rest.pop("timeout", None)
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and 0 < timeout < math.inf):
@@ -111,8 +115,14 @@ def _chat_message(entry: Mapping[str, Any]) -> pb.ChatMessage:
     return message
 
 
-def to_error(error: grpc.RpcError, address: str, timeout: float | None) -> DraftwireError:
-    """The error that a user meets for a call that gRPC ended."""
+def to_error(
+    error: grpc.RpcError, address: str, timeout: float | None, security: ClientSecurity | None = None
+) -> DraftwireError:
+    """Return the error that a user meets for a call that gRPC ended.
+
+    With the `security` of a connection that never brought anything, a server that cannot be reached is asked once more
+    whether it speaks TLS; that blocks.
+    """
     code: grpc.StatusCode = error.code()
     details: str = error.details() or "no details"
     if code == grpc.StatusCode.INVALID_ARGUMENT:
@@ -121,6 +131,10 @@ def to_error(error: grpc.RpcError, address: str, timeout: float | None) -> Draft
         return QueueFullError(details, retry_after_s(error.trailing_metadata() or ()))
     if code == grpc.StatusCode.FAILED_PRECONDITION:
         return MismatchError(details)
+    if code == grpc.StatusCode.UNAVAILABLE and security is not None:
+        mismatch = find_tls_mismatch(address, security)
+        if mismatch is not None:
+            return RequestError(code.name, f"{address} {mismatch}")
     messages = {
         grpc.StatusCode.UNAVAILABLE: f"{address} cannot be reached or is shutting down: {details}",
         grpc.StatusCode.DEADLINE_EXCEEDED: f"not done within the timeout of {timeout} s",

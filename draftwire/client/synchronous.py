@@ -26,10 +26,13 @@ class _Call(Protocol):
 class Stream(Iterator[Chunk]):
     """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too."""
 
-    def __init__(self, call: _Call, address: str, timeout: float | None, span: CallSpan) -> None:
+    def __init__(
+        self, call: _Call, address: str, security: ClientSecurity, timeout: float | None, span: CallSpan
+    ) -> None:
         self._call = call
         self._span = span
         self._address = address
+        self._security = security
         self._timeout = timeout
         self._request_id = ""
         self._cancelled = False
@@ -44,7 +47,8 @@ class Stream(Iterator[Chunk]):
             if self._cancelled:
                 raise StopIteration from None
             self._span.end(self._request_id, error.code().name)
-            raise to_error(error, self._address, self._timeout) from error
+            security = None if self._request_id else self._security
+            raise to_error(error, self._address, self._timeout, security) from error
         self._request_id = chunk.request_id
         return chunk
 
@@ -94,6 +98,7 @@ class Client:
         """
         parse_address(address, "address")
         self.address = address
+        self._security = security
         self._metadata = security.metadata()
         self._channel = open_channel(address, security, CLIENT_CHANNEL_OPTIONS)
         self._stub = GenerationStub(self._channel)
@@ -120,7 +125,8 @@ class Client:
         request, timeout = build_request(prompt, options)
         span = CallSpan(self.address)
         metadata = (*self._metadata, *span.metadata)
-        return Stream(self._stub.Generate(request, timeout=timeout, metadata=metadata), self.address, timeout, span)
+        call = self._stub.Generate(request, timeout=timeout, metadata=metadata)
+        return Stream(call, self.address, self._security, timeout, span)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -134,7 +140,7 @@ class Client:
                 pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise to_error(error, self.address, timeout) from error
+            raise to_error(error, self.address, timeout, self._security) from error
 
     def close(self) -> None:
         """Closes the connection; requests that still run are cancelled."""

@@ -33,8 +33,12 @@ def parse_address(address: str, field: str) -> tuple[str, int]:
     InvalidArgumentError
         Names `field` when the address is not of that form.
     """
+    scheme, is_url, rest = address.partition("://")
+    if is_url:
+        allowed = f"must be HOST:PORT without {scheme}://, as in {rest.partition('/')[0] or 'localhost:50051'}"
+        raise InvalidArgumentError(field, address, f"{allowed}; TLS is turned on by options, not by the address")
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    if "/" in host or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise InvalidArgumentError(field, address, "must be HOST:PORT with a port in [0, 65535]")
     try:
         host.encode("idna")  # as look-ups do

@@ -58,6 +58,19 @@ class ServerSecurity:
         if self.client_ca is not None and self.certificate is None:
             raise InvalidArgumentError("tls_client_ca", str(self.client_ca), "needs tls_cert and tls_key")
 
+    def check_tokens(self) -> None:
+        """Check the token file, if there is one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When a token cannot be sent by any client.
+        ServerError
+            When the file cannot be read or has no token.
+        """
+        if self.token_file is not None and not _tokens(self.token_file, _read(self.token_file)):
+            raise ServerError(f"token_file = {str(self.token_file)!r}: there is no token in it")
+
     def credentials(self, listen: str) -> grpc.ServerCredentials | None:
         """Credentials for a gRPC port at `listen`; None for plain text.
 
@@ -127,6 +140,11 @@ class ClientSecurity:
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
 
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return bool(self.tls or self.ca or self.certificate)
+
     def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:
         """Credentials for a channel to `address`, read from the files now; None for plain text.
 
@@ -137,7 +155,7 @@ class ClientSecurity:
         ServerError
             When a file cannot be read.
         """
-        if not (self.tls or self.ca or self.certificate):
+        if not self.uses_tls:
             _refuse_plain_text(field, address, self.insecure, "tls")
             return None
         ca, key, certificate = (

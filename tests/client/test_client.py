@@ -196,7 +196,16 @@ def test_wrong_requests_are_refused_before_they_are_sent(verifier, prompt, optio
     assert not verifier.requests
 
 
-@pytest.mark.parametrize("address", ["localhost", "localhost:http", ":50051", "localhost:99999", "localhost:²"])
+def test_a_lone_stop_text_is_one_stop_text(verifier):
+    with Client(verifier.address) as client:
+        client.complete("abc", stop="xyz")
+    assert list(verifier.requests[0].sampling_params.stop) == ["xyz"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost", "localhost:http", ":50051", "localhost:99999", "localhost:²", "http://localhost:50051"],
+)
 def test_wrong_address_is_refused(address):
     for kind in (Client, AsyncClient):
         with pytest.raises(InvalidArgumentError, match="must be HOST:PORT"):

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from certificates import Authority
 
-from draftwire import Client
+from draftwire import AsyncClient, Client
 from draftwire.contract.errors import InvalidArgumentError, RequestError, ServerError
 from draftwire.server.security import ClientSecurity, ServerSecurity, TokenInterceptor, is_loopback
 from draftwire.v1 import generate_pb2 as pb
@@ -104,14 +104,32 @@ def test_a_server_of_another_authority_or_name_is_not_trusted(serve, authority, 
 
 
 def test_plain_text_does_not_reach_a_server_with_tls(serve, authority):
-    refused(serve(ServerSecurity(*authority.issue("localhost"))))
+    text = refused(serve(ServerSecurity(*authority.issue("localhost"))))
+    assert "serves TLS, but this client speaks plain text: give --tls, or --tls-ca FILE" in text
+
+
+def test_plain_text_to_a_stream_of_asyncio_is_named_too(serve, authority):
+    address = serve(ServerSecurity(*authority.issue("localhost")))
+
+    async def use() -> None:
+        async with AsyncClient(address) as client:
+            await client.complete([1])
+
+    with pytest.raises(RequestError, match="serves TLS, but this client speaks plain text"):
+        asyncio.run(use())
+
+
+def test_tls_to_a_plain_port_is_named(serve, authority):
+    text = refused(serve(ServerSecurity()), ca=authority.file)
+    assert "serves plain text, but this client speaks TLS" in text
 
 
 def test_mutual_tls_lets_in_whom_the_authority_knows(serve, authority, other):
     address = serve(ServerSecurity(*authority.issue("localhost"), client_ca=authority.file))
     certificate, key = authority.issue("verifier")
     assert version(address, ca=authority.file, certificate=certificate, key=key) == "here"
-    refused(address, ca=authority.file)
+    assert "takes only clients with a certificate, and this client shows none" in refused(address, ca=authority.file)
+    assert "serves TLS, but this client speaks plain text" in refused(address)
     certificate, key = other.issue("stranger")
     refused(address, ca=authority.file, certificate=certificate, key=key)
 
@@ -238,6 +256,10 @@ def test_a_file_without_tokens_is_refused_at_start(tmp_path):
     (tmp_path / "tokens").write_text("# none yet\n")
     with pytest.raises(ServerError, match="there is no token in it"):
         TokenInterceptor(tmp_path / "tokens", SERVICE)
+    with pytest.raises(ServerError, match="there is no token in it"):
+        ServerSecurity(token_file=tmp_path / "tokens").check_tokens()
+    with pytest.raises(ServerError, match="none cannot be read: No such file"):
+        ServerSecurity(token_file=tmp_path / "none").check_tokens()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.3.2.1:1", "localhost:1", "[::1]:1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,20 @@ def test_pings_are_no_more_frequent_than_the_other_side_allows() -> None:
     assert options["grpc.keepalive_time_ms"] >= options["grpc.http2.min_ping_interval_without_data_ms"]
 
 
-@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "a..b:1", f"{'a' * 64}:1"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":1", "host:", "host:x", "host:65536", "a..b:1", "a/b:1", f"{'a' * 64}:1"]
+)
 def test_an_address_that_nothing_can_be_dialled_by_is_refused(address: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"drafters = .*must be HOST:PORT"):
         parse_address(address, "drafters")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "grpc", "dns"])
+@pytest.mark.parametrize("end", ["", "/", "/v1"])
+def test_an_address_with_a_scheme_is_named_as_the_wrong_form(scheme: str, end: str) -> None:
+    allowed = f"must be HOST:PORT without {scheme}://, as in localhost:50051; TLS is turned on by options"
+    with pytest.raises(InvalidArgumentError, match=re.escape(allowed)):
+        parse_address(f"{scheme}://localhost:50051{end}", "server")
 
 
 @pytest.mark.parametrize("host", ["a.b", "a.b.", "bücher.example", "10.0.0.1", "[fd00::1]"])
