@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import click
 
-from draftwire.client import ChatMessage, Chunk, Client, Completion, Options
+from draftwire.client import ChatMessage, Chunk, Client, Completion, Options, Stream
+from draftwire.client.missing_drafts import explain_missing_drafts
+from draftwire.contract.errors import DraftwireError
 from draftwire.server.cli_options import OTLP_ENDPOINT, client_security, client_security_options
 from draftwire.server.tracing import exporting_traces
-from draftwire_cli.output import completion_mapping, has_colour, statistics_text, write_chunk
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_cli.output import completion_mapping, has_colour, interrupted_text, statistics_text, write_chunk
 
 
 class LogitBias(click.ParamType):
@@ -80,8 +84,8 @@ def generate(
 ) -> None:
     """Generate text from a prompt.
 
-    Text goes to standard output as it comes, a line of statistics to standard error. Exit code 1 tells a failure,
-    2 a wrong command.
+    Text goes to standard output as it comes, a line of statistics to standard error, which says why where drafts are
+    missing. Ctrl-C ends the request and prints the statistics so far. Exit code 1 tells a failure, 2 a wrong command.
     """
     text = _prompt_text(prompt, prompt_file)
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
@@ -90,29 +94,57 @@ def generate(
     with (
         exporting_traces("draftwire-client", otlp_endpoint, insecure=security.insecure),
         Client(server, security) as client,
-        client.generate(messages if chat else text, **options) as stream,
     ):
-        if as_json:
-            completion = Completion.from_chunks(list(stream))
-            click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))
-        else:
-            _write_text(stream, show_drafts)
+        before = None if as_json else _info(client)
+        with client.generate(messages if chat else text, **options) as stream:
+            if as_json:
+                completion = Completion.from_chunks(list(stream))
+                click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))
+                return
+            completion = _write_text(stream, show_drafts)
+        parts = [statistics_text(completion.statistics)]
+        after = _info(client)
+        if before is not None and after is not None:
+            parts += filter(None, [explain_missing_drafts(completion.statistics, before, after)])
+        click.echo("; ".join(parts), err=True)
 
 
-def _write_text(stream: Iterable[Chunk], show_drafts: bool) -> None:
+def _info(client: Client) -> pb.GetVerifierInfoResponse | None:
+    """Return what the verifier says of itself, if it does: the answer to the prompt does not depend on it."""
+    try:
+        return client.info(timeout=2.0)
+    except DraftwireError:
+        return None
+
+
+def _write_text(stream: Stream, show_drafts: bool) -> Completion:
+    """Write the chunks as they come; on Ctrl-C end the line and write the statistics so far."""
     terminal = sys.stdout.isatty()
     coloured = show_drafts and has_colour()
-    chunks = []
-    for chunk in stream:
-        write_chunk(chunk, coloured, terminal)
-        chunks.append(chunk)
-    completion = Completion.from_chunks(chunks)
-    if not completion.text.endswith("\n"):
+    chunks: list[Chunk] = []
+    arrivals: list[float] = []
+    sent = time.monotonic()
+    try:
+        for chunk in stream:
+            arrivals.append(time.monotonic() - sent)
+            chunks.append(chunk)
+            write_chunk(chunk, coloured, terminal)
+        completion = Completion.from_chunks(chunks)
+    except KeyboardInterrupt:
+        stream.cancel()
+        _end_line(chunks, terminal)
+        click.echo(interrupted_text(chunks, arrivals, time.monotonic() - sent), err=True)
+        raise
+    _end_line(chunks, terminal)
+    return completion
+
+
+def _end_line(chunks: list[Chunk], terminal: bool) -> None:
+    if not "".join(chunk.text for chunk in chunks).endswith("\n"):
         if terminal:
             click.echo()
         elif sys.stderr.isatty():
             click.echo(err=True)
-    click.echo(statistics_text(completion.statistics), err=True)
 
 
 def _prompt_text(prompt: str | None, prompt_file: TextIO | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +36,20 @@ def write_chunk(chunk: Chunk, show_drafts: bool, terminal: bool) -> None:
 def visible(text: str) -> str:
     """Text without the control characters that a terminal obeys."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def interrupted_text(chunks: Sequence[Chunk], arrivals: Sequence[float], now: float) -> str:
+    """`interrupted after 12 tokens in 3.2 s, first token 35 ms, 7 of them accepted drafts`, by the client's clock.
+
+    `arrivals` are seconds of each chunk and `now` those of the interrupt, since the request was sent.
+    """
+    count = sum(len(chunk.token_ids) for chunk in chunks)
+    parts = [f"interrupted after {count} tokens in {now:.1f} s"]
+    first = next((at for chunk, at in zip(chunks, arrivals, strict=True) if chunk.token_ids), None)
+    if first is not None:
+        accepted = sum(sum(chunk.drafted) for chunk in chunks)
+        parts += [f"first token {first * 1000:.0f} ms", f"{accepted} of them accepted drafts"]
+    return ", ".join(parts)
 
 
 def statistics_text(statistics: Statistics) -> str:

@@ -60,17 +60,17 @@ def test_requests_that_want_fewer_drafts_get_no_more():
     given = {"prompt_rows": 15, "verify_steps": 10, "verify_rows": 6 + 6 + 5, "feature_rows": 7 + 8}
     assert problems(timelines, given) == []
     timelines[1] = timeline(fewer, k=1)
-    assert "drafts verified at position 2: 4 due, 2 done" in problems(timelines, given)
+    assert "2 drafts were verified at position 2 instead of 4" in problems(timelines, given)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"verify_rows": 11}, "rows verified: 12 due, 11 done"),
-        ({"verify_steps": 3}, "verify steps of the engine: 4 due, 3 done"),
-        ({"prompt_rows": 6}, "prompt rows (a prefix that is found computes fewer): 10 due, 6 done"),
-        ({"feature_rows": 13}, "feature rows: 14 to 20 due, 13 sent"),
-        ({"feature_rows": 21}, "feature rows: 14 to 20 due, 21 sent"),
+        ({"verify_rows": 11}, "11 rows were verified instead of 12"),
+        ({"verify_steps": 3}, "3 verify steps in the engine's counters instead of 4"),
+        ({"prompt_rows": 6}, "6 prompt rows were computed (fewer where a prefix is found) instead of 10"),
+        ({"feature_rows": 13}, "13 feature rows were sent instead of 14 to 20"),
+        ({"feature_rows": 21}, "21 feature rows were sent instead of 14 to 20"),
         ({"feature_bytes": 14 * ROW_BYTES - 1}, "feature bytes by bytes: 14 rows of 24 bytes are 336, 335 sent"),
     ],
 )
@@ -82,16 +82,16 @@ def test_what_the_engine_skipped_is_named(changes, text):
 def test_a_step_that_went_on_without_its_drafts_is_named():
     timelines = [timeline([(2, 1), (2, 2)]), timeline([(1, 1), (2, 2)])]
     found = problems(timelines, {"prompt_rows": 10, "verify_steps": 4, "verify_rows": 11, "feature_rows": 14})
-    assert found == ["rows verified: 12 due, 11 done", "drafts verified at position 2: 4 due, 3 done"]
+    assert found == ["11 rows were verified instead of 12", "3 drafts were verified at position 2 instead of 4"]
 
 
 def test_an_output_that_ended_early_is_named():
     timelines, given = honest()
     timelines[1] = timeline([(2, 1)])
-    assert problems(timelines, given)[0] == "output tokens: 12 due, 9 done"
+    assert problems(timelines, given)[0] == "9 output tokens instead of 12"
 
 
 def test_features_sent_with_drafting_off_are_named():
     plain = timeline([(0, 0)] * 5, k=0)
     given = {"prompt_rows": 5, "verify_steps": 5, "verify_rows": 5, "feature_rows": 3}
-    assert problems([plain], given, k=0) == ["feature rows: 0 to 0 due, 3 sent"]
+    assert problems([plain], given, k=0) == ["3 feature rows were sent instead of 0 to 0"]

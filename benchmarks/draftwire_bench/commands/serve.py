@@ -17,7 +17,7 @@ from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.commands.options import Numbers, pair_from, pair_options, report_console
 from draftwire_bench.environment import describe, read_shape
 from draftwire_bench.serve.report import load_matplotlib, plot, print_report, report
-from draftwire_bench.serve.serve import ServeOptions, measure
+from draftwire_bench.serve.serve import MeasurementInterrupted, ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, endless, parse_sampling, random_prompts, read_prompts
 from draftwire_bench.services import running_pair
 
@@ -68,20 +68,30 @@ def serve(json_path: Path | None, plot_path: Path | None, speculative_config: st
     """Measure throughput and latency, with drafting off and on.
 
     Either of a running verifier (--server), or of both services, started here (--target and --head). Under synthetic
-    acceptance the command fails when any work was skipped.
+    acceptance the command fails when any work was skipped. Ctrl-C prints and writes the levels measured so far.
     """
     if plot_path is not None:
         load_matplotlib()
     console, security = report_console(), client_security(given)
     options = _options(given)
-    with _served(given, options, speculative_config, console) as (address, shapes), console.status("") as status:
-        info, results = measure(address, options, _prompts(given), status.update, security)
+    interrupted = None
+    try:
+        with _served(given, options, speculative_config, console) as (address, shapes), console.status("") as status:
+            info, results = measure(address, options, _prompts(given), status.update, security)
+    except MeasurementInterrupted as error:
+        interrupted, info, results = error, error.info, error.results
+        count = len(options.levels) * len(options.drafting)
+        console.print(f"\ninterrupted: {len(results)} of {count} runs were measured")
+        if not results:
+            raise
     print_report(info, results, console)
     if json_path is not None:
         document = describe() | shapes | report(info, options, results)
         json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if plot_path is not None:
         plot(results, f"{info.target} on {info.device} in {info.dtype}", plot_path)
+    if interrupted is not None:
+        raise interrupted
 
 
 def _options(given: dict[str, Any]) -> ServeOptions:

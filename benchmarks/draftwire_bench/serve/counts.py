@@ -75,14 +75,14 @@ def find_skipped(
     drafted = sums([work.drafted for work in works])
     pairs = [
         ("output tokens", max_tokens * len(timelines), sum(sum(t.counts) for t in timelines)),
-        ("verify steps of the requests", steps, seen.verify_steps),
-        ("verify steps of the engine", steps, counters.verify_steps),
-        ("rows verified", steps + sum(drafted), counters.verify_rows),
-        ("prompt rows (a prefix that is found computes fewer)", _prompt_tokens(timelines), counters.prompt_rows),
+        ("verify steps in the requests' statistics", steps, seen.verify_steps),
+        ("verify steps in the engine's counters", steps, counters.verify_steps),
+        ("rows were verified", steps + sum(drafted), counters.verify_rows),
+        ("prompt rows were computed (fewer where a prefix is found)", _prompt_tokens(timelines), counters.prompt_rows),
     ]
     for position, (due, made) in enumerate(zip_longest(drafted, seen.drafted, fillvalue=0), start=1):
-        pairs.append((f"drafts verified at position {position}", due, made))
-    problems = [f"{name}: {due} due, {done} done" for name, due, done in pairs if due != done]
+        pairs.append((f"drafts were verified at position {position}", due, made))
+    problems = [f"{done} {name} instead of {due}" for name, due, done in pairs if due != done]
     least = sum(work.feature_rows for work in works)
     most = sum(t.statistics.prompt_tokens + len(t.drafted) - 1 for t, own in zip(timelines, ks, strict=True) if own)
     return problems + _find_unsent(least, most, counters, feature_row_bytes)
@@ -97,12 +97,12 @@ def _find_unsent(least: int, most: int, counters: pb.EngineCounters, feature_row
     from draftwire.transport.carriers import carrier_name  # it loads torch, which takes seconds
 
     rows = sum(traffic.feature_rows for traffic in counters.traffic)
-    problems = [] if least <= rows <= most else [f"feature rows: {least} to {most} due, {rows} sent"]
+    problems = [] if least <= rows <= most else [f"{rows} feature rows were sent instead of {least} to {most}"]
     for traffic in counters.traffic:
         due = traffic.feature_rows * feature_row_bytes
         if traffic.feature_bytes != due:
             problems.append(
-                f"feature bytes by {carrier_name(traffic.carrier)}: {traffic.feature_rows} rows of "
-                f"{feature_row_bytes} bytes are {due}, {traffic.feature_bytes} sent"
+                f"{traffic.feature_bytes} feature bytes were sent by {carrier_name(traffic.carrier)} instead of {due}, "
+                f"which are {traffic.feature_rows} rows of {feature_row_bytes} bytes"
             )
     return problems

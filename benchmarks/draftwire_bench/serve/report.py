@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwire.client.memory_table import memory_mapping, memory_table
+from draftwire.client.missing_drafts import cause_text, counted
 from draftwire.contract.errors import BenchmarkError
 from draftwire.contract.validation import speculative_config_to_mapping
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.serve.load import ClientLoad
 from draftwire_bench.serve.metrics import PHASES, Percentiles, step_seconds
 from draftwire_bench.serve.serve import LevelResult, ServeOptions
 
@@ -119,9 +121,25 @@ def print_report(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult
     if info.speculative_config.synthetic_acceptance_length or info.speculative_config.synthetic_acceptance_rates:
         console.print("acceptance is synthetic: the output does not follow the target; no work was skipped or repeated")
     for result in results:
-        for problem in result.problems:
-            console.print(f"{_name(result)}: {problem}")
-    console.print(_clients_text(results))
+        if result.problems:
+            console.print(work_text(_name(result), result.problems, result.counters))
+    console.print(clients_text([(_name(result), load) for result in results for load in result.clients]))
+
+
+def work_text(name: str, problems: Sequence[str], counters: pb.EngineCounters) -> str:
+    """Say what work was left out or repeated at a level, what it means for the figures, and why drafts were missing."""
+    text = (
+        f"{name}: {'; '.join(problems)}. So this is not the speed of a fixed number of drafts in every step: "
+        "compare it as what this load gets, not with runs that do all of the work."
+    )
+    missing = sorted(counted(counters.fallbacks).items(), key=lambda pair: -pair[1])
+    if not missing:
+        return text
+    causes = "; ".join(f"{tokens} because {cause_text(cause)}" for cause, tokens in missing)
+    text += f" Tokens without drafts: {causes}."
+    if pb.FALLBACK_CAUSE_PACE in dict(missing):
+        text += " A verifier with --no-adaptive-k always asks for all drafts."
+    return text
 
 
 def _name(result: LevelResult) -> str:
@@ -188,17 +206,17 @@ def _step_table(results: Sequence[LevelResult]) -> Table:
     return table
 
 
-def _clients_text(results: Sequence[LevelResult]) -> str:
-    loads = [load for result in results for load in result.clients]
-    busiest = max(load.cpu_share for load in loads)
-    latest = max(load.lag_p99_s for load in loads)
+def clients_text(loads: Sequence[tuple[str, ClientLoad]]) -> str:
+    """Say whether the client processes, each with the name of its level, may have limited the result."""
+    busiest = max(load.cpu_share for _, load in loads)
+    latest = max(load.lag_p99_s for _, load in loads)
     figures = f"busiest process {100 * busiest:.0f} % of a core, event loop {1000 * latest:.1f} ms late at p99"
-    if not any(load.is_saturated for load in loads):
-        return f"clients: not saturated ({figures})"
-    levels = [_name(result) for result in results if any(load.is_saturated for load in result.clients)]
+    levels = list(dict.fromkeys(name for name, load in loads if load.is_saturated))
+    if not levels:
+        return f"The client processes had time to spare ({figures}): they did not limit the result."
     return (
-        f"clients: SATURATED at {', '.join(levels)} ({figures}): they may be what limits the result; "
-        "use more --client-processes, or another machine"
+        f"The client processes were too busy at {', '.join(levels)} ({figures}): there they may have limited the "
+        "result instead of the verifier. Measure again with more --client-processes, or from another machine."
     )
 
 

@@ -81,6 +81,14 @@ class LevelResult:
         return sent / accepted if accepted else None
 
 
+class MeasurementInterrupted(KeyboardInterrupt):
+    """Ctrl-C in a measurement, with the levels that were measured until then."""
+
+    def __init__(self, info: pb.GetVerifierInfoResponse, results: list[LevelResult]) -> None:
+        super().__init__()
+        self.info, self.results = info, results
+
+
 def measure(
     address: str,
     options: ServeOptions,
@@ -105,6 +113,8 @@ def measure(
         When the verifier cannot take a level.
     BenchmarkError
         When a request fails, others use the verifier, or work was skipped under synthetic acceptance.
+    MeasurementInterrupted
+        On Ctrl-C.
     """
     with Client(address, security) as client:
         info = wait_for_drafters(client)
@@ -112,11 +122,14 @@ def measure(
         source = prompts(info)
         with ClientPool(address, _num_clients(options), security) as pool:
             runner = _Runner(client, pool, info, options, source)
-            results = []
-            for level in options.levels:
-                for drafting in options.drafting:
-                    announce(f"{level} requests, drafting {'on' if drafting else 'off'}")
-                    results.append(runner.run(level, drafting))
+            results: list[LevelResult] = []
+            try:
+                for level in options.levels:
+                    for drafting in options.drafting:
+                        announce(f"{level} requests, drafting {'on' if drafting else 'off'}")
+                        results.append(runner.run(level, drafting))
+            except KeyboardInterrupt as error:
+                raise MeasurementInterrupted(info, results) from error
         return client.info(), results
 
 
