@@ -9,6 +9,7 @@ import click
 from draftwire.server.cli_options import FILE, server_security_options, service_options
 from draftwire.server.lazy_commands import importing
 from draftwire.server.logs import start_logging
+from draftwire.server.ports import check_ports
 from draftwire.server.stop_signals import end_at_signals, is_first_process
 from draftwire.server.tracing import exporting_traces
 from verifier_service.host.process import starting_engine
@@ -32,7 +33,10 @@ from verifier_service.options import VerifierOptions
 @click.option("--max-model-len", type=click.IntRange(2), help="Positions of a request. Default: what the target has.")
 @click.option("--max-prefill-rows", default=512, show_default=True, type=click.IntRange(1), help="Prompt rows a step.")
 @click.option(
-    "--kv-cache-tokens", type=click.IntRange(1), help="Positions of all requests. Default: what memory allows."
+    "--kv-cache-tokens",
+    type=click.IntRange(1),
+    help="Positions of all requests. Default: what the GPU's memory allows; on a CPU what fits into 4 GiB, features "
+    "included, as in vLLM's CPU backend, but one request at least.",
 )
 @click.option(
     "--gpu-memory-utilization",
@@ -110,6 +114,7 @@ def verifier(**given: Any) -> None:
         end_at_signals()  # while it starts
     options = VerifierOptions(**given)
     start_logging(options.log_level, options.log_format)
+    check_ports(listen=options.listen, metrics_listen=options.metrics_listen)
     with starting_engine(options) as engine_process:
         # Loading torch takes seconds; --help does not wait for it, nor does the engine's process.
         with importing():

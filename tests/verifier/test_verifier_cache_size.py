@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from draftwire.contract.errors import InvalidArgumentError, ServerError
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.model.block_pool import blocks_for
 from draftwire.model.devices import GpuMemory
-from draftwire.model.kv_cache import BLOCK_SIZE
-from verifier_service.host.kv_sizing import CPU_KV_CACHE_TOKENS, choose_num_blocks, run_largest_step
+from draftwire.model.kv_cache import BLOCK_SIZE, zeros_for_cache
+from verifier_service.host import kv_sizing
+from verifier_service.host.kv_sizing import CPU_KV_CACHE_BYTES, choose_num_blocks, run_largest_step
 from verifier_service.options import VerifierOptions
 from verifier_service.target.target import Target
 
@@ -117,7 +120,35 @@ def test_a_number_of_tokens_wins(target):
 
 def test_a_cpus_cache_is_what_requests_can_use_up_to_a_limit(target):
     assert choose(target, max_num_seqs=2) == 2 * blocks_for(CONTEXT) + 1
-    assert choose(target, max_num_seqs=4096) == blocks_for(CPU_KV_CACHE_TOKENS) + 1
+    most = CPU_KV_CACHE_BYTES // KV_BLOCK_BYTES
+    assert most < 10**6 * blocks_for(CONTEXT)
+    assert choose(target, max_num_seqs=10**6) == most + 1
+
+
+def test_features_are_part_of_the_cache_of_a_cpu(target):
+    fused, raw = (CPU_KV_CACHE_BYTES // (KV_BLOCK_BYTES + states * STATE_BLOCK_BYTES) for states in (1, 3))
+    assert choose(target, max_num_seqs=10**6, drafters="localhost:1") == fused + 1
+    assert choose(target, max_num_seqs=10**6, drafters="localhost:1", fuse_features=False) == raw + 1
+
+
+def test_the_cache_of_a_cpu_holds_one_request_and_warns(target, monkeypatch, caplog):
+    monkeypatch.setattr(kv_sizing, "CPU_KV_CACHE_BYTES", KV_BLOCK_BYTES)
+    assert choose(target) == blocks_for(CONTEXT) + 1
+    assert f"one request of max_model_len = {CONTEXT} positions needs a cache of " in caplog.text
+    assert "a lower --max-model-len makes it smaller" in caplog.text
+
+
+def test_the_cache_of_a_cpu_takes_pages_when_they_are_written():
+    before = resident_bytes()
+    rows = zeros_for_cache((2**24, 8), torch.float32, torch.device("cpu"))  # 512 MiB
+    assert resident_bytes() - before < rows.nbytes // 8
+    rows[-1] = 1
+    assert (rows[0].sum(), rows[-1].sum()) == (0, 8)
+    assert zeros_for_cache((3, 2), torch.bfloat16, torch.device("cpu")).dtype == torch.bfloat16
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_gpus_cache_leaves_room_for_the_features_beside_it(target):

@@ -10,7 +10,7 @@ import torch
 
 from draftwire.model.devices import upload
 from draftwire.model.fusion import FeatureFusion
-from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.model.kv_cache import BLOCK_SIZE, zeros_for_cache
 from draftwire_kernels import gather_true_rows
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.core.request import Request
@@ -42,7 +42,7 @@ class FeatureStore:
         width, dtype = len(layers) * target.hidden_size, target.dtype
         if fusion is not None:
             width, dtype = len(fusion.weight), fusion.weight.dtype
-        self._rows = torch.zeros(num_blocks * BLOCK_SIZE, width, dtype=dtype, device=target.device)
+        self._rows = zeros_for_cache((num_blocks * BLOCK_SIZE, width), dtype, target.device)
         self._compile()
 
     @property

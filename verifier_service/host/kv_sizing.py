@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -20,7 +22,10 @@ from verifier_service.sampling.sampler import TokenSampler
 from verifier_service.target.runner import TargetRunner
 from verifier_service.target.target import Target
 
-CPU_KV_CACHE_TOKENS = 65536
+logger = logging.getLogger(__name__)
+
+# The default of vLLM's CPU backend too; features beside the cache are part of it.
+CPU_KV_CACHE_BYTES = 4 * 2**30
 # Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
 FEATURE_STATES = 3
 FUSED_STATES = 1
@@ -49,17 +54,18 @@ def choose_num_blocks(
         blocks = blocks_for(options.kv_cache_tokens)
     else:
         blocks = options.max_num_seqs * blocks_for(longest)
+        states = 0
+        if options.drafters:
+            states = FUSED_STATES if options.fuse_features else FEATURE_STATES
+        block_bytes = _block_bytes(target, states)
         if memory is None:
-            blocks = min(blocks, max(blocks_for(CPU_KV_CACHE_TOKENS), blocks_for(longest)))
+            blocks = min(blocks, _cpu_blocks(longest, block_bytes))
         else:
             left = memory.left_for_cache(
                 options.gpu_memory_utilization, lambda: run_largest_step(target, config, options)
             )
-            states = 0
-            if options.drafters:
-                states = FUSED_STATES if options.fuse_features else FEATURE_STATES
-                left -= _fusion_bytes(target) if options.fuse_features else 0
-            blocks = min(blocks, left // _block_bytes(target, states) - 1)
+            left -= _fusion_bytes(target) if states == FUSED_STATES else 0
+            blocks = min(blocks, left // block_bytes - 1)
     if blocks < blocks_for(longest):
         allowed = f"must hold one request of max_model_len = {longest} positions"
         if options.kv_cache_tokens is not None:
@@ -71,6 +77,18 @@ def choose_num_blocks(
             "lower max_model_len, max_num_seqs or max_prefill_rows",
         )
     return blocks + 1
+
+
+def _cpu_blocks(longest: int, block_bytes: int) -> int:
+    """Return the most blocks of a CPU's default cache, which holds one request of full length in any case."""
+    needed = blocks_for(longest)
+    if needed * block_bytes > CPU_KV_CACHE_BYTES:
+        logger.warning(
+            "one request of max_model_len = %d positions needs a cache of %.2f GiB, more than the %.2f GiB that a CPU "
+            "has by default; a lower --max-model-len makes it smaller",
+            *(longest, needed * block_bytes / 2**30, CPU_KV_CACHE_BYTES / 2**30),
+        )
+    return max(CPU_KV_CACHE_BYTES // block_bytes, needed)
 
 
 def _block_bytes(target: Target, feature_states: int) -> int:

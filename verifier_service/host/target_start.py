@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch
@@ -17,6 +18,8 @@ from verifier_service.options import VerifierOptions
 from verifier_service.target.compile_cache import use_compile_cache
 from verifier_service.target.target import Target, load_target
 from verifier_service.target.tensor_parallel import ALONE, Rank, exchange
+
+logger = logging.getLogger(__name__)
 
 
 def start_target(
@@ -49,7 +52,10 @@ def start_target(
         use_compile_cache(options.compile_cache)
         with console.status("compiling the target"):
             target.compile()
-    return target, _smallest(choose_num_blocks(target, config, options, memory), rank)
+    logger.info("sizing the cache")
+    with console.status("sizing the cache: running the largest step" if memory is not None else "sizing the cache"):
+        num_blocks = choose_num_blocks(target, config, options, memory)
+    return target, _smallest(num_blocks, rank)
 
 
 def _smallest(count: int, rank: Rank) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.block_pool import blocks_for
 from draftwire.model.devices import record_event, upload
-from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, allocate_cache
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, allocate_cache, token_bytes
 from draftwire.transport.segment import SegmentError
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.target.graph_inputs import GraphInputs, StagedInputs
@@ -185,7 +185,11 @@ def start_runner(
 ) -> TargetRunner:
     """A runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs` sequences
     with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
-    cache = allocate_cache(target.layer_shapes, num_blocks, target.dtype, target.device)
+    tokens = num_blocks * BLOCK_SIZE
+    size = tokens * token_bytes(target.layer_shapes, target.dtype) / 2**30
+    logger.info("allocating a cache of %d positions, %.2f GiB", tokens, size)
+    with Console(stderr=True).status(f"allocating a cache of {tokens} positions, {size:.2f} GiB"):
+        cache = allocate_cache(target.layer_shapes, num_blocks, target.dtype, target.device)
     longest = blocks_for(target.max_model_len)
     runner = TargetRunner(target, cache, max_num_seqs, num_drafts + 1, max_prefill_rows, longest)
     runner.capture()
