@@ -10,7 +10,6 @@ from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
 from draftwire.server.cli_options import server_security_options, service_options
 from draftwire.server.lazy_commands import importing
 from draftwire.server.logs import start_logging
-from draftwire.server.ports import check_ports
 from draftwire.server.stop_signals import end_at_signals, is_first_process
 from draftwire.server.tracing import exporting_traces
 
@@ -56,7 +55,6 @@ def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     if is_first_process():
         end_at_signals()  # while it starts
     start_logging(log_level, log_format)
-    check_ports(listen=options["listen"], metrics_listen=options["metrics_listen"])
     # Loading torch takes seconds; --help does not wait for it.
     with importing():
         from drafter_service.main import run

@@ -19,13 +19,13 @@ from drafter_service.limits import EngineLimits
 from drafter_service.options import DrafterOptions
 from drafter_service.server.engine_thread import EngineThread
 from drafter_service.server.service import SERVICE_NAME, DraftingService
-from draftwire.contract.addresses import parse_address
 from draftwire.contract.errors import ServerError
 from draftwire.model.checkpoints import resolve_directory
 from draftwire.model.devices import GpuMemory, choose_device, choose_dtype, make_current
 from draftwire.server.bootstrap import serve
 from draftwire.server.memory import keep_what_is_loaded
 from draftwire.server.metrics import serving_metrics
+from draftwire.server.ports import check_ports
 from draftwire.server.security import ServerSecurity
 from draftwire.transport import check_rendezvous_dir, parse_carriers
 from draftwire.v1 import draft_pb2_grpc
@@ -45,8 +45,9 @@ def run(options: DrafterOptions) -> None:
     security.credentials(options.listen)
     if options.metrics_listen is not None:
         security.tls_context(options.metrics_listen, "metrics_listen")
-    if options.health_listen is not None:
-        parse_address(options.health_listen, "health_listen")
+    check_ports(
+        listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen
+    )
     parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
     # Limits that are out of range on their own are told before anything is loaded.
@@ -71,6 +72,7 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
         status.update(f"loading the head {options.head}")
         memory = GpuMemory(device) if device.type == "cuda" else None
         head = load_head(head_dir, target_dir, dtype, device, dummy=options.load_format == "dummy")
+        status.update("sizing the cache")
         limits = choose_limits(options, head, dtype, device, target_dir, memory)
         status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")
         engine = DraftEngine(head, limits, dtype, device)

@@ -114,7 +114,9 @@ def verifier(**given: Any) -> None:
         end_at_signals()  # while it starts
     options = VerifierOptions(**given)
     start_logging(options.log_level, options.log_format)
-    check_ports(listen=options.listen, metrics_listen=options.metrics_listen)
+    check_ports(
+        listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen
+    )
     with starting_engine(options) as engine_process:
         # Loading torch takes seconds; --help does not wait for it, nor does the engine's process.
         with importing():
