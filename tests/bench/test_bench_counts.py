@@ -71,7 +71,10 @@ def test_requests_that_want_fewer_drafts_get_no_more():
         ({"prompt_rows": 6}, "6 prompt rows were computed (fewer where a prefix is found) instead of 10"),
         ({"feature_rows": 13}, "13 feature rows were sent instead of 14 to 20"),
         ({"feature_rows": 21}, "21 feature rows were sent instead of 14 to 20"),
-        ({"feature_bytes": 14 * ROW_BYTES - 1}, "feature bytes by bytes: 14 rows of 24 bytes are 336, 335 sent"),
+        (
+            {"feature_bytes": 14 * ROW_BYTES - 1},
+            "335 feature bytes were sent by bytes instead of 336, which are 14 rows of 24 bytes",
+        ),
     ],
 )
 def test_what_the_engine_skipped_is_named(changes, text):
