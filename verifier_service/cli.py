@@ -36,7 +36,7 @@ from verifier_service.options import VerifierOptions
     "--kv-cache-tokens",
     type=click.IntRange(1),
     help="Positions of all requests. Default: what the GPU's memory allows; on a CPU what fits into 4 GiB, features "
-    "included, as in vLLM's CPU backend, but one request at least.",
+    "included, but one request at least.",
 )
 @click.option(
     "--gpu-memory-utilization",

@@ -120,8 +120,8 @@ def to_error(
 ) -> DraftwireError:
     """Return the error that a user meets for a call that gRPC ended.
 
-    With the `security` of a connection that never brought anything, a server that cannot be reached is asked once more
-    whether it speaks TLS; that blocks.
+    With `security`, an unreachable server is probed for a TLS mismatch. The probe blocks for up to a few seconds. Give
+    `security` only where the connection has delivered nothing yet.
     """
     code: grpc.StatusCode = error.code()
     details: str = error.details() or "no details"

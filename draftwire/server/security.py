@@ -142,7 +142,7 @@ class ClientSecurity:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """Whether the client connects with TLS."""
         return bool(self.tls or self.ca or self.certificate)
 
     def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:

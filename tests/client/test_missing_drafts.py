@@ -11,7 +11,7 @@ from draftwire_cli.output import interrupted_text
 
 
 def info(tokens_per_s: tuple[float, ...] = (), **tokens: int) -> pb.GetVerifierInfoResponse:
-    """A verifier with so many tokens without drafts by cause."""
+    """What a verifier reports: tokens that were generated without drafts, counted by cause."""
     plan = pb.DraftPlan(tokens_per_s=tokens_per_s)
     told = pb.GetVerifierInfoResponse(drafters=[pb.DrafterStatus(plan=plan)])
     for cause, count in tokens.items():

@@ -1,4 +1,4 @@
-"""The health service on a plain port of its own, beside a service that asks for certificates."""
+"""The health service on a separate plain-text port, while the service itself asks for client certificates."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from verifier_service.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# The default of vLLM's CPU backend too; features beside the cache are part of it.
+# Of a CPU's default cache, with the features kept beside it.
 CPU_KV_CACHE_BYTES = 4 * 2**30
 # Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
 FEATURE_STATES = 3

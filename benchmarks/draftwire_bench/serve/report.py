@@ -207,7 +207,7 @@ def _step_table(results: Sequence[LevelResult]) -> Table:
 
 
 def clients_text(loads: Sequence[tuple[str, ClientLoad]]) -> str:
-    """Say whether the client processes, each with the name of its level, may have limited the result."""
+    """Return a sentence on whether the client processes may have limited the result; `loads` are (level, load)."""
     busiest = max(load.cpu_share for _, load in loads)
     latest = max(load.lag_p99_s for _, load in loads)
     figures = f"busiest process {100 * busiest:.0f} % of a core, event loop {1000 * latest:.1f} ms late at p99"
