@@ -71,7 +71,7 @@ def test_greedy_continuations_are_those_of_transformers(pair):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3' (rope_parameters)"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' (rope_scaling)"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not computed here"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings = False: a lm_head.weight of its own"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False: an untied lm_head.weight"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings = None"),
         ({"vocab_size": 65537}, "vocab_size = 65537: token ids are 16 bits here, so at most 65536"),
         ({"hidden_size": None}, "lacks hidden_size"),

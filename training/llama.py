@@ -199,7 +199,7 @@ def _read_shape(directory: Path) -> LlamaShape:
             raise CheckpointError(f"{where}: {key} = {config[key]!r} is not computed here; must be {allowed!r}")
     if config.get("tie_word_embeddings") is not True:  # transformers' default is False
         told = f"tie_word_embeddings = {config.get('tie_word_embeddings')!r}"
-        raise CheckpointError(f"{where}: {told}: a lm_head.weight of its own is not computed here")
+        raise CheckpointError(f"{where}: {told}: an untied lm_head.weight is not computed here")
     missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
         raise CheckpointError(f"{where}: lacks {missing[0]}")
