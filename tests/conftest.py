@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before torch or tokenizers are imported: two test processes share the machine's cores, and nothing is downloaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,14 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
 
-# Triton reads it when it is first imported, which transformers does too.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from draftwire.v1 import draft_pb2
-from draftwire_bench.link import Link
+if TYPE_CHECKING:
+    from draftwire_bench.link import Link
 
 # What `make test` leaves to `make test-full`: whole services, statistics over many samples, kernels in Triton's
 # interpreter, simulated worlds, whatever takes more than some ten seconds.
@@ -40,6 +35,16 @@ QUICK = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose Triton's interpreter where there is no GPU, before any test imports Triton or transformers."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # the process that hands tests out runs none, and imports no torch
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def _belongs_to_full(item: pytest.Item) -> bool:
     name = item.path.stem
     return name not in QUICK and (item.path.parent.name in FULL_FOLDERS or name in FULL_FILES)
@@ -47,6 +52,8 @@ def _belongs_to_full(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test-full` adds to `make test`, and skip what needs more GPUs than there are."""
+    import torch
+
     for item in items:
         if _belongs_to_full(item):
             item.add_marker(pytest.mark.full)
@@ -57,7 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def link() -> Iterator["Link"]:
+    from draftwire_bench.link import Link
+
     try:
         link = Link()
     except OSError as error:
@@ -72,6 +81,8 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     Counts those of stubs and servers that are made after it.
     """
+    from draftwire.v1 import draft_pb2
+
     counts: Counter[str] = Counter()
 
     def counted(encode: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -26,7 +26,7 @@ from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import InProcessEngine, Submission
 from verifier_service.host.host import EngineHost
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 # A window that a few messages fill, and that does not grow.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 MAX_TOKENS = 50
@@ -119,6 +119,7 @@ async def tokens_of(call: grpc.aio.UnaryStreamCall, pause_s: float = 0) -> list[
     return tokens
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_delays_no_other():
     async def run() -> None:
         async with served() as (_, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
@@ -132,6 +133,7 @@ def test_a_client_that_does_not_read_delays_no_other():
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
+@pytest.mark.full
 def test_a_client_that_never_reads_is_given_up(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 0.2)
 
@@ -150,13 +152,17 @@ def test_a_client_that_never_reads_is_given_up(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
+@pytest.mark.full
 def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
-    monkeypatch.setattr(unread_module, "STALL_S", 5.0)
+    monkeypatch.setattr(unread_module, "STALL_S", WAIT_S)
     monkeypatch.setattr(unread_module, "READ_S", 1.0)
 
     async def run() -> None:
-        async with served() as (_, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+        async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             call = GenerationStub(slow).Generate(request())
+            await call.read()
+            while not all(unread.is_finished for unread in servicer._unread.values()):
+                await asyncio.sleep(0.02)
             with pytest.raises(grpc.RpcError) as ended:
                 await tokens_of(call, pause_s=0.2)
             assert ended.value.code() == grpc.StatusCode.ABORTED
@@ -170,6 +176,7 @@ def held() -> list[Request | Submission | Unread]:
     return [one for one in gc.get_objects() if type(one) in (Request, Submission, Unread)]
 
 
+@pytest.mark.full
 def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 2.0)
     others = held()  # of tests before
@@ -192,6 +199,7 @@ def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
+@pytest.mark.full
 def test_no_more_requests_are_open_than_a_batch_beside_the_known():
     async def run() -> None:
         async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
@@ -220,6 +228,7 @@ def test_no_more_requests_are_open_than_a_batch_beside_the_known():
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
+@pytest.mark.full
 def test_the_requests_of_clients_that_go_leave_the_batch():
     async def run() -> None:
         async with served() as (servicer, host, address):
