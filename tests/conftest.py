@@ -23,9 +23,10 @@ FULL_FILES = (
     *("test_bench_serve", "test_bench_timeline", "test_bench_transport", "test_served_targets"),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
     *("test_processes", "test_stop_signals"),
-    *("test_verifier_async_scheduling", "test_verifier_far_places", "test_verifier_pacing_worlds"),
-    *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target", "test_verifier_target_compile"),
-    *("test_verifier_target_runner", "test_verifier_tensor_parallel", "test_training_demo", "test_training_system"),
+    *("test_verifier_async_scheduling", "test_verifier_engine_process", "test_verifier_far_places"),
+    *("test_verifier_pacing_worlds", "test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
+    *("test_verifier_target_compile", "test_verifier_target_runner", "test_verifier_tensor_parallel"),
+    *("test_training_demo", "test_training_system"),
 )
 # But these files of the folders above belong to `make test`: reference kernels, shared memory, one path through both
 # processes.

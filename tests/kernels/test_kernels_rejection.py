@@ -178,6 +178,7 @@ def _first_acceptance(p: Tensor, q: Tensor, n: int, with_q: bool, method: str = 
     return float((result.num_emitted == 2).float().mean())
 
 
+@pytest.mark.full
 class TestAcceptanceRate:
     N = 40_000
     P = torch.tensor([0.5, -0.4, 1.2, 0.0, -2.0])

@@ -30,7 +30,7 @@ async_by_default = False
 VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
 CONTEXT = 64
 K = 3
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])

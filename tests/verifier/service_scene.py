@@ -23,7 +23,7 @@ from verifier_service.host.host import EngineHost
 from verifier_service.host.remote_engine import EngineProxy
 from verifier_service.host.server import run_engine
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 MAX_TOKENS = 50
 CONFIG = speculative_config_from_mapping({})
 

@@ -71,6 +71,7 @@ def test_they_are_those_of_nearly_every_verify_step(target, sources):
     assert sum(sources) > 0.5 * len(sources)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "heads",
     [[{}], [{"layers": (0, 2)}, {"layers": (1, 2)}], [{"dtype": torch.float16, "row_bytes": 4 * HIDDEN}]],

@@ -85,7 +85,6 @@ def test_requests_without_drafts_share_steps(target, kind):
 
 def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
     monkeypatch.setattr(draft_session, "LOST_AFTER_S", 0.3)
-    monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
     own = Served(target)
     stream = own.connect()
     stream.on_send = lambda _: None
@@ -96,8 +95,7 @@ def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number, monkeypatch):
-    monkeypatch.setattr("engine_scene.WAIT_S", 3.0)
+def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number):
     own = Served(target, max_num_seqs=1)
     calls: list[Step] = []
 

@@ -35,7 +35,7 @@ from verifier_service.drafters.stream import Answered, Connected, Disconnected, 
 READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
 CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
-WAIT_S = 30.0
+WAIT_S = 60.0
 AT_ONCE_S = 4.0  # below what a link waits for a connection
 """Longer than anything that is to happen at once takes on a busy machine, and less than any time-out."""
 VOCAB, HIDDEN, NUM_LAYERS = 20, 2, 4
@@ -132,8 +132,10 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         if not self.reads:
             await asyncio.Event().wait()
         async for request in request_iterator:
-            tokens = pb.Tensor(data=self.padding)
-            yield pb.DraftResponse(drafts=pb.Drafts(step_id=request.step.step_id, tokens=tokens))
+            drafts = pb.Drafts(step_id=request.step.step_id)
+            if self.padding:
+                drafts.tokens.data = self.padding
+            yield pb.DraftResponse(drafts=drafts)
 
 
 async def serve(
