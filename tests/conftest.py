@@ -15,6 +15,19 @@ import pytest
 if TYPE_CHECKING:
     from draftwire_bench.link import Link
 
+
+def _has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False  # told without torch, which the process that only hands tests out has no other need for
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Triton reads it when it is first imported, which transformers and the conftest.py of folders do too.
+if not _has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # What `make test` leaves to `make test-full`: whole services, statistics over many samples, kernels in Triton's
 # interpreter, simulated worlds, whatever takes more than some ten seconds.
 FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
@@ -34,16 +47,6 @@ QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
     *("test_carriers_ring", "test_carriers_transfer", "test_end_to_end"),
 )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Choose Triton's interpreter where there is no GPU, before any test imports Triton or transformers."""
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        return  # the process that hands tests out runs none, and imports no torch
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _belongs_to_full(item: pytest.Item) -> bool:
