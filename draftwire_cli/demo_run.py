@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,48 @@ class Comparison:
         return self.on.token_ids == self.off.token_ids
 
 
-def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, console: Console) -> bool:
-    """Runs the demo and prints it; False when a greedy output changed with drafting.
+@contextmanager
+def serving_demo(head: Path, target: Path, console: Console) -> Iterator[Client]:
+    """Run both services, and yield a client once the drafter is accepted."""
+    # Two processes share the machine: with more threads than cores they slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
+        status.update("starting the verifier")
+        with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
+            status.update("waiting for the drafter to be accepted")
+            wait_for_drafter(client)
+            status.stop()
+            console.print(f"drafter on {drafter.address}, verifier on {verifier.address}\n")
+            yield client
+
+
+def wait_for_drafter(client: Client) -> None:
+    """Wait until the verifier has accepted its drafter.
+
+    Raises
+    ------
+    ServerError
+        When the verifier refuses the drafter or does not accept it in time.
+    """
+    deadline = time.monotonic() + DRAFTER_TIMEOUT_S
+    while True:
+        (drafter,) = client.info().drafters
+        if drafter.state == pb.DRAFTER_STATE_READY:
+            return
+        if drafter.state == pb.DRAFTER_STATE_REFUSED or time.monotonic() > deadline:
+            raise ServerError(f"the verifier did not accept the drafter: {drafter.detail or 'no answer in time'}")
+        time.sleep(0.05)
+
+
+def run_demo(
+    head: Path,
+    target: Path,
+    max_tokens: int,
+    num_prompts: int,
+    console: Console,
+    serving: Callable[[Path, Path, Console], AbstractContextManager[Client]] = serving_demo,
+) -> bool:
+    """Run the demo over the services of `serving` and print it; False when a greedy output changed with drafting.
 
     Raises
     ------
@@ -68,13 +108,13 @@ def run_demo(head: Path, target: Path, max_tokens: int, num_prompts: int, consol
     prompts = PROMPTS[:num_prompts]
     runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
     runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
-    with _services(head, target, console) as client:
+    with serving(head, target, console) as client:
         client.complete(prompts[0], temperature=0.0, max_tokens=8)  # what runs for the first time is slow
         comparisons = []
         for name, prompt, options in runs:
             with console.status(f"running prompt {name}"):
                 comparison = compare(client, name, prompt, options, max_tokens)
-            _print_text(comparison, console)
+            print_text(comparison, console)
             comparisons.append(comparison)
     console.print(_table(comparisons))
     return _print_verdict([c for c in comparisons if c.greedy], console)
@@ -88,32 +128,8 @@ def compare(client: Client, name: str, prompt: str, options: Options, max_tokens
     return Comparison(name, prompt, options, on=client.complete(prompt, **shared), off=off)
 
 
-@contextmanager
-def _services(head: Path, target: Path, console: Console) -> Iterator[Client]:
-    # Two processes share the machine: with more threads than cores they slow each other down.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-    with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
-        status.update("starting the verifier")
-        with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
-            status.update("waiting for the drafter to be accepted")
-            _wait_for_drafter(client)
-            status.stop()
-            console.print(f"drafter on {drafter.address}, verifier on {verifier.address}\n")
-            yield client
-
-
-def _wait_for_drafter(client: Client) -> None:
-    deadline = time.monotonic() + DRAFTER_TIMEOUT_S
-    while True:
-        (drafter,) = client.info().drafters
-        if drafter.state == pb.DRAFTER_STATE_READY:
-            return
-        if drafter.state == pb.DRAFTER_STATE_REFUSED or time.monotonic() > deadline:
-            raise ServerError(f"the verifier did not accept the drafter: {drafter.detail or 'no answer in time'}")
-        time.sleep(0.05)
-
-
-def _print_text(comparison: Comparison, console: Console) -> None:
+def print_text(comparison: Comparison, console: Console) -> None:
+    """Print a prompt and its text, with accepted drafts in their colour."""
     how = "greedy" if comparison.greedy else "sampled"
     console.rule(f"prompt {comparison.name} ({how})", align="left")
     text = Text().append(comparison.prompt, style="dim")

@@ -46,7 +46,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--presence-penalty", type=float, help="Of tokens in the output, -2 to 2.  [default: 0]"),
         click.option("--frequency-penalty", type=float, help="For each time in the output, -2 to 2.  [default: 0]"),
         click.option("--logit-bias", type=LogitBias(), multiple=True, help="Added to a token's logit; repeatable."),
-        click.option("--seed", type=int, help="Of the request's noise.  [default: drawn afresh]"),
+        click.option("--seed", type=int, help="Of the noise; reproduces the output.  [default: drawn afresh]"),
         click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 16]"),
         click.option("--min-tokens", type=int, help="Tokens before which nothing stops the output.  [default: 0]"),
         click.option("--stop", metavar="TEXT", multiple=True, help="Text that ends the output; repeatable."),

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -143,8 +143,24 @@ def main(device_name: str, processes: int, json_path: Path | None, model_types: 
         raise click.ClickException("a model is served with others than transformers' logits, or not refused by name")
 
 
-def try_all(model_types: Sequence[str], device: torch.device, processes: int) -> list[Finding]:
-    """Tries each in a process that may die of it: the next one has another."""
+def try_in_process(model_type: str, device: torch.device) -> Finding:
+    """Tries it and makes room for the next."""
+    finding = try_type(model_type, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
+        torch.cuda.synchronize(device)  # raises what a refusal may have been made of: an error that is here to stay
+        torch.cuda.empty_cache()
+    return finding
+
+
+def try_all(
+    model_types: Sequence[str],
+    device: torch.device,
+    processes: int,
+    attempt: Callable[[str, torch.device], Finding] = try_in_process,
+) -> list[Finding]:
+    """Tries each by `attempt`, in a process that may die of it: the next one has another."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts one more for every core
     spawn = multiprocessing.get_context("spawn")
     idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
@@ -156,7 +172,7 @@ def try_all(model_types: Sequence[str], device: torch.device, processes: int) ->
     def try_one(model_type: str) -> Finding:
         process = idle.get()
         try:
-            finding = process.submit(_try_in_process, model_type, device).result()
+            finding = process.submit(attempt, model_type, device).result()
         except Exception as error:  # it has died, or no other type can be tried in it
             finding = Finding(model_type, "", FAILED, _first_line(error))
         # An error of CUDA stays in its process; torch's generator believes to be captured after a capture that failed.
@@ -175,17 +191,6 @@ def try_all(model_types: Sequence[str], device: torch.device, processes: int) ->
             click.echo(f"{finding.model_type}: {finding.outcome}, {finding.detail}", err=True)
             found.append(finding)
         return found
-
-
-def _try_in_process(model_type: str, device: torch.device) -> Finding:
-    """Tries it and makes room for the next."""
-    finding = try_type(model_type, device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
-        torch.cuda.synchronize(device)  # raises what a refusal may have been made of: an error that is here to stay
-        torch.cuda.empty_cache()
-    return finding
 
 
 def try_type(model_type: str, device: torch.device = CPU) -> Finding:

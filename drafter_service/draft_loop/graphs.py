@@ -99,3 +99,8 @@ class LoopGraphs:
         self._written.pop(mode, None)
         self._graphs = {shape: graph for shape, graph in self._graphs.items() if shape.mode != mode}
         torch.cuda.empty_cache()  # no other graph can have the memory of these
+
+
+def make_graphs(loop: DraftLoop, buffers: LogitsBuffers, max_num_seqs: int) -> LoopGraphs | None:
+    """Return the graphs of a loop on a GPU; None on a CPU, which has none."""
+    return LoopGraphs(loop, buffers, max_num_seqs) if loop.states.is_cuda else None

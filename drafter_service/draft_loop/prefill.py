@@ -23,8 +23,16 @@ class RowFeed:
     """Fills the head's cache. On a GPU batches are padded to a few sizes, whose kernels `warm_up` compiles."""
 
     def __init__(
-        self, head: Head, cache: KVCache, limits: EngineLimits, dtype: torch.dtype, device: torch.device
+        self,
+        head: Head,
+        cache: KVCache,
+        limits: EngineLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_padded: bool | None = None,
     ) -> None:
+        """`is_padded`: whether batches are padded; by default on a GPU."""
         self._head = head
         self._cache = cache
         self._dtype = dtype
@@ -32,7 +40,7 @@ class RowFeed:
         self._buffers: BatchBuffers | None = None
         self._max_num_seqs = limits.max_num_seqs
         self._sizes = row_counts(limits.max_batch_rows)
-        if device.type == "cuda":
+        if device.type == "cuda" if is_padded is None else is_padded:
             blocks = blocks_for(limits.max_model_len)
             self._buffers = BatchBuffers(limits.max_batch_rows, limits.max_num_seqs, blocks, device)
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from drafter_service.draft_loop.graphs import LoopGraphs, Track
+from drafter_service.draft_loop.graphs import LoopGraphs, Track, make_graphs
 from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.loop import DraftLoop
 from drafter_service.draft_loop.prefill import RowFeed
@@ -55,9 +55,10 @@ class DraftEngine:
         limits: EngineLimits,
         dtype: torch.dtype,
         device: torch.device,
-        make_loop: Callable[..., DraftLoop] = DraftLoop,
+        make_graphs: Callable[[DraftLoop, LogitsBuffers, int], LoopGraphs | None] = make_graphs,
+        make_row_feed: Callable[..., RowFeed] = RowFeed,
     ) -> None:
-        """`make_loop` makes what computes the drafts."""
+        """`make_graphs` makes the graphs of draft steps, or None; `make_row_feed` what computes rows without drafts."""
         self.head = head
         self.limits = limits
         self.device = device
@@ -69,11 +70,9 @@ class DraftEngine:
         self._scheduler = Scheduler(limits, self._table)
         self._cache = allocate_cache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
-        self._loop = make_loop(head, self._cache, self._buffers, limits, dtype, device)
-        self._graphs = None
-        if device.type == "cuda":
-            self._graphs = LoopGraphs(self._loop, self._buffers, limits.max_num_seqs)
-        self._row_feed = RowFeed(head, self._cache, limits, dtype, device)
+        self._loop = DraftLoop(head, self._cache, self._buffers, limits, dtype, device)
+        self._graphs = make_graphs(self._loop, self._buffers, limits.max_num_seqs)
+        self._row_feed = make_row_feed(head, self._cache, limits, dtype, device)
         self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
         self.early = EarlyDrafts(head, self._loop, self._table, self._proposer)
 

@@ -100,8 +100,6 @@ def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeCo
         raise InvalidArgumentError(f"{prefix}method", resolved.method, f"allowed: {', '.join(HEAD_METHODS)}")
     _check_draft_logits(resolved, prefix)
     _check_synthetic(resolved, prefix)
-    if resolved.rejection_sample_method == COUPLED and resolved.draft_sample_method != GUMBEL:
-        raise InvalidArgumentError(f"{prefix}draft_sample_method", "greedy", "coupled needs gumbel")
     if resolved.rejection_sample_method == COUPLED and resolved.draft_logits.form != NONE:
         raise InvalidArgumentError(
             f"{prefix}draft_logits", draft_logits_text(resolved.draft_logits), "coupled allows none"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwire_bench import served_targets
 from draftwire_bench.served_targets import (
     CPU,
     FAILED,
@@ -140,8 +139,7 @@ def dies_of_mistral(model_type: str, _device: torch.device) -> Finding:
     return Finding(model_type, "", NOT_MADE, "")
 
 
-def test_a_type_that_its_process_dies_of_has_failed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_targets, "_try_in_process", dies_of_mistral)
-    found = try_all(["llama", "mistral", "qwen2"], CPU, 1)
+def test_a_type_that_its_process_dies_of_has_failed_alone() -> None:
+    found = try_all(["llama", "mistral", "qwen2"], CPU, 1, dies_of_mistral)
     assert [finding.outcome for finding in found] == [NOT_MADE, FAILED, NOT_MADE]
     assert "BrokenProcessPool" in found[1].detail

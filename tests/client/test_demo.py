@@ -23,17 +23,15 @@ def models(tmp_path):
 
 
 @pytest.fixture
-def run(verifier, models, monkeypatch):
+def run(verifier, models):
     @contextmanager
     def services(*_):
         with Client(verifier.address) as client:
             yield client
 
-    monkeypatch.setattr(demo, "_services", services)
-
     def run() -> tuple[bool, str]:
         console = Console(file=io.StringIO(), width=120, highlight=False)
-        good = demo.run_demo(models / "head", models / "target", 8, 2, console)
+        good = demo.run_demo(models / "head", models / "target", 8, 2, console, services)
         return good, console.file.getvalue()
 
     return run
@@ -65,7 +63,7 @@ def test_text_colours_accepted_drafts_alone(verifier, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system="standard", highlight=False)
     with Client(verifier.address) as client:
-        demo._print_text(demo.compare(client, "1", "prompt ", demo.GREEDY, 8), console)
+        demo.print_text(demo.compare(client, "1", "prompt ", demo.GREEDY, 8), console)
     dim, green, reset = "\x1b[2m", "\x1b[32m", "\x1b[0m"
     assert f"{dim}prompt {reset}é{green} b{reset} {green}end{reset}\n" in console.file.getvalue()
 
@@ -82,4 +80,4 @@ def test_refused_drafter_ends_the_demo():
             return pb.GetVerifierInfoResponse(drafters=[status])
 
     with pytest.raises(ServerError, match="did not accept the drafter: vocabulary 9, head 8"):
-        demo._wait_for_drafter(Refusing())
+        demo.wait_for_drafter(Refusing())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from tiny_head import TARGET_VOCAB, WIDTH
 
+from drafter_service.draft_loop import graphs
+from drafter_service.draft_loop.prefill import RowFeed
 from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.answer import Answer
@@ -145,9 +147,16 @@ def run(engine: DraftEngine) -> None:
         engine.iterate()
 
 
-def make_engine(head: Any, **limits: int) -> DraftEngine:
+def make_engine(
+    head: Any,
+    *,
+    make_graphs: Callable[..., Any] = graphs.make_graphs,
+    make_row_feed: Callable[..., RowFeed] = RowFeed,
+    **limits: int,
+) -> DraftEngine:
     settings = {"max_num_seqs": 32, "max_model_len": 96, "kv_cache_tokens": 4096, **limits}
-    return DraftEngine(head, EngineLimits(**settings), torch.float32, head.lm_head.device)
+    device = head.lm_head.device
+    return DraftEngine(head, EngineLimits(**settings), torch.float32, device, make_graphs, make_row_feed)
 
 
 def connect(engine: DraftEngine, mode: SamplingMode | None = None, k: int = 4, max_sequences: int = 32) -> Stream:

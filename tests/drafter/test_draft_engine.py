@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,9 +25,9 @@ from harness import (
 )
 from tiny_head import TinyHead
 
+from drafter_service.draft_loop.prefill import RowFeed
 from drafter_service.draft_loop.sampling_mode import SamplingMode
-from draftwire.model.block_pool import blocks_for
-from draftwire.model.kv_cache import BLOCK_SIZE, BatchBuffers, KVCache, RaggedBatch, SequenceRows
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 
 
 def chain_without_engine(head: TinyHead, text: Text, num_rows: int, k: int) -> list[int]:
@@ -91,9 +92,9 @@ def test_rows_that_are_padded_as_on_a_gpu_are_as_good() -> None:
     """In batches of several sequences, with the blocks of others left behind theirs."""
 
     def answered(head: TinyHead, *, is_padded: bool) -> list[Reply]:
-        engine, draw = make_engine(head, max_num_seqs=8, max_batch_rows=128), random.Random(4)
-        if is_padded:
-            engine._row_feed._buffers = BatchBuffers(128, 8, blocks_for(96), torch.device("cpu"))
+        make_row_feed = partial(RowFeed, is_padded=is_padded)
+        engine = make_engine(head, make_row_feed=make_row_feed, max_num_seqs=8, max_batch_rows=128)
+        draw = random.Random(4)
         engine.warm_up()
         stream = connect(engine, SamplingMode(gumbel=True, dense=True), max_sequences=8)
         head.rows_of_forwards.clear()

@@ -33,11 +33,11 @@ class CountedHead(TinyHead):
         return count
 
 
-def connect_two(mode: SamplingMode, monkeypatch: pytest.MonkeyPatch, k: int = 4) -> tuple[Stream, Stream]:
+def connect_two(mode: SamplingMode, k: int = 4) -> tuple[Stream, Stream]:
     """A stream whose steps are replayed, and one whose steps are run anew."""
-    replayed, anew = (connect(make_engine(CountedHead(device="cuda"), max_num_seqs=9), mode, k) for _ in range(2))
-    monkeypatch.setattr(anew.engine._proposer, "_graphs", None)
-    return replayed, anew
+    replayed = make_engine(CountedHead(device="cuda"), max_num_seqs=9)
+    anew = make_engine(CountedHead(device="cuda"), make_graphs=lambda *_: None, max_num_seqs=9)
+    return connect(replayed, mode, k), connect(anew, mode, k)
 
 
 def open_sequences(stream: Stream, texts: list[Text]) -> None:
@@ -60,9 +60,9 @@ def check(given: dict[int, Reply], expected: dict[int, Reply]) -> None:
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_replays_with_changed_inputs(mode: SamplingMode, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_with_changed_inputs(mode: SamplingMode, count: int) -> None:
     """Rows, blocks, lengths, drafts wanted: all change from step to step."""
-    replayed, anew = connect_two(mode, monkeypatch)
+    replayed, anew = connect_two(mode)
     texts = [Text(i) for i in range(count)]
     for stream in (replayed, anew):
         open_sequences(stream, texts)
@@ -77,9 +77,9 @@ def test_replays_with_changed_inputs(mode: SamplingMode, count: int, monkeypatch
         firsts = [first + number for first, number in zip(firsts, counts, strict=True)]
 
 
-def test_the_logits_of_every_draft_are_those_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_of_every_draft_are_those_of_this_step() -> None:
     """Not of an earlier replay, and not of the capture (the bug of vLLM's PR 37639)."""
-    replayed, anew = connect_two(DENSE, monkeypatch)
+    replayed, anew = connect_two(DENSE)
     texts = [Text(i) for i in range(3)]
     for stream in (replayed, anew):
         open_sequences(stream, texts)
@@ -94,9 +94,9 @@ def test_the_logits_of_every_draft_are_those_of_this_step(monkeypatch: pytest.Mo
                 seen.append(given[i].logits[offset])
 
 
-def test_sequences_that_leave_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_leave_do_not_return() -> None:
     """A replay for fewer sequences writes nothing into the blocks of those of the step before."""
-    replayed, anew = connect_two(DENSE, monkeypatch)
+    replayed, anew = connect_two(DENSE)
     texts = [Text(i) for i in range(4)]
     for stream in (replayed, anew):
         open_sequences(stream, texts)

@@ -125,6 +125,9 @@ class PaddingGraphs:
     def replay(self, shape: LoopShape) -> None:
         self._loop.run(shape)
 
+    def capture(self, mode: SamplingMode, k: int) -> None:
+        """There is nothing to capture."""
+
     def drop_stale(self) -> None:
         pass
 
@@ -148,11 +151,9 @@ def converse(engine: DraftEngine, mode: SamplingMode) -> list[dict[int, Reply]]:
 @pytest.mark.parametrize(
     "mode", [SamplingMode(), SamplingMode(gumbel=True, dense=True), SamplingMode(gumbel=True, top_n=5)], ids=str
 )
-def test_padded_steps_draft_what_exact_ones_draft(
-    head: TinyHead, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact, padded = converse(make_engine(head), mode), make_engine(head)
-    monkeypatch.setattr(padded._proposer, "_graphs", PaddingGraphs(padded._loop, k=4))
+def test_padded_steps_draft_what_exact_ones_draft(head: TinyHead, mode: SamplingMode) -> None:
+    exact = converse(make_engine(head), mode)
+    padded = make_engine(head, make_graphs=lambda loop, *_: PaddingGraphs(loop, k=4))
     for given, expected in zip(converse(padded, mode), exact, strict=True):
         assert given.keys() == expected.keys()
         for i, reply in expected.items():
@@ -168,11 +169,8 @@ class FullMemory(PaddingGraphs):
         raise torch.OutOfMemoryError(f"{mode}, {k}")
 
 
-def test_a_session_that_there_is_no_memory_for_leaves_no_buffers(
-    head: TinyHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(head)
-    monkeypatch.setattr(engine, "_graphs", FullMemory(engine._loop, k=4))
+def test_a_session_that_there_is_no_memory_for_leaves_no_buffers(head: TinyHead) -> None:
+    engine = make_engine(head, make_graphs=lambda loop, *_: FullMemory(loop, k=4))
     with pytest.raises(torch.OutOfMemoryError):
         connect(engine, SamplingMode(gumbel=True, dense=True))
     assert engine.logits_bytes == 0

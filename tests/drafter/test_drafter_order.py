@@ -16,6 +16,7 @@ from tiny_head import TinyHead
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
+from drafter_service.engine.proposer import Proposer
 from drafter_service.engine.sequence_table import SequenceTable
 from drafter_service.limits import EngineLimits
 from drafter_service.server import engine_thread
@@ -30,20 +31,20 @@ def test_while_drafts_are_computed_the_answer_is_begun(
     engine = make_engine(head)
     stream = connect(engine)
     thread = EngineThread(engine, lambda: None)
-    launch, take = engine._proposer.launch, engine._proposer.take
+    launch, take = Proposer.launch, Proposer.take
     order: list[Any] = []
 
     def launched(*inputs: Any) -> Any:
         order.append("launched")
         return launch(*inputs)
 
-    def taken(step: Any) -> Any:
+    def taken(*step: Any) -> Any:
         drafts = begun.answer.drafts
         order.append(("taken", list(drafts.sequence_ids), list(drafts.committed_lengths), list(drafts.num_drafts)))
-        return take(step)
+        return take(*step)
 
-    monkeypatch.setattr(engine._proposer, "launch", launched)
-    monkeypatch.setattr(engine._proposer, "take", taken)
+    monkeypatch.setattr(Proposer, "launch", launched)
+    monkeypatch.setattr(Proposer, "take", taken)
     stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
     begun = stream.session.works[0]
     thread.later(lambda: order.append("counted"))

@@ -26,10 +26,12 @@ class Case:
     sampling: Sampling = field(default_factory=Sampling)
     prompt: int = 0
     use_fp64: bool = False
+    seeded: bool = True  # without draft logits a seed selects the law of "coupled"
 
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.sampling.options().items()]
-        words = [self.method, self.drafts, self.head, f"k={self.k}", "fp64" * self.use_fp64, *options]
+        flags = ["fp64" * self.use_fp64, "unseeded" * (not self.seeded)]
+        words = [self.method, self.drafts, self.head, f"k={self.k}", *flags, *options]
         return " ".join(filter(None, words))
 
     def config(self) -> dict[str, Any]:
@@ -43,6 +45,10 @@ class Case:
         if self.use_fp64:
             config["use_fp64_gumbel"] = True
         return config
+
+    def seeds(self, count: int) -> Sequence[int | None]:
+        """The seeds of `count` requests."""
+        return range(count) if self.seeded else [None] * count
 
     @property
     def top_n(self) -> int:

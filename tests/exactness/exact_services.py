@@ -122,13 +122,17 @@ def wait_for_drafters(
     return asyncio.run(wait())
 
 
-def sample(address: str, prompt: Sequence[int], seeds: Iterable[int], **options: Any) -> list[Sample]:
-    """One request for each seed, IN_FLIGHT at once; the outputs in the order of the seeds."""
-    return sample_prompts(address, [(prompt, seed) for seed in seeds], **options)
+def sample(
+    address: str, prompt: Sequence[int], seeds: Iterable[int | None], *, at_once: int = IN_FLIGHT, **options: Any
+) -> list[Sample]:
+    """One request for each seed, or without one; the outputs in the order of the seeds."""
+    return sample_prompts(address, [(prompt, seed) for seed in seeds], at_once=at_once, **options)
 
 
-def sample_prompts(address: str, requests: Sequence[tuple[Sequence[int], int]], **options: Any) -> list[Sample]:
-    """One request for each (prompt, seed), IN_FLIGHT at once."""
+def sample_prompts(
+    address: str, requests: Sequence[tuple[Sequence[int], int | None]], *, at_once: int = IN_FLIGHT, **options: Any
+) -> list[Sample]:
+    """One request for each (prompt, seed)."""
     samples: list[Any] = [None] * len(requests)
 
     async def work(client: AsyncClient, numbers: Iterator[int]) -> None:
@@ -139,14 +143,14 @@ def sample_prompts(address: str, requests: Sequence[tuple[Sequence[int], int]], 
     async def run() -> None:
         numbers = iter(range(len(requests)))
         async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-            for _ in range(IN_FLIGHT):
+            for _ in range(at_once):
                 group.create_task(work(client, numbers))
 
     asyncio.run(run())
     return samples
 
 
-async def _request(client: AsyncClient, prompt: Sequence[int], seed: int, options: dict[str, Any]) -> Sample:
+async def _request(client: AsyncClient, prompt: Sequence[int], seed: int | None, options: dict[str, Any]) -> Sample:
     chunks = [chunk async for chunk in client.generate(prompt, seed=seed, **options)]
     statistics = chunks[-1].statistics
     assert statistics is not None

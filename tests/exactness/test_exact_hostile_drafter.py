@@ -131,7 +131,7 @@ def test_without_logits_the_law_holds_whatever_is_drafted(
         serve_hostile(HostileDrafter(partial(proposer, law), **how)) as drafter,
         serve_verifier(target, {"num_speculative_tokens": K}, [drafter], DEADLINE_S if how else None) as address,
     ):
-        samples = sample(address, law.prompt, range(REQUESTS), max_tokens=LENGTH)
+        samples = sample(address, law.prompt, [None] * REQUESTS, max_tokens=LENGTH)
         status = wait_for_drafters(address, *([EXPELLED] if is_expelled else BELIEVED))[0]
     assert law.refutation([one.tokens for one in samples], Sampling()) < 1
     assert status.detail.startswith("expelled: ") == is_expelled
@@ -140,11 +140,15 @@ def test_without_logits_the_law_holds_whatever_is_drafted(
         assert _first_acceptance(samples) > acceptance
 
 
-def test_coupled_output_is_that_without_drafts(laws: list[Law], target: Target) -> None:
-    law, config = laws[1], {"num_speculative_tokens": K, "draft_sample_method": "gumbel"}
+@pytest.mark.parametrize("drafts", ["greedy", "gumbel"])
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_seeded_output_is_that_without_drafts(
+    method: str, drafts: str, laws: list[Law], target: Target
+) -> None:
+    law, config = laws[1], {"num_speculative_tokens": K, "draft_sample_method": drafts}
     with (
         serve_hostile(HostileDrafter(partial(likeliest, law))) as drafter,
-        serve_verifier(target, {**config, "rejection_sample_method": "coupled"}, [drafter]) as address,
+        serve_verifier(target, {**config, "rejection_sample_method": method}, [drafter]) as address,
     ):
         drafted = sample(address, law.prompt, range(400), max_tokens=LENGTH)
         alone = sample(address, law.prompt, range(400), max_tokens=LENGTH, num_speculative_tokens=0)

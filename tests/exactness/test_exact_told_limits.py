@@ -22,13 +22,17 @@ def keys() -> StreamKeys:
     return StreamKeys(*(torch.randint(-(2**62), 2**62, (REQUESTS,), generator=draw) for _ in range(3)))
 
 
-def first_tokens(drafted: torch.Tensor, keys: StreamKeys, draft_logits: DraftLogits | None = None) -> torch.Tensor:
+def first_tokens(
+    drafted: torch.Tensor, keys: StreamKeys, draft_logits: DraftLogits | None = None, method: str = "standard"
+) -> torch.Tensor:
     """[B] int64, of requests that draft the wished token, or nothing."""
     num_rows = 1 + drafted.int()
     cu_rows = torch.cat([torch.zeros(1, dtype=torch.int32), num_rows.cumsum(0).int()])
     drafts = torch.full((int(drafted.sum()),), WISHED)
     logits = TARGET.expand(int(cu_rows[-1]), VOCAB).contiguous()
-    found = rejection_sample(logits, drafts, cu_rows, TEMPERATURE, keys, POSITION, draft_logits=draft_logits)
+    found = rejection_sample(
+        logits, drafts, cu_rows, TEMPERATURE, keys, POSITION, draft_logits=draft_logits, method=method
+    )
     return found.tokens[:, 0]
 
 
@@ -46,8 +50,11 @@ def test_draft_logits_chosen_by_the_noise_bias_the_output(keys: StreamKeys) -> N
     assert share(first_tokens(everyone, keys, DraftLogits(chosen, None))) > 3 * P_WISHED
 
 
-def test_a_seed_used_twice_tells_which_drafts_will_be_accepted(keys: StreamKeys) -> None:
+def test_noise_used_twice_tells_which_drafts_will_be_accepted(keys: StreamKeys) -> None:
+    """So a seed, which may be used twice, selects "coupled", where drafts decide nothing."""
     first = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys)
     assert share(first) == pytest.approx(P_WISHED, abs=0.03)
-    second = first_tokens(first == WISHED, keys)
-    assert share(second) > 1.5 * P_WISHED
+    assert share(first_tokens(first == WISHED, keys)) > 1.5 * P_WISHED
+    coupled = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys, method="coupled")
+    assert share(coupled) == pytest.approx(P_WISHED, abs=0.03)
+    assert torch.equal(first_tokens(coupled == WISHED, keys, method="coupled"), coupled)

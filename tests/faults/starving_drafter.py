@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from drafter_service.engine.engine import DraftEngine
+from drafter_service.engine.scheduler import Batch, Scheduler
 from draftwire_cli.main import main
 
 BATCHES = 20
 MORE_THAN_THERE_IS = 1 << 60
 
-feed = DraftEngine._feed
+next_batch = Scheduler.next_batch
 is_starving = threading.Event()
 count = itertools.count(1)
 
@@ -26,15 +26,16 @@ def starve(number: int, _frame: object) -> None:
         is_starving.clear()
 
 
-def feed_or_fail(engine: DraftEngine, *arguments: Any) -> None:
-    """What the engine runs in the middle of every batch."""
+def next_batch_or_fail(scheduler: Scheduler, *arguments: Any) -> Batch:
+    """What the engine takes its rows from; they are taken before there is no memory for them."""
+    batch = next_batch(scheduler, *arguments)
     if is_starving.is_set() and next(count) % BATCHES == 0:
         torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
-    feed(engine, *arguments)
+    return batch
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, starve)
     signal.signal(signal.SIGUSR2, starve)
-    DraftEngine._feed = feed_or_fail
+    Scheduler.next_batch = next_batch_or_fail
     main()

@@ -182,8 +182,8 @@ def main() -> None:
     arguments = parser.parse_args()
     driver.set_active(OfflineDriver())
     # What the tensors' device, the CPU, does not say of the GPU.
-    paged_attention_launch._multiprocessors = lambda _device: 132
-    paged_attention_launch._overlaps = lambda _device: True
+    paged_attention_launch.multiprocessors = lambda _device: 132
+    paged_attention_launch.overlaps = lambda _device: True
     run = JITFunction.run
     label = ""
 

@@ -16,6 +16,7 @@ CASES = [
     Case("top-n", "block"),
     Case("greedy", "block"),
     Case("one-hot", "coupled"),
+    Case("greedy", "coupled"),
     Case("dense", use_fp64=True),
     Case("one-hot").with_options(temperature=0.5),
     Case("dense").with_options(temperature=0.5),
@@ -29,6 +30,7 @@ CASES = [
     Case("dense").with_options(repetition=1.3, frequency=0.4, top_p=0.9),
     Case("dense", "block").with_options(presence=0.8),
     Case("one-hot", "coupled").with_options(frequency=0.5),
+    Case("greedy", "coupled").with_options(repetition=1.4, presence=0.3, frequency=0.2),
 ]
 
 

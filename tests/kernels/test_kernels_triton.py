@@ -4,6 +4,7 @@ import pytest
 import sampling_oracle as oracle
 import torch
 from markov import Case, chi_square_ratio, simulate
+from test_kernels_coupled import emits_what_it_does_without_drafts
 from test_kernels_law import CASES, _name
 from test_kernels_rejection import COMBINATIONS, RATES, Batch
 from torch import Tensor
@@ -72,6 +73,15 @@ def test_rejection_sample(vocab: int, requests: int, method: str, form: str, use
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
     _both(batch, logits, method, use_fp64)
+
+
+@pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
+def test_a_coupled_position_has_one_token_whatever_is_drafted(use_fp64: bool) -> None:
+    assert emits_what_it_does_without_drafts("triton", use_fp64=use_fp64, device=DEVICE)
+
+
+def test_the_one_hot_test_has_other_tokens() -> None:
+    assert not emits_what_it_does_without_drafts("triton", method="standard", device=DEVICE)
 
 
 @pytest.mark.parametrize("form", ["one-hot", "dense", "top-n"])

@@ -112,7 +112,7 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
 
 
 def test_a_request_that_is_refused_is_a_failed_span(monkeypatch):
-    monkeypatch.setattr("draftwire.server.tracing._is_exporting", True)
+    monkeypatch.setattr("verifier_service.api.request_log.is_exporting", lambda: True)
     ended: list[tuple[dict[str, Any], str]] = []
     monkeypatch.setattr(
         "verifier_service.api.request_log.end_span", lambda _, told, failure="": ended.append((told, failure))

@@ -245,6 +245,15 @@ class _HandTarget:
     device = CPU
 
 
+def capture_every_row(store: FeatureStore, hidden_size: int, num_blocks: int, device: torch.device = CPU) -> None:
+    """Give every row features: its place in the cache, in all columns."""
+    slots = torch.arange(num_blocks * BLOCK_SIZE)
+    states = slots.float()[:, None].expand(-1, hidden_size).to(device)
+    output = ForwardOutput(torch.empty(0), [states] * (max(LAYERS) + 1), slots.to(device), slots.numpy())
+    with torch.inference_mode():  # as the engine's thread, whose stores nobody else may write to
+        store.capture(output)
+
+
 class Scene:
     """An engine's drafting, the requests that run and the drafters that are connected."""
 
@@ -325,6 +334,11 @@ class Scene:
     def free(self, request: Request) -> None:
         """The blocks of a request that has ended may be used again."""
         self._pool.release(request.blocks)
+
+    def capture_every_row(self) -> None:
+        """All rows have features, whatever is computed in them."""
+        for store in self.stores.values():
+            capture_every_row(store, HIDDEN, NUM_BLOCKS)
 
     def flush(self) -> None:
         self.drafting.flush(self.requests, self.stores)

@@ -111,8 +111,7 @@ class World:
             stream.address = f"drafter:{1 + len(self.drafters)}"
             stream.on_send = drafter.take
             self.drafters[stream] = drafter
-        for store in self.scene.stores.values():
-            store._is_written[:] = True  # the features are of no interest here, so that none are computed
+        self.scene.capture_every_row()  # the features are of no interest here, so that none are computed
         self.tokens = 0
         self.prompt_length, self.output_length = prompt_length, output_length
         self.step_sizes: list[int] = []  # sequences of each step

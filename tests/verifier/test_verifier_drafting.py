@@ -36,6 +36,7 @@ from verifier_service.drafters.features import FeatureKind
 from verifier_service.drafters.stream import Loaded
 
 DEADLINE_S = 0.05
+COUPLED = {"rejection_sample_method": "coupled"}
 GUMBEL = {"draft_sample_method": "gumbel"}
 DENSE = {**GUMBEL, "draft_logits": "dense"}
 TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
@@ -136,8 +137,8 @@ def test_no_more_drafts_are_asked_than_the_head_makes():
 
 @pytest.mark.parametrize(
     ("config", "key"),
-    [({}, 0), (GUMBEL, 101), (DENSE, 101), ({**GUMBEL, "rejection_sample_method": "coupled"}, 103)],
-    ids=["greedy", "gumbel", "dense", "coupled"],
+    [({}, 0), (COUPLED, 0), (GUMBEL, 101), (DENSE, 101), ({**GUMBEL, **COUPLED}, 103)],
+    ids=["greedy", "greedy coupled", "gumbel", "dense", "gumbel coupled"],
 )
 def test_a_drafter_gets_the_one_key_that_it_draws_with(config, key):
     _, stream, one = start(config)

@@ -36,7 +36,7 @@ def target() -> Target:
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each message with rows whether its features were there before. All are what the store has of the rows."""
     noted: list[bool] = []
-    fill = StepSender._fill
+    fill = StepSender.fill
 
     def compared(
         self: StepSender,
@@ -56,7 +56,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             noted.append(early is not None)
         return features
 
-    monkeypatch.setattr(StepSender, "_fill", compared)
+    monkeypatch.setattr(StepSender, "fill", compared)
     return noted
 
 

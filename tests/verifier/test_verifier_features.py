@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from drafting_scene import capture_every_row
 from engine_scene import HIDDEN, K, Served, make_target
 
 from draftwire.contract.tensors import decode_tensor
@@ -45,8 +49,8 @@ def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.Mo
     served.engine.start()
     served.tokens(served.submit(BEFORE))
     store = stores[-1]
-    assert store._is_written.any()
-    store._is_written[:] = True  # as after requests that filled their last blocks too
+    assert any(store.holds(block) for block in range(4))
+    capture_every_row(store, HIDDEN, 4)  # as after requests that filled their last blocks too
     served.tokens(served.submit(PROMPT, k=0))
     num_before = len(stream.steps)
     served.tokens(served.submit(PROMPT, k=K))
@@ -60,11 +64,18 @@ SPANS = [([3, 4, 7, 8], 5, 4 * BLOCK_SIZE - 3), ([6, 2, 1], BLOCK_SIZE - 1, BLOC
 """(blocks, first row, last row) of pieces of which some lie side by side."""
 
 
+def numbered_store(device: str) -> FeatureStore:
+    """Nine blocks whose rows have their place in all columns."""
+    target: Any = SimpleNamespace(hidden_size=HIDDEN, dtype=torch.float32, device=torch.device(device))
+    store = FeatureStore(target, (1, 2), num_blocks=9)
+    capture_every_row(store, HIDDEN, 9, target.device)
+    return store
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_that_are_read_are_those_of_their_blocks(dtype: torch.dtype) -> None:
-    store = FeatureStore(make_target(), (1, 2), num_blocks=9)
-    store._rows.copy_(numbered_like(store._rows))
-    out = torch.empty(len(slots_of(SPANS)), store._rows.shape[1], dtype=dtype)
+    store = numbered_store("cpu")
+    out = torch.empty(len(slots_of(SPANS)), 2 * HIDDEN, dtype=dtype)
     store.read(SPANS, out)
     assert_rows_of_spans(out)
 
@@ -73,9 +84,8 @@ def test_rows_that_are_read_are_those_of_their_blocks(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("is_steps", [True, False], ids=["the steps' stream", "another one"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_rows_that_are_read_from_a_gpu_are_those_of_their_blocks(device: str, is_steps: bool) -> None:
-    store = FeatureStore(make_target(), (1, 2), num_blocks=9)
-    store._rows = numbered_like(store._rows).cuda()
-    shape = len(slots_of(SPANS)), store._rows.shape[1]
+    store = numbered_store("cuda")
+    shape = len(slots_of(SPANS)), 2 * HIDDEN
     out = torch.empty(shape, device=device) if device == "cuda" else torch.empty(shape, pin_memory=True)
     with torch.cuda.stream(torch.cuda.default_stream() if is_steps else torch.cuda.Stream()):
         store.read(SPANS, out)
@@ -85,16 +95,11 @@ def test_rows_that_are_read_from_a_gpu_are_those_of_their_blocks(device: str, is
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_copied_rows_are_those_of_their_places(dtype: torch.dtype) -> None:
-    rows = numbered_like(torch.empty(9 * BLOCK_SIZE, 5))
+    rows = torch.arange(9.0 * BLOCK_SIZE)[:, None].expand(-1, 5).contiguous()
     slots = slots_of(SPANS)
     out = torch.empty(len(slots), 5, dtype=dtype)
     copy_runs(rows, slots, out)
     assert_rows_of_spans(out)
-
-
-def numbered_like(rows: torch.Tensor) -> torch.Tensor:
-    """Each row has its place in all columns."""
-    return torch.arange(9.0 * BLOCK_SIZE)[:, None].expand_as(rows).contiguous()
 
 
 def assert_rows_of_spans(out: torch.Tensor) -> None:

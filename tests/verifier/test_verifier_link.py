@@ -152,6 +152,7 @@ class Linked:
     """A link that runs and what it has posted."""
 
     def __init__(self, port: int, config: dict[str, Any], **options: Any) -> None:
+        self.shown: list[int] = []  # the drafter's state at each event
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
         self.loads: list[pb.DrafterLoad] = []  # as told beside the answers
@@ -159,6 +160,7 @@ class Linked:
         self.task = asyncio.create_task(self.link.run())
 
     def _post(self, event: LinkEvent) -> None:
+        self.shown.append(self.link.status.state)
         if isinstance(event, Loaded):
             self.loads.append(event.load)
         else:
@@ -227,10 +229,8 @@ async def test_without_a_place_for_a_rendezvous_tensors_go_in_messages(tmp_path)
 @on_loop
 async def test_a_drafter_is_shown_ready_when_the_engine_knows_it():
     async with linked(Drafter()) as own:
-        shown: list[int] = []
-        own.link._post = lambda event: (shown.append(own.link.status.state), own.events.put_nowait(event))
         await own.connected()
-        assert shown == [generate_pb2.DRAFTER_STATE_CONNECTING] * 2  # its load is told, too
+        assert own.shown == [generate_pb2.DRAFTER_STATE_CONNECTING] * 2  # its load is told, too
 
 
 @on_loop

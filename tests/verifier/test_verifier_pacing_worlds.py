@@ -122,7 +122,7 @@ def test_drafts_are_not_waited_for_longer_than_they_gain(clock):
 
 
 def test_with_as_many_drafts_as_configured_nothing_adapts(clock):
-    """Neither without a deadline, which is for output that a seed reproduces, nor under synthetic acceptance."""
+    """Neither without a deadline, which is for measurements, nor under synthetic acceptance."""
     synthetic = {**CONFIG, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
     for config, deadline_s in ((CONFIG, None), (synthetic, 0.5)):
         world = World(clock, 8, Costs(trip_s=30e-3), config=config, deadline_s=deadline_s, k=4)

@@ -286,7 +286,7 @@ def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatc
 
 
 def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
-    monkeypatch.setattr(DraftWaitPolicy, "_hold_until", lambda _, now, *__: now + WAIT_S)
+    monkeypatch.setattr(DraftWaitPolicy, "hold_until", lambda _, now, *__: now + WAIT_S)
     own = Noted(target)
     own.connect_late()
     drafting = own.submit(max_tokens=50)

@@ -19,17 +19,18 @@ FEW = 12  # tokens: fewer than a request may be told of
 
 
 @pytest.mark.parametrize(
-    ("config", "widths"),
+    ("config", "widths", "methods"),
     [
-        ({}, []),
-        ({**GUMBEL, "draft_logits": "dense"}, [VOCAB, 16]),
-        ({**GUMBEL, "draft_logits": {"top_n": 6}}, [6]),
-        ({**GUMBEL, "draft_logits": "dense", "rejection_sample_method": "block"}, [VOCAB, 16]),
-        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, []),
+        ({}, [], ["standard", "coupled"]),
+        ({"rejection_sample_method": "coupled"}, [], ["coupled"]),
+        ({**GUMBEL, "draft_logits": "dense"}, [VOCAB, 16], ["standard"]),
+        ({**GUMBEL, "draft_logits": {"top_n": 6}}, [6], ["standard"]),
+        ({**GUMBEL, "draft_logits": "dense", "rejection_sample_method": "block"}, [VOCAB, 16], ["block"]),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, [], ["synthetic"]),
     ],
     ids=str,
 )
-def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, monkeypatch):
+def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, methods, monkeypatch):
     forms = []
 
     def draw(logits, drafts, cu_rows, temperature, *args, **options):
@@ -38,7 +39,7 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, mo
         draft = options["draft_logits"]
         columns = None if draft is None else draft.logits.shape[1]
         assert draft is None or len(draft.logits) == len(drafts)
-        forms.append((logits.dtype, sizes, columns))
+        forms.append((logits.dtype, sizes, columns, options["method"]))
         return real(logits, drafts, cu_rows, temperature, *args, **options)
 
     real = sampler.rejection_sample
@@ -49,9 +50,11 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, mo
     made.warm_up(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what penalties leave
         for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
-            assert (dtype, expected, None) in forms
-            for width in widths:
-                assert ((dtype, expected, width) in forms) == (sum(expected) > len(expected))
+            for method in methods:
+                assert (dtype, expected, None, method) in forms
+                for width in widths:
+                    assert ((dtype, expected, width, method) in forms) == (sum(expected) > len(expected))
+    assert {method for *_, method in forms} == set(methods)
 
 
 def test_log_probabilities_are_of_each_requests_rows_and_tokens():

@@ -136,7 +136,7 @@ class DraftWaitPolicy:
                 num_ready += 1
             else:
                 has_prompts = True
-        self._held_until = self._hold_until(now, num_ready) if is_waiting else None
+        self._held_until = self.hold_until(now, num_ready) if is_waiting else None
         if self._held_until is None:
             self._held_since = None
             return False
@@ -144,7 +144,7 @@ class DraftWaitPolicy:
             self._held_since = now if self._held_since is None else self._held_since
         return True
 
-    def _hold_until(self, now: float, num_ready: int) -> float | None:
+    def hold_until(self, now: float, num_ready: int) -> float | None:
         """Return the time until which a step of the ready requests waits; None if it does not.
 
         To wait costs each ready request the wait. Not to wait costs each request whose drafts are about to arrive a

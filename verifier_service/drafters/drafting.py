@@ -75,8 +75,7 @@ class Drafting:
             None waits until an answer comes or the drafter is lost.
         adaptive_k
             Whether fewer drafts than configured, or none, are asked for where that is faster. None: where there is a
-            deadline and acceptance is not synthetic. Without a deadline every step has the drafts that were configured,
-            so that a seed reproduces the output; and a benchmark of synthetic acceptance counts on them.
+            deadline and acceptance is not synthetic: measurements need the number of drafts that was configured.
         profile
             Of the target's forward pass, where it has been measured.
         """

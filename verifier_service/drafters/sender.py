@@ -132,7 +132,7 @@ class StepSender:
             sent, features = time.monotonic(), early.features
             self._commit(session, early, rows, list(step.closed_ids))
         else:
-            features = self._fill(step, session, store, rows, early)
+            features = self.fill(step, session, store, rows, early)
             sent = time.monotonic()
             session.stream.send(step, features)
         session.early = None
@@ -173,7 +173,7 @@ class StepSender:
         )
         session.stream.send(commit, early.features)
 
-    def _fill(
+    def fill(
         self,
         step: draft_pb2.DraftStep,
         session: DraftSession,
@@ -224,10 +224,9 @@ class StepSender:
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
         key = 0  # greedy drafters need none, and a key tells something of the seed
-        if self._config.rejection_sample_method == cfg.COUPLED:
-            key = request.keys.resample
-        elif self._config.draft_sample_method == cfg.GUMBEL:
-            key = request.keys.proposal
+        if self._config.draft_sample_method == cfg.GUMBEL:
+            is_coupled = self._config.rejection_sample_method == cfg.COUPLED
+            key = request.keys.resample if is_coupled else request.keys.proposal
         session = binding.session
         session.last_sequence_id += 1
         binding.sequence_id = session.last_sequence_id

@@ -89,6 +89,9 @@ class TokenSampler:
         device: torch.device,
     ) -> None:
         self._method = METHOD_NAMES[config.rejection_sample_method]
+        # A seeded request gets the same tokens whatever is drafted. With draft logits that would cost acceptance.
+        is_one_hot = config.draft_logits.form == cfg.NONE and config.rejection_sample_method != cfg.SYNTHETIC
+        self._seeded_method = "coupled" if is_one_hot else self._method
         self._use_fp64 = config.use_fp64_gumbel
         self._logits_form = config.draft_logits
         self._device = device
@@ -109,7 +112,8 @@ class TokenSampler:
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
         for form in dict.fromkeys((dtype, torch.float32)):
             for draft_logits in chain((None,), self._draft_logits_to_come()):
-                self._draw_all_sizes(form, draft_logits)
+                for method in dict.fromkeys((self._method, self._seeded_method)):
+                    self._draw_all_sizes(form, draft_logits, method)
             process_logits(torch.zeros(1, self._vocab_size, dtype=form, device=self._device), filters)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -126,7 +130,7 @@ class TokenSampler:
             ids = torch.arange(min(self._logits_form.n, vocab), device=self._device).repeat(count, 1)
             yield DraftLogits(torch.zeros(ids.shape, device=self._device), ids)
 
-    def _draw_all_sizes(self, dtype: torch.dtype, draft_logits: DraftLogits | None) -> None:
+    def _draw_all_sizes(self, dtype: torch.dtype, draft_logits: DraftLogits | None, method: str) -> None:
         most = self._most_rows
         logits = torch.zeros(self._max_num_seqs * most, self._vocab_size, dtype=dtype, device=self._device)
         mixes = {(rows, others) for rows in range(1, most + 1) for others in (1, rows)}
@@ -138,11 +142,11 @@ class TokenSampler:
                 arrays: list[np.ndarray] = [drafts, zeros, *(zeros for _ in StreamKeys._fields), temperature]
                 cu_rows = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
                 if draft_logits is None:
-                    self._draw(logits[:num_rows], arrays, cu_rows, None)
+                    self._draw(logits[:num_rows], arrays, cu_rows, None, method)
                 elif len(drafts) > 0:
                     values, ids = draft_logits
                     ids = ids[: len(drafts)] if ids is not None and ids.dim() == 2 else ids
-                    self._draw(logits[:num_rows], arrays, cu_rows, DraftLogits(values[: len(drafts)], ids))
+                    self._draw(logits[:num_rows], arrays, cu_rows, DraftLogits(values[: len(drafts)], ids), method)
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request that has ended or was preempted."""
@@ -166,7 +170,7 @@ class TokenSampler:
             if len(members) < len(works):
                 index = [row for i in members for row in range(starts[i], starts[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
-            packed = self._reject([works[i] for i in members], [specs[i].temperature for i in members], rows)
+            packed = self._reject([works[i] for i in members], [specs[i] for i in members], rows)
             self._processor.count([works[i] for i in members], packed[:, 1:])
             groups.append((members, packed))
         told, flat = self._told(works, specs, logits, starts, groups)
@@ -226,17 +230,21 @@ class TokenSampler:
         return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
 
     def _reject(
-        self, works: Sequence[ScheduledRows], temperatures: Sequence[float], logits: torch.Tensor
+        self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
     ) -> torch.Tensor:
-        """[B, k_max + 2] int64 on the device: number of tokens, then the tokens."""
+        """[B, k_max + 2] int64 on the device: number of tokens, then the tokens.
+
+        One seeded request decides the method for all: either method follows the target for every request.
+        """
         requests = [work.request for work in works]
         arrays: list[np.ndarray] = [
             np.array(draft_tokens(works), np.int64),
             np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
             *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
-            np.array(temperatures, np.float32),
+            np.array([spec.temperature for spec in specs], np.float32),
         ]
-        return self._draw(logits, arrays, first_rows(works), self._draft_logits(works))
+        method = self._seeded_method if any(spec.has_seed for spec in specs) else self._method
+        return self._draw(logits, arrays, first_rows(works), self._draft_logits(works), method)
 
     def _draw(
         self,
@@ -244,6 +252,7 @@ class TokenSampler:
         arrays: Sequence[np.ndarray],
         cu_rows: torch.Tensor,
         draft_logits: DraftLogits | None,
+        method: str,
     ) -> torch.Tensor:
         """The same of drafts, positions, keys and temperatures."""
         drafts, position, *keys, temperature = upload(arrays, self._device)
@@ -255,7 +264,7 @@ class TokenSampler:
             StreamKeys(*keys),
             position,
             draft_logits=draft_logits,
-            method=self._method,
+            method=method,
             synthetic_rates=self._rates,
             use_fp64=self._use_fp64,
         )

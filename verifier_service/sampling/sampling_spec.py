@@ -38,6 +38,7 @@ class SamplingSpec:
     min_tokens: int
     end_ids: np.ndarray  # [m] int64, tokens that are not drawn before min_tokens
     logprobs: int | None  # number of most likely tokens to report beside the emitted one; None reports nothing
+    has_seed: bool  # whether its tokens must not depend on its drafts
     has_penalties: bool
     has_filter: bool  # whether top-k, top-p or min-p removes tokens
 
@@ -58,6 +59,7 @@ class SamplingSpec:
             min_tokens=params.min_tokens,
             end_ids=np.array(sorted(end_ids), np.int64),
             logprobs=params.logprobs if params.HasField("logprobs") else None,
+            has_seed=params.HasField("seed"),
             has_penalties=penalties != NO_PENALTIES,
             has_filter=params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1, 0),
         )

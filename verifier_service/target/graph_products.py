@@ -11,7 +11,7 @@ import torch
 
 LIBRARIES = ("cublas", "cublaslt")
 # The first is taken unless the other is faster by more than what two measurements of the same graph differ by.
-_LEAST_GAIN = 0.01
+LEAST_GAIN = 0.01
 
 
 class TimedGraph(Protocol):
@@ -47,7 +47,7 @@ def with_faster_products(capture: Callable[[], GraphT]) -> Products[GraphT]:
             graphs[library] = capture()
     seconds = {library: graph.seconds() for library, graph in graphs.items()}
     first, other = LIBRARIES
-    library = other if seconds[other] < (1 - _LEAST_GAIN) * seconds[first] else first
+    library = other if seconds[other] < (1 - LEAST_GAIN) * seconds[first] else first
     return Products(graphs[library], library, seconds)
 
 

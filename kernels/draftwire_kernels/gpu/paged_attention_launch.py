@@ -48,7 +48,7 @@ def paged_attention(
         window=window,
     )
     with torch.cuda.device(query.device if query.is_cuda else -1):
-        for launch in plan(problem, _multiprocessors(query.device), short, long):
+        for launch in plan(problem, multiprocessors(query.device), short, long):
             shares = _shares(launch, out) if launch.most_shares > 1 else None
             _attend(query, key, value, keys, values, batch, out, problem, launch, shares, scale, softcap)
             if shares is not None:
@@ -70,7 +70,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> None:
-    tuning, overlap = launch.tuning, _overlaps(out.device)
+    tuning, overlap = launch.tuning, overlaps(out.device)
     size, size_v = keys.shape[2], values.shape[2]
     first_axis, *other_axes = launch.grid
     attention_kernel[(first_axis * problem.kv_heads, *other_axes)](
@@ -117,7 +117,7 @@ def _attend(
 
 
 def _combine(batch: RaggedBatch, out: Tensor, problem: Problem, launch: Launch, shares: Shares) -> None:
-    heads, overlap = problem.kv_heads * problem.group, _overlaps(out.device)
+    heads, overlap = problem.kv_heads * problem.group, overlaps(out.device)
     heads_each = launch.heads_combined_by_a_program(problem)
     block_dv = _block(out.shape[2])
     combine_kernel[(problem.num_rows, heads // heads_each)](
@@ -175,11 +175,11 @@ def _heads(x: Tensor) -> Heads:
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache
-def _overlaps(device: torch.device) -> bool:
+def overlaps(device: torch.device) -> bool:
     """Whether a launch may begin before the one before it has ended: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

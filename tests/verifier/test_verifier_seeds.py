@@ -1,0 +1,146 @@
+"""A seeded request gets the same tokens whatever shares its steps, and whatever a drafter drafts, or fails to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_scene import CONTEXT, VOCAB, K, Served, make_target, scheduling  # noqa: F401
+
+from draftwire.model.block_pool import blocks_for
+from draftwire_kernels import RejectionResult, rejection_sample
+from verifier_service.core.request import Request
+from verifier_service.drafters.stream import Disconnected
+from verifier_service.sampling import sampler
+from verifier_service.target.target import Target
+
+pytestmark = pytest.mark.usefixtures("scheduling")
+
+PROMPTS = [[(3 * i + j * j) % VOCAB for j in range(1 + 2 * i)] for i in range(6)]
+LENGTH = 24
+GUMBEL = {"draft_sample_method": "gumbel"}
+BLOCK = {"rejection_sample_method": "block"}
+COUPLED = {"rejection_sample_method": "coupled"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+def outputs(own: Served, **options: Any) -> tuple[list[list[int]], list[Request]]:
+    """The tokens of all seeded requests at once, and the requests."""
+    options = {"max_tokens": LENGTH, "temperature": 0.9, **options}
+    made = [own.submit(prompt, keys=100 * i, seed=i, **options) for i, prompt in enumerate(PROMPTS)]
+    own.engine.start()
+    tokens = [own.tokens(one) for one in made]
+    own.engine.stop()
+    return tokens, made
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target) -> list[list[int]]:
+    """The tokens of each request alone, without drafts."""
+    own = Served(target)
+    own.engine.start()
+    tokens = [
+        own.tokens(own.submit(prompt, keys=100 * i, seed=i, max_tokens=LENGTH, temperature=0.9))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    own.engine.stop()
+    assert len({tuple(one) for one in tokens}) == len(PROMPTS)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def favourites(expected: list[list[int]]) -> list[int]:
+    """The most frequent tokens: drafts that are accepted now and then."""
+    counts = Counter(token for tokens in expected for token in tokens)
+    return [token for token, _ in counts.most_common(2 * K)]
+
+
+def connect(own: Served, favourites: list[int]) -> None:
+    own.connect_with(lambda step: [favourites[(step.step_id + j) % len(favourites)] for j in range(K)])
+
+
+def assert_drafts_decided(made: list[Request]) -> None:
+    assert 0 < sum(sum(one.accepted) for one in made) < sum(sum(one.drafted) for one in made)
+
+
+@pytest.mark.parametrize("config", [{}, BLOCK, GUMBEL, COUPLED, {**GUMBEL, **COUPLED}], ids=str)
+def test_drafts_change_no_token(config, target, expected, favourites):
+    own = Served(target, config)
+    connect(own, favourites)
+    found, made = outputs(own)
+    assert found == expected
+    assert_drafts_decided(made)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"k": 0}, {"k": 1}, {"k": 2}, {"draft_deadline_s": 0.0005}, {"draft_deadline_s": 0.5}, {"max_num_seqs": 2}],
+    ids=str,
+)
+def test_the_number_of_drafts_changes_no_token(options, target, expected, favourites):
+    """Also where pacing chooses it, and where drafts are late."""
+    limits = {name: value for name, value in options.items() if name != "k"}
+    own = Served(target, **limits)
+    connect(own, favourites)
+    assert outputs(own, k=options.get("k", K))[0] == expected
+
+
+def test_preemption_changes_no_token(target, expected, favourites):
+    own = Served(target, num_blocks=blocks_for(CONTEXT) + 1)
+    connect(own, favourites)
+    assert outputs(own)[0] == expected
+    assert own.engine.scheduler.num_preemptions > 0
+
+
+def test_the_death_of_a_drafter_changes_no_token(target, expected, favourites):
+    own = Served(target)
+
+    def drafts_for(step: Any) -> list[int]:
+        if step.step_id == 8:
+            own.engine.post(Disconnected(stream))
+        return favourites[:K]
+
+    stream = own.connect_with(drafts_for)
+    found, made = outputs(own)
+    assert found == expected
+    assert 0 < sum(one.drafted[0] for one in made) < sum(one.verify_steps for one in made) / 2
+
+
+def test_company_without_seeds_changes_no_token(target, expected, favourites):
+    own = Served(target, max_num_seqs=8, max_queue=20)
+    connect(own, favourites)
+    company = [
+        own.submit(prompt, keys=7000 + i, max_tokens=5 + 4 * i, temperature=0.3 * i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert outputs(own)[0] == expected
+    assert all(one.num_output > 0 for one in company)
+
+
+def one_hot_test(*batch: Any, **options: Any) -> RejectionResult:
+    return rejection_sample(*batch, **{**options, "method": "standard"})
+
+
+def noise_of_the_last_position(*batch: Any, **options: Any) -> RejectionResult:
+    """The noise of each row is that of a position further on, by the number of drafts."""
+    *rows, position = batch
+    return rejection_sample(*rows, position + batch[2].diff() - 1, **options)
+
+
+@pytest.mark.parametrize("mutant", [one_hot_test, noise_of_the_last_position])
+def test_a_law_that_knows_of_drafts_is_found_out(
+    mutant: Callable[..., RejectionResult], target, expected, favourites, monkeypatch
+):
+    monkeypatch.setattr(sampler, "rejection_sample", mutant)
+    own = Served(target)
+    connect(own, favourites)
+    found, made = outputs(own)
+    assert_drafts_decided(made)
+    assert found != expected
+    assert outputs(Served(target))[0] == expected, "without drafts it is the same"
