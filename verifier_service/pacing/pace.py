@@ -119,7 +119,9 @@ class Pace:
             self._answer_s += SMOOTH * (seconds - self._answer_s)
         self.backlog.note_answer(message.number)
         if message.has_histories:
-            in_time_s = self._answer_s + step_s  # NaN, and so never late, while either is unknown
+            # NaN, and so never late, while either is unknown. A message that asks for no drafts holds up none, and the
+            # last answer with drafts may be of a faster link.
+            in_time_s = self._answer_s + step_s if message.sequences > 0 else math.nan
             self.backlog.learn(message.num_bytes, seconds, in_time_s)
 
     def describe(self, step_s: float) -> DraftPlan | None:
