@@ -92,10 +92,14 @@ def test_the_number_of_drafts_changes_no_token(options, target, expected, favour
 
 
 def test_preemption_changes_no_token(target, expected, favourites):
-    own = Served(target, num_blocks=blocks_for(CONTEXT) + 1)
-    connect(own, favourites)
-    assert outputs(own)[0] == expected
-    assert own.engine.scheduler.num_preemptions > 0
+    texts = []
+    for num_blocks in (len(PROMPTS) * blocks_for(CONTEXT), blocks_for(CONTEXT)):
+        own = Served(target, num_blocks=num_blocks + 1)
+        connect(own, favourites)
+        texts.append(outputs(own, max_tokens=CONTEXT - max(map(len, PROMPTS)))[0])
+        assert (own.engine.scheduler.num_preemptions > 0) == (num_blocks == blocks_for(CONTEXT))
+    assert texts[0] == texts[1]
+    assert [tokens[:LENGTH] for tokens in texts[0]] == expected
 
 
 def test_the_death_of_a_drafter_changes_no_token(target, expected, favourites):
