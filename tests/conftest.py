@@ -45,7 +45,6 @@ FULL_FILES = (
 # processes.
 QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
-    "test_kernels_coupled",
     *("test_carriers_ring", "test_carriers_transfer", "test_end_to_end"),
 )
 

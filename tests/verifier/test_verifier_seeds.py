@@ -78,6 +78,7 @@ def test_drafts_change_no_token(config, target, expected, favourites):
     assert_drafts_decided(made)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"k": 0}, {"k": 1}, {"k": 2}, {"draft_deadline_s": 0.0005}, {"draft_deadline_s": 0.5}, {"max_num_seqs": 2}],
@@ -91,6 +92,7 @@ def test_the_number_of_drafts_changes_no_token(options, target, expected, favour
     assert outputs(own, k=options.get("k", K))[0] == expected
 
 
+@pytest.mark.full
 def test_preemption_changes_no_token(target, expected, favourites):
     texts = []
     for num_blocks in (len(PROMPTS) * blocks_for(CONTEXT), blocks_for(CONTEXT)):
@@ -116,6 +118,7 @@ def test_the_death_of_a_drafter_changes_no_token(target, expected, favourites):
     assert 0 < sum(one.drafted[0] for one in made) < sum(one.verify_steps for one in made) / 2
 
 
+@pytest.mark.full
 def test_company_without_seeds_changes_no_token(target, expected, favourites):
     own = Served(target, max_num_seqs=8, max_queue=20)
     connect(own, favourites)
@@ -137,6 +140,7 @@ def noise_of_the_last_position(*batch: Any, **options: Any) -> RejectionResult:
     return rejection_sample(*rows, position + batch[2].diff() - 1, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", [one_hot_test, noise_of_the_last_position])
 def test_a_law_that_knows_of_drafts_is_found_out(
     mutant: Callable[..., RejectionResult], target, expected, favourites, monkeypatch
