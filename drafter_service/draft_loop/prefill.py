@@ -32,7 +32,7 @@ class RowFeed:
         *,
         is_padded: bool | None = None,
     ) -> None:
-        """`is_padded`: whether batches are padded; by default on a GPU."""
+        """`is_padded`: whether batches are padded; None pads them on a GPU alone."""
         self._head = head
         self._cache = cache
         self._dtype = dtype

@@ -66,7 +66,7 @@ SEEDS = range(12)
 def emits_what_it_does_without_drafts(
     backend: str, method: str = "coupled", use_fp64: bool = False, device: str = "cpu"
 ) -> bool:
-    """Whether right, wrong, invalid, few and no drafts of many seeds give the tokens of each position alone."""
+    """Return whether drafts of every kind, or none, leave the tokens of many seeds what each position alone gives."""
     rows = torch.randn(K + 1, 600, generator=torch.Generator().manual_seed(4)) * 3  # the target, by position
     rows[:, 7] += 9.0  # often drawn
 

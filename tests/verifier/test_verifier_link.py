@@ -230,7 +230,7 @@ async def test_without_a_place_for_a_rendezvous_tensors_go_in_messages(tmp_path)
 async def test_a_drafter_is_shown_ready_when_the_engine_knows_it():
     async with linked(Drafter()) as own:
         await own.connected()
-        assert own.shown == [generate_pb2.DRAFTER_STATE_CONNECTING] * 2  # its load is told, too
+        assert own.shown == [generate_pb2.DRAFTER_STATE_CONNECTING] * 2  # once for the state and once for the load
 
 
 @on_loop

@@ -38,7 +38,7 @@ class SamplingSpec:
     min_tokens: int
     end_ids: np.ndarray  # [m] int64, tokens that are not drawn before min_tokens
     logprobs: int | None  # number of most likely tokens to report beside the emitted one; None reports nothing
-    has_seed: bool  # whether its tokens must not depend on its drafts
+    has_seed: bool  # whether the request has a seed; then drafts must not change its tokens
     has_penalties: bool
     has_filter: bool  # whether top-k, top-p or min-p removes tokens
 
