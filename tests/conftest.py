@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Before torch or tokenizers are imported: two test processes share the machine's cores, and nothing is downloaded.
@@ -49,9 +50,14 @@ QUICK = (
 )
 
 
-def _belongs_to_full(item: pytest.Item) -> bool:
-    name = item.path.stem
-    return name not in QUICK and (item.path.parent.name in FULL_FOLDERS or name in FULL_FILES)
+def _belongs_to_full(path: Path) -> bool:
+    return path.stem not in QUICK and (path.parent.name in FULL_FOLDERS or path.stem in FULL_FILES)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import the files that `make test` leaves out."""
+    is_left_out = "not full" in config.option.markexpr and _belongs_to_full(collection_path)
+    return True if is_left_out and collection_path.name.startswith("test_") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
-        if _belongs_to_full(item):
+        if _belongs_to_full(item.path):
             item.add_marker(pytest.mark.full)
         mark = item.get_closest_marker("gpu")
         needed = 0 if mark is None else max(mark.args, default=1)

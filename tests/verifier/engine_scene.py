@@ -33,7 +33,7 @@ K = 3
 WAIT_S = 120.0
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[pytest.param(False, id="sync", marks=pytest.mark.full), pytest.param(True, id="async")])
 def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that launch a step when the one before it has landed, or before that."""
     monkeypatch.setattr(sys.modules[__name__], "async_by_default", request.param)

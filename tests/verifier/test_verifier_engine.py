@@ -180,6 +180,7 @@ def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
     assert one.verify_steps == 3  # 12 tokens: one with the prompt, then 4, 4 and 3
 
 
+@pytest.mark.full
 def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypatch):
     """From step to step between none and all, the drafter given up and taken up again."""
     draw = random.Random(0)

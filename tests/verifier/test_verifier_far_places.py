@@ -10,7 +10,12 @@ from far_places import HOSTS, LEAST_MEAN, LEAST_RATIO, Case, ratios
 PROMPT_LENGTHS = dict(zip(HOSTS, (64, 256, 64, 256, 64), strict=True))
 
 
-@pytest.mark.parametrize("host", HOSTS)
+KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
+
+
+@pytest.mark.parametrize(
+    "host", [pytest.param(host, marks=KNOWN_LOSS) if host == "H100, stalls" else host for host in HOSTS]
+)
 def test_no_place_is_much_slower_than_without_drafts(host):
     found = ratios(Case(host, 32, PROMPT_LENGTHS[host], 0.05, 0))
     assert min(one.counted for one in found) > LEAST_RATIO

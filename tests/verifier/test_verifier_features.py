@@ -29,6 +29,7 @@ def features_of(steps: list[pb.DraftStep]) -> torch.Tensor:
     return torch.cat(sent)
 
 
+@pytest.mark.full
 def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests, one after the other, in a cache of three blocks: one that drafts, one without drafts that takes
     its blocks, and one with the same prompt that drafts."""

@@ -62,7 +62,7 @@ def test_no_row_without_features_is_sent(target, prompt):
     assert empty == []
 
 
-@pytest.mark.parametrize("kind", [{"presence_penalty": 0.5}, {"min_tokens": 50}])
+@pytest.mark.parametrize("kind", [{"presence_penalty": 0.5}, pytest.param({"min_tokens": 50}, marks=pytest.mark.full)])
 def test_requests_without_drafts_share_steps(target, kind):
     """The second arrives while a step of the first is in flight."""
     own = Served(target)

@@ -72,6 +72,7 @@ class Drafter:
             self.answer(*(draw.random() < share for _ in range(together)))
 
 
+@pytest.mark.full
 def test_a_liar_is_expelled_as_soon_after_a_long_honest_past(choices):
     def expel(history: int) -> list[tuple[int, int]]:
         """(answers until expelled, lies used) of ten liars in half of the answers."""

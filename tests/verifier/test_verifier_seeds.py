@@ -69,7 +69,11 @@ def assert_drafts_decided(made: list[Request]) -> None:
     assert 0 < sum(sum(one.accepted) for one in made) < sum(sum(one.drafted) for one in made)
 
 
-@pytest.mark.parametrize("config", [{}, BLOCK, GUMBEL, COUPLED, {**GUMBEL, **COUPLED}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{}, *(pytest.param(one, marks=pytest.mark.full) for one in (BLOCK, GUMBEL, COUPLED, {**GUMBEL, **COUPLED}))],
+    ids=str,
+)
 def test_drafts_change_no_token(config, target, expected, favourites):
     own = Served(target, config)
     connect(own, favourites)

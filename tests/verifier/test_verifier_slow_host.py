@@ -8,13 +8,16 @@ import pytest
 from drafting_scene import Clock
 from paced_world import CONFIG, Costs, LaunchingWorld, use_rows_of_8b
 
+KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
+
 BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "history_s": 1.8e-3, "noise": 0.05}
 """Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one."""
 
 
 @pytest.mark.parametrize("trip_s", [2.5e-3, 4e-3])
 @pytest.mark.parametrize(
-    ("feature_row_s", "send_row_s", "gain"), [(65e-6, 37e-6, 0.93), (20e-6, 16e-6, 1.0), (8e-6, 3e-6, 1.1)]
+    ("feature_row_s", "send_row_s", "gain"),
+    [(65e-6, 37e-6, 0.93), pytest.param(20e-6, 16e-6, 1.0, marks=KNOWN_LOSS), (8e-6, 3e-6, 1.1)],
 )
 def test_simultaneous_requests_lose_little_by_sending_their_rows(
     clock, monkeypatch, trip_s, feature_row_s, send_row_s, gain
@@ -82,8 +85,8 @@ def test_simultaneous_requests_lose_little_on_slow_host_and_link(
     [
         (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.93),  # which no drafts are worth
         (64, 5.0e-3, 65e-6, 10e-6, 1.0e-3, 0.93),
-        (8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15),
-        (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
+        pytest.param(8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15, marks=KNOWN_LOSS),
+        pytest.param(8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4, marks=KNOWN_LOSS),
     ],
 )
 def test_successive_requests_lose_nothing_on_slow_host_and_link(
@@ -100,7 +103,8 @@ def test_successive_requests_lose_nothing_on_slow_host_and_link(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("trip_s", "feature_row_s", "gain"), [(13e-3, 10e-6, 0.93), (4.8e-3, 10e-6, 1.41), (2.4e-3, 65e-6, 1.18)]
+    ("trip_s", "feature_row_s", "gain"),
+    [(13e-3, 10e-6, 0.93), (4.8e-3, 10e-6, 1.41), pytest.param(2.4e-3, 65e-6, 1.18, marks=KNOWN_LOSS)],
 )
 def test_a_stalled_host_does_not_change_how_drafts_look(
     clock, monkeypatch, trip_s, feature_row_s, gain, seed

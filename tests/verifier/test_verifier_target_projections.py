@@ -137,6 +137,7 @@ def test_only_plain_sequential_layers_on_one_tensor_are_merged(replaced, found):
     torch.testing.assert_close(module(x), expected)
 
 
+@pytest.mark.full
 def test_compiled_graph_is_traced_once_and_computes_the_same():
     model = make("llama")
     expected = logits_of(model)

@@ -44,7 +44,7 @@ async def until_idle(host: EngineHost) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("behind_socket", [False, True])
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_text_is_made_off_the_engine_s_thread(behind_socket):
     """It was made there, between two steps, where each request's text delays all others."""
     codec = Letters()
@@ -61,7 +61,7 @@ def test_text_is_made_off_the_engine_s_thread(behind_socket):
     assert codec.threads == {threading.main_thread().name}
 
 
-@pytest.mark.parametrize("behind_socket", [False, True])
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
     """The engine learns of it late; counts and log probabilities end with the text all the same."""
     own = served(behind_socket=behind_socket, codec=Letters())
@@ -88,7 +88,7 @@ def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("behind_socket", [False, True])
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_request_whose_text_cannot_be_made_ends_alone(behind_socket):
     """It fails in the middle of its output, of which every token is an f; the other request's are g."""
     own = served(behind_socket=behind_socket, codec=Letters("f", times=6))
