@@ -73,9 +73,32 @@ def services(shelf, tmp_path_factory):
 
 
 def leftovers() -> set[str]:
-    """Names of shared memory and of sockets that could outlive a process; those of others come and go."""
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@draftwire-" in line}
+    """Names of shared memory and of sockets that could outlive a process, without sockets of tests beside this one."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@draftwire-" in line]
+    beside = open_files(descendants(os.getppid()) - descendants(os.getpid())) if lines else set()
+    sockets = {line[-1] for line in lines if f"socket:[{line[-2]}]" not in beside}
     return sockets | {name for name in os.listdir("/dev/shm") if name.startswith(("draftwire", "psm_", "torch_"))}
+
+
+def descendants(pid: int) -> set[int]:
+    """The process and all that it has started, directly or not."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, new = {pid}, {pid}
+    while new := {child for child, parent in parents.items() if parent in new} - found:
+        found |= new
+    return found
+
+
+def open_files(pids: set[int]) -> set[str]:
+    """What the descriptors of processes refer to, as /proc names it."""
+    files: set[str] = set()
+    for path in (path for pid in pids for path in Path(f"/proc/{pid}/fd").glob("*")):
+        with contextlib.suppress(OSError):
+            files.add(os.readlink(path))
+    return files
 
 
 def mappings(pid: int) -> int:

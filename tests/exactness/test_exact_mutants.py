@@ -24,7 +24,7 @@ from verifier_service.target.target import Target
 pytestmark = pytest.mark.xdist_group("exactness_wrong")
 
 REQUESTS = 1200
-MORE_REQUESTS = 4000
+MORE_REQUESTS = 8000
 """For one draft a step, the mutants whose bias is small: noise that was used twice."""
 BLOWN = 2.0
 """Times the chi-square quantile that refutes the law; the mutants reach 3 to 10."""

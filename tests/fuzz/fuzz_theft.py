@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -27,17 +28,20 @@ class Thief:
         self._owner = owner
         self._ledger = Ledger()
         self._step_id = 0
-        self._call: Any = draft_pb2_grpc.DraftingStub(channel).Draft(timeout=timeout_s)
+        self._begin = partial(draft_pb2_grpc.DraftingStub(channel).Draft, timeout=timeout_s)
+        self._call: Any = None
         self.outcomes: Counter[str] = Counter()
 
     async def open(self) -> None:
-        """Shakes hands."""
+        """Begins the stream and shakes hands. A stream without a hello would hold up others of its connection."""
+        self._call = self._begin()
         await self._call.write(pb.DraftRequest(hello=hello(DENSE)))
         await self._call.read()
 
     def cancel(self) -> None:
         """Goes."""
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
     async def name(self) -> None:
         """Sends the owner's next rows, and asks for drafts after them."""

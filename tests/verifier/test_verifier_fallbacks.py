@@ -62,6 +62,17 @@ def expelled(clock: Clock) -> Played:  # noqa: ARG001
     return scene, one
 
 
+def expelled_by_connection(clock: Clock) -> Played:  # noqa: ARG001
+    """For a message that does not even reach the engine."""
+    scene = Scene()
+    stream = scene.connect()
+    one = scene.decode()
+    scene.flush()
+    stream.fail("its answer cannot be decoded", expel=True)
+    scene.disconnect(stream)
+    return scene, one
+
+
 def at_capacity(clock: Clock) -> Played:  # noqa: ARG001
     scene = Scene()
     scene.connect(max_sequences=1)
@@ -142,10 +153,15 @@ def empty_answer(clock: Clock) -> Played:  # noqa: ARG001
 
 
 CASES: list[Callable[[Clock], Played]] = [
-    not_asked, last_token, no_drafter, no_drafter_any_more, expelled, at_capacity, too_long, not_taken, late,
-    late_for_all, catching_up, on_its_way, no_features, pace, empty_answer,
+    not_asked, last_token, no_drafter, no_drafter_any_more, expelled, expelled_by_connection, at_capacity, too_long,
+    not_taken, late, late_for_all, catching_up, on_its_way, no_features, pace, empty_answer,
 ]  # fmt: skip
-NAMES = {no_drafter_any_more: "no_drafter", late_for_all: "late", on_its_way: "catching_up"}
+NAMES = {
+    no_drafter_any_more: "no_drafter",
+    expelled_by_connection: "expelled",
+    late_for_all: "late",
+    on_its_way: "catching_up",
+}
 
 
 @pytest.mark.parametrize("play", CASES, ids=lambda play: play.__name__)

@@ -564,8 +564,10 @@ GARBLED = {
 async def test_a_drafter_that_does_not_speak_the_protocol_is_expelled(name):
     answers, text = GARBLED[name]
     async with linked(Garbled(*answers), serve=serve_bytes) as own:
-        (await own.connected()).send(pb.DraftStep(step_id=1))
+        stream = await own.connected()
+        stream.send(pb.DraftStep(step_id=1))
         assert await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED) == f"expelled: {text}"
+        assert stream.is_expelled
 
 
 TOO_LARGE = "x" * (drafter_link.LEAST_ANSWER_BYTES + 1)
@@ -596,6 +598,8 @@ async def test_a_too_large_message_of_a_drafter_expels_it(where, serving, monkey
             stream.send(pb.DraftStep(step_id=1))
         detail = await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
         assert "message larger than max" in detail
+        if where in ("answer", "later info"):
+            assert stream.is_expelled
 
 
 @on_loop

@@ -185,9 +185,14 @@ class DrafterLink:
                     self._take(stream, answer)
                 is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
                 raise TimeoutError("it has drained") if is_draining else await _ending(call)
+            except _ExpelledError as error:
+                stream.fail(str(error), expel=True)
+                raise
             except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
                 # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
                 task = asyncio.current_task()
+                if stream.failure is None and _is_too_large(error):
+                    stream.fail(_text(error), expel=True)
                 if stream.failure is None or (task is not None and task.cancelling()):
                     raise
                 kind = _ExpelledError if stream.is_expelled else TimeoutError

@@ -521,8 +521,6 @@ class Drafting:
 
     def _give_up(self, session: DraftSession, reason: str, *, expel: bool = False) -> None:
         session.stream.fail(reason, expel=expel)
-        if expel:
-            self._expelled.update(binding.request for binding in session.bindings)
         self._drop(session)
 
     def _drop(self, session: DraftSession) -> None:
@@ -532,5 +530,7 @@ class Drafting:
         session.give_up_early()
         for binding in session.bindings:
             del self._bindings[binding.request]
+            if session.stream.is_expelled:
+                self._expelled.add(binding.request)
         session.bindings.clear()
         session.sequences.clear()
