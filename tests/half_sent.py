@@ -13,6 +13,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4  # a setting
+CANCEL = 8  # an error code
 FRAME_BYTES = 16384
 
 
@@ -101,6 +102,10 @@ class HalfSender:
             left -= size
             self.num_sent += size
             await self._writer.drain()
+
+    def cancel(self, call: int) -> None:
+        """Give a call up."""
+        self._writer.write(frame(RST_STREAM, 0, call, struct.pack(">I", CANCEL)))
 
     async def wait_for_ends(self, count: int, timeout_s: float) -> None:
         """Wait until the server has ended so many calls."""

@@ -127,10 +127,8 @@ class World:
                 log.seek(self.log_read.get(name, 0))
                 news = log.read()
                 self.log_read[name] = log.tell()
-            for record in LOG_RECORD.split(news):
-                if b"Traceback" in record and not any(text in record for text in GRPC_TELLS):
-                    text = record[:4000].decode(errors="replace")
-                    raise FindingError(f"the {name} has logged an error that it did not expect:\n{text}")
+            if record := unexpected_record(news):
+                raise FindingError(f"the {name} has logged an error that it did not expect:\n{record}")
         for name, channel in (("drafter", self.to_drafter), ("verifier", self.to_verifier)):
             stub = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
@@ -139,7 +137,7 @@ class World:
         await asyncio.gather(*(self.recite(number) for number in range(3)), *(self.check_owner(one) for one in OWNERS))
         await pb_grpc.GenerationStub(self.to_verifier).GetVerifierInfo(pb.GetVerifierInfoRequest(), timeout=PATIENCE_S)
         for name, address in self.metrics.items():
-            page = await asyncio.to_thread(_page, f"http://{address}/metrics")
+            page = await asyncio.to_thread(read_page, f"http://{address}/metrics")
             if "\ndraftwire_" not in page:
                 raise FindingError(f"the metrics of the {name} are {page!r}")
 
@@ -214,7 +212,16 @@ class World:
             raise FindingError(f"turns of the owners: {turns}")
 
 
-def _page(url: str) -> str:
+def unexpected_record(log: bytes) -> str:
+    """The beginning of the first record with a traceback that is not gRPC's own; empty if there is none."""
+    for record in LOG_RECORD.split(log):
+        if b"Traceback" in record and not any(text in record for text in GRPC_TELLS):
+            return record[:4000].decode(errors="replace")
+    return ""
+
+
+def read_page(url: str) -> str:
+    """The text at a URL."""
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         return response.read().decode()
 
