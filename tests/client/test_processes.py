@@ -168,6 +168,7 @@ def test_service_ends_with_its_parent():
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
     pid, log_path = result.stdout.split()
     deadline = time.monotonic() + 60
     while _runs(int(pid)) and time.monotonic() < deadline:

@@ -97,7 +97,7 @@ class Scene:
         told = re.search(r"metrics on http://(\S+)/metrics", log)
         assert told is not None
         page = await asyncio.to_thread(read_page, f"http://{told[1]}/metrics")
-        counted = re.search(r"^draftwire_requests_refused_total (\S+)$", page, re.MULTILINE)
+        counted = re.search(r"^draftwire_requests_refused_total\{.*\} (\S+)$", page, re.MULTILINE)
         assert counted is not None
         return int(float(counted[1])), len(FULL_QUEUE.findall(log))
 
