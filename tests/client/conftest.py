@@ -66,7 +66,7 @@ class FakeVerifier(GenerationServicer):
             context.set_trailing_metadata(self.failure_metadata)
             context.abort(*self.failure)
         if self.endless:
-            self.left.wait(30)
+            self.left.wait(120)
 
     def GetVerifierInfo(  # noqa: N802
         self,

@@ -262,10 +262,10 @@ def test_stream_without_its_end_is_an_error(verifier):
 
 def test_timeout_ends_the_request(verifier):
     verifier.endless = True
-    with Client(verifier.address) as client, pytest.raises(RequestError, match=r"timeout of 0\.3 s") as caught:
-        client.complete("abc", timeout=0.3)
+    with Client(verifier.address) as client, pytest.raises(RequestError, match=r"timeout of 3 s") as caught:
+        client.complete("abc", timeout=3)
     assert caught.value.status == "DEADLINE_EXCEEDED"
-    assert verifier.left.wait(30)
+    assert verifier.left.wait(120)
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave", "drop"])
@@ -284,7 +284,7 @@ def test_abandoned_stream_is_cancelled_in_the_server(verifier, how):
         else:
             del stream
             gc.collect()
-        assert verifier.left.wait(30)
+        assert verifier.left.wait(120)
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave", "drop", "task"])
@@ -313,7 +313,7 @@ def test_abandoned_async_stream_is_cancelled_in_the_server(verifier, how):
                 reader.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await reader
-            assert await asyncio.to_thread(verifier.left.wait, 30)
+            assert await asyncio.to_thread(verifier.left.wait, 120)
 
     asyncio.run(use())
 

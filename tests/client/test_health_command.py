@@ -25,14 +25,14 @@ def server():
 
 def test_a_server_that_serves_is_status_0(server):
     _, address = server
-    result = CliRunner().invoke(main, ["health", "--server", address])
+    result = CliRunner().invoke(main, ["health", "--server", address, "--timeout", "60"])
     assert (result.exit_code, result.output) == (0, f"{address} serves\n")
 
 
 def test_a_server_that_stops_is_an_error(server):
     servicer, address = server
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    result = CliRunner().invoke(main, ["health", "--server", address])
+    result = CliRunner().invoke(main, ["health", "--server", address, "--timeout", "60"])
     assert (result.exit_code, result.output) == (1, f"Error: {address} does not serve: NOT_SERVING\n")
 
 
