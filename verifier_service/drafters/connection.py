@@ -191,7 +191,7 @@ class DrafterLink:
             except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
                 # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
                 task = asyncio.current_task()
-                if stream.failure is None and _is_too_large(error):
+                if stream.failure is None and isinstance(error, grpc.aio.AioRpcError) and _is_too_large(error):
                     stream.fail(_text(error), expel=True)
                 if stream.failure is None or (task is not None and task.cancelling()):
                     raise
