@@ -28,7 +28,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_server
 from draftwire_kernels import NOISE_VERSION
 
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 LIMITS = EngineLimits(
     max_num_seqs=8,
     max_model_len=96,

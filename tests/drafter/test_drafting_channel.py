@@ -19,13 +19,19 @@ from tiny_head import DRAFT_VOCAB
 from drafter_service.server import stream as stream_module
 from drafter_service.server.step_decoder import MAX_ANNOUNCED
 from draftwire.contract.validation import DENSE, GUMBEL
-from draftwire.transport import Record, Rendezvous, SharedSegments, TensorSender
+from draftwire.transport import Record, Rendezvous, SharedSegments, TensorSender, rendezvous
 from draftwire.transport import ring as ring_module
 from draftwire.transport.mailbox import Mailbox
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 
 CARRIERS = [pb.CARRIER_SHM, pb.CARRIER_BYTES]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls for seconds must not end in messages over the stream."""
+    monkeypatch.setattr(rendezvous, "TIMEOUT_S", TIMEOUT_S)
 
 
 class Direct:
@@ -85,12 +91,12 @@ class Direct:
 
 @contextmanager
 def connected(drafter: ServedDrafter, config: dict[str, Any] | None = None) -> Iterator[Direct]:
-    with Rendezvous() as rendezvous:
+    with Rendezvous() as meeting:
         message = hello(config, carriers=CARRIERS)
-        message.rendezvous.CopyFrom(rendezvous.encode())
+        message.rendezvous.CopyFrom(meeting.encode())
         shared: list[SharedSegments] = []
         serving = threading.Thread(
-            target=lambda: shared.append(rendezvous.serve(CARRIERS, CARRIERS, 0, torch.device("cpu")))
+            target=lambda: shared.append(meeting.serve(CARRIERS, CARRIERS, 0, torch.device("cpu")))
         )
         serving.start()
         stream = drafter.stream()
