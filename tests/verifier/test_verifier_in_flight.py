@@ -112,9 +112,10 @@ def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number):
     own.engine.stop()
 
 
+@pytest.mark.full
 def test_one_missed_deadline_costs_one_step_without_drafts(target):
     """The late answer comes while the step without its drafts is in flight."""
-    own = Served(target, draft_deadline_s=0.05, adaptive_k=False)
+    own = Served(target, draft_deadline_s=0.5, adaptive_k=False)
     stream = own.connect()
     answer = stream.on_send
     held: list[Any] = []

@@ -947,6 +947,7 @@ async def test_a_cancelled_link_ends_at_once_and_posts_its_end():
 @on_loop
 async def test_a_link_cancelled_after_its_stream_failed_ends_at_once(expel, pause_s, monkeypatch):
     monkeypatch.setattr(drafter_link, "BACKOFF_S", (60.0, 60.0))
+    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", WAIT_S)  # there is one try within the test's time
     async with linked(Drafter()) as own:
         (await own.connected()).fail("lost", expel=expel)
         await asyncio.sleep(pause_s)
