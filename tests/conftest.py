@@ -50,7 +50,6 @@ QUICK = (
 )
 # Tests of many cases, of which `make test` runs every so many-th one.
 STRIDES = {
-    "test_chart": {"test_manifests_are_valid": 3},
     "test_draft_sampling": {"test_drafts_are_drawn_from_the_logits_sent": 4},
     "test_drafting_channel": {"test_a_malformed_announcement_is_named": 4, "test_a_malformed_commit_is_named": 3},
     "test_drafting_service": {
