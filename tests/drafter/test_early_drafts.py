@@ -664,6 +664,7 @@ def test_a_step_that_wants_no_drafts_costs_no_more():
     assert counts(stream.engine) == (1, 1)
 
 
+@pytest.mark.full
 def test_what_nobody_asks_for_keeps_no_other_session_waiting(monkeypatch):
     engine = make_engine(TinyHead())
     stream, other = prompted(engine), prompted(engine)

@@ -49,9 +49,8 @@ def outputs(
     return said, own.engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "greedy with penalties" else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_output_is_the_same_with_and_without_preemption(case, target):
     config, options = CASES[case]
     expected, none = outputs(target, config, options, 8 * blocks_for(CONTEXT), prefix_caching=False)
