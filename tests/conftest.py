@@ -48,7 +48,7 @@ QUICK = (
     *("test_kernels_keys_and_rates", "test_kernels_noise", "test_kernels_rejection", "test_kernels_errors"),
     *("test_carriers_ring", "test_carriers_transfer", "test_end_to_end"),
 )
-# Tests of many cases, of which `make test` runs every so many-th one.
+# `make test` runs every n-th case of these tests; `make test-full` runs the others.
 STRIDES = {
     "test_draft_sampling": {"test_drafts_are_drawn_from_the_logits_sent": 4},
     "test_drafting_channel": {"test_a_malformed_announcement_is_named": 4, "test_a_malformed_commit_is_named": 3},

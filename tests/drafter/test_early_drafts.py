@@ -664,8 +664,8 @@ def test_a_step_that_wants_no_drafts_costs_no_more():
     assert counts(stream.engine) == (1, 1)
 
 
-@pytest.mark.full
 def test_what_nobody_asks_for_keeps_no_other_session_waiting(monkeypatch):
+    monkeypatch.setattr(early_drafts, "STALE_S", 3600.0)
     engine = make_engine(TinyHead())
     stream, other = prompted(engine), prompted(engine)
     verifier, second = announcer(stream), announcer(other)

@@ -27,7 +27,7 @@ REQUESTS = 1200
 MORE_REQUESTS = 8000
 """For one draft a step, the mutants whose bias is small: noise that was used twice."""
 BLOWN = 2.0
-"""Times the chi-square quantile that refutes the law; the mutants reach 3 to 10."""
+"""Times the chi-square quantile that refutes the law."""
 
 Verification = Callable[..., RejectionResult]
 

@@ -67,7 +67,7 @@ class Scene:
                 raise FindingError(f"the {name} has grown from {self.base[name] >> 20} to {memory >> 20} MiB")
 
     async def ask(self, address: str) -> tuple[grpc.StatusCode, str, float | None]:
-        """Send a request of its own connection; return its status, details and when to try again.
+        """Send a request over a new connection; return its status, its details and the seconds until a retry.
 
         Raises
         ------
