@@ -25,6 +25,9 @@ from verifier_service.engine.step import Step
 from verifier_service.pacing import Pace, backlog
 from verifier_service.sampling.sampler import SamplerOutput
 
+# Of a case whose drafts gain less than it asks for; whoever mends it takes the mark away.
+KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
+
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
 FIRST_TOKENS = 20

@@ -6,11 +6,9 @@ import statistics
 
 import pytest
 from far_places import HOSTS, LEAST_MEAN, LEAST_RATIO, Case, ratios
+from paced_world import KNOWN_LOSS
 
 PROMPT_LENGTHS = dict(zip(HOSTS, (64, 256, 64, 256, 64), strict=True))
-
-
-KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import random
 
 import pytest
 from drafting_scene import Clock
-from paced_world import CONFIG, Costs, LaunchingWorld, use_rows_of_8b
-
-KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
+from paced_world import CONFIG, KNOWN_LOSS, Costs, LaunchingWorld, use_rows_of_8b
 
 BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "history_s": 1.8e-3, "noise": 0.05}
 """Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one."""
