@@ -18,6 +18,7 @@ from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.server.security import LOOPBACK
 from draftwire.v1 import config_pb2, generate_pb2
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
@@ -87,18 +88,18 @@ async def served(codec: TextCodec | None) -> AsyncIterator[GenerationStub]:
     limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
     host = EngineHost(tiny_target(), config, limits, [], LOOPBACK)
-    servicer = GenerationServicer(InProcessEngine(host), codec, config, lambda: None)
+    handler = RequestHandler(InProcessEngine(host), codec, config, lambda: None)
     server = grpc.aio.server()
-    add_GenerationServicer_to_server(servicer, server)
+    add_GenerationServicer_to_server(GenerationServicer(handler), server)
     port = server.add_insecure_port("127.0.0.1:0")
-    await servicer.start()
+    await handler.start()
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield GenerationStub(channel)
     finally:
         await server.stop(None)
-        await servicer.stop()
+        await handler.stop()
 
 
 def text_request(text: str, params: config_pb2.SamplingParams = GREEDY) -> generate_pb2.GenerateRequest:

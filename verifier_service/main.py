@@ -11,6 +11,7 @@ from draftwire.model.checkpoints import resolve_directory
 from draftwire.server.bootstrap import serve
 from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import generate_pb2_grpc
+from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import SERVICE_NAME, GenerationServicer
 from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
 from verifier_service.host.access import EngineAccess, InProcessEngine
@@ -61,22 +62,22 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
         loop.call_soon_threadsafe(has_failed.set)
         loop.call_soon_threadsafe(stop.set)
 
-    servicer = GenerationServicer(engine, codec, settings.config, stop_process)
-    await servicer.start()
+    handler = RequestHandler(engine, codec, settings.config, stop_process)
+    await handler.start()
     try:
         await serve(
             options.listen,
             SERVICE_NAME,
-            lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
+            lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server),
             settings.security,
             MessageReader(reading_limits(engine.facts.max_open), engine.count_refused),
             stop=stop,
-            drain=partial(servicer.drain, options.drain_timeout),
-            on_stop=servicer.stop,
+            drain=partial(handler.drain, options.drain_timeout),
+            on_stop=handler.stop,
             health_listen=options.health_listen,
         )
     except ServerError:
-        await servicer.stop()
+        await handler.stop()
         raise
     if has_failed.is_set():
         raise ServerError("the engine or a rank of the target failed; the log says why")

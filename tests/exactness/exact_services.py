@@ -18,6 +18,7 @@ from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
+from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import InProcessEngine
@@ -80,27 +81,27 @@ def serve_verifier(
     )
     loop = Loop()
 
-    async def start() -> tuple[GenerationServicer, grpc.aio.Server, str]:
+    async def start() -> tuple[RequestHandler, grpc.aio.Server, str]:
         settings = speculative_config_from_mapping(config)
         engine = InProcessEngine(EngineHost(target, settings, limits, drafters, LOOPBACK))
-        servicer = GenerationServicer(engine, None, settings, lambda: None)
+        handler = RequestHandler(engine, None, settings, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        generate_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server)
         port = server.add_insecure_port("127.0.0.1:0")
-        await servicer.start()
+        await handler.start()
         await server.start()
-        return servicer, server, f"127.0.0.1:{port}"
+        return handler, server, f"127.0.0.1:{port}"
 
-    async def stop(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+    async def stop(handler: RequestHandler, server: grpc.aio.Server) -> None:
         await server.stop(None)
-        await servicer.stop()
+        await handler.stop()
 
-    servicer, server, address = loop.run(start())
+    handler, server, address = loop.run(start())
     try:
         wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY, count=len(drafters))
         yield address
     finally:
-        loop.run(stop(servicer, server))
+        loop.run(stop(handler, server))
         loop.close()
 
 

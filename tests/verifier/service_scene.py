@@ -15,6 +15,7 @@ from draftwire.contract.validation import build_sampling_params, speculative_con
 from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import add_GenerationServicer_to_server
+from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import EngineAccess, InProcessEngine
@@ -79,17 +80,17 @@ class Served:
         if self.process is not None:
             _, facts = receive(self.process.connection)
             engine = EngineProxy(self.process, facts)
-        servicer = GenerationServicer(engine, self.codec, CONFIG, self.has_failed.set)
-        await servicer.start()
+        handler = RequestHandler(engine, self.codec, CONFIG, self.has_failed.set)
+        await handler.start()
         server = grpc.aio.server()
-        add_GenerationServicer_to_server(servicer, server)
+        add_GenerationServicer_to_server(GenerationServicer(handler), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             yield f"127.0.0.1:{port}"
         finally:
             await server.stop(None)
-            await servicer.stop()
+            await handler.stop()
             if self.process is not None:
                 self.process.join()
 

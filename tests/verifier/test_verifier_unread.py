@@ -19,6 +19,7 @@ from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from verifier_service.api import response_stream as unread_module
+from verifier_service.api.requests import RequestHandler
 from verifier_service.api.response_stream import MAX_MESSAGES, Unread
 from verifier_service.api.service import GenerationServicer
 from verifier_service.core.request import Request
@@ -87,21 +88,21 @@ def test_an_error_comes_after_the_messages():
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[GenerationServicer, EngineHost, str]]:
+async def served() -> AsyncIterator[tuple[RequestHandler, EngineHost, str]]:
     limits = EngineLimits(max_num_seqs=4, max_queue=8, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
     host = EngineHost(make_target(), config, limits, [], LOOPBACK)
-    servicer = GenerationServicer(InProcessEngine(host), None, config, lambda: None)
+    handler = RequestHandler(InProcessEngine(host), None, config, lambda: None)
     server = grpc.aio.server()
-    add_GenerationServicer_to_server(servicer, server)
+    add_GenerationServicer_to_server(GenerationServicer(handler), server)
     port = server.add_insecure_port("127.0.0.1:0")
-    await servicer.start()
+    await handler.start()
     await server.start()
     try:
-        yield servicer, host, f"127.0.0.1:{port}"
+        yield handler, host, f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
-        await servicer.stop()
+        await handler.stop()
 
 
 def request() -> pb.GenerateRequest:
@@ -138,10 +139,10 @@ def test_a_client_that_never_reads_is_given_up(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 0.2)
 
     async def run() -> None:
-        async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             call = GenerationStub(slow).Generate(request())
             await call.read()
-            while servicer._unread:
+            while handler.open_outputs:
                 await asyncio.sleep(0.02)
             # What was on its way is still delivered; the status follows it.
             with pytest.raises(grpc.RpcError) as ended:
@@ -158,10 +159,10 @@ def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
     monkeypatch.setattr(unread_module, "READ_S", 1.0)
 
     async def run() -> None:
-        async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             call = GenerationStub(slow).Generate(request())
             await call.read()
-            while not all(unread.is_finished for unread in servicer._unread.values()):
+            while not all(unread.is_finished for unread in handler.open_outputs):
                 await asyncio.sleep(0.02)
             with pytest.raises(grpc.RpcError) as ended:
                 await tokens_of(call, pause_s=0.2)
@@ -182,13 +183,13 @@ def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     others = held()  # of tests before
 
     async def run() -> None:
-        async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             calls = [GenerationStub(slow).Generate(request()) for _ in range(4)]
             for call in calls:
                 await call.read()
             kept = [weakref.ref(one) for one in held() if id(one) not in map(id, others)]
             assert len(kept) >= 2 * len(calls)
-            while servicer._unread:
+            while handler.open_outputs:
                 await asyncio.sleep(0.02)
             while any(one() is not None for one in kept):
                 await asyncio.sleep(0.1)
@@ -202,14 +203,14 @@ def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
 @pytest.mark.full
 def test_no_more_requests_are_open_than_a_batch_beside_the_known():
     async def run() -> None:
-        async with served() as (servicer, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
+        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
             stub, held = GenerationStub(slow), []
             most = 4 + 8 + 4  # a batch, a queue, and a batch that is on its way to its clients
             while len(held) < most:
                 call = stub.Generate(request())
                 await call.read()
                 held.append(call)
-            while not all(unread.is_finished for unread in servicer._unread.values()):
+            while not all(unread.is_finished for unread in handler.open_outputs):
                 await asyncio.sleep(0.02)
             async with grpc.aio.insecure_channel(address) as channel:
                 refused = GenerationStub(channel).Generate(request())
@@ -218,12 +219,12 @@ def test_no_more_requests_are_open_than_a_batch_beside_the_known():
                 assert told.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert told.value.details() == "16 outputs wait for clients that read slowly; try again later"
                 assert retry_after_s(told.value.trailing_metadata()) > 0
-                assert len(servicer._unread) == most
+                assert len(handler.open_outputs) == most
                 await tokens_of(held.pop())
                 assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS
             for call in held:
                 assert await tokens_of(call)
-            assert not servicer._unread
+            assert not handler.open_outputs
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
@@ -231,7 +232,7 @@ def test_no_more_requests_are_open_than_a_batch_beside_the_known():
 @pytest.mark.full
 def test_the_requests_of_clients_that_go_leave_the_batch():
     async def run() -> None:
-        async with served() as (servicer, host, address):
+        async with served() as (handler, host, address):
             for reads in (True, False):
                 channel = grpc.aio.insecure_channel(address, SMALL_WINDOW)
                 calls = [GenerationStub(channel).Generate(request()) for _ in range(4)]
@@ -240,7 +241,7 @@ def test_the_requests_of_clients_that_go_leave_the_batch():
                 while reads and await calls[0].read() is not grpc.aio.EOF:
                     pass
                 await channel.close()
-                while servicer._unread or host.engine.scheduler.running:
+                while handler.open_outputs or host.engine.scheduler.running:
                     await asyncio.sleep(0.02)
                 assert host.engine.kv_cache_usage == 0
             async with grpc.aio.insecure_channel(address) as channel:

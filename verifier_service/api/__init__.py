@@ -1,1 +1,1 @@
-"""The Generation service: what clients call."""
+"""The services that clients call, and their one path into the engine."""

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of a call: keys and values.
+Metadata = Iterable[tuple[str, str | bytes]]
+
 PHASES = ("queue", "prefill", "decode")
 
 
 class RequestWatch:
     """Follows one request. One of its methods is called, once, when the request has ended."""
 
-    def __init__(self, request_id: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    def __init__(self, request_id: str, metadata: Metadata) -> None:
         """`metadata` are those of the call, with the client's traceparent if it has a trace."""
         self._request_id = request_id
         self._span: Span | None = None

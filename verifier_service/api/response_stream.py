@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections import deque
-
-import grpc
+from collections.abc import Awaitable, Callable
 
 from draftwire.contract.errors import DraftwireError, StalledClientError
 from draftwire.v1 import generate_pb2 as pb
+
+# Writes one message to a client; what it returns once awaited is not used.
+Write = Callable[[pb.GenerateResponse], Awaitable[object]]
 
 # Messages that may wait; past them neighbours are made one, so that what waits is no larger than the output itself.
 MAX_MESSAGES = 256
@@ -81,8 +83,8 @@ class Unread:
             self._is_there.clear()
         return message
 
-    async def write_to(self, context: grpc.aio.ServicerContext, request_id: str) -> pb.GenerateResponse:
-        """Writes everything, `request_id` with the first message; the last message.
+    async def write_to(self, write: Write, request_id: str) -> pb.GenerateResponse:
+        """Write everything, `request_id` with the first message; return the last message.
 
         Raises
         ------
@@ -98,7 +100,7 @@ class Unread:
                 message = await self.take()
                 message.request_id, request_id = request_id, ""
                 self._writes_since = time.monotonic()
-                await context.write(message)
+                await write(message)
                 self._writes_since = math.inf
                 if _is_last(message):
                     return message

@@ -1,0 +1,202 @@
+"""The one path of all client services into the engine: check, tokenise, submit, deliver, end, log.
+
+Each service translates its own request into draftwire.v1's GenerateRequest, and GenerateResponse into its own response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from draftwire.contract.errors import (
+    DraftwireError,
+    InvalidArgumentError,
+    QueueFullError,
+    ServerError,
+    UnavailableError,
+)
+from draftwire.server.logs import fields
+from draftwire.v1 import config_pb2
+from draftwire.v1.generate_pb2 import GenerateRequest, GenerateResponse, GetVerifierInfoResponse
+from verifier_service.api.preparation import RequestPreparer
+from verifier_service.api.request_log import Metadata, RequestWatch
+from verifier_service.api.response_stream import Unread, Write
+from verifier_service.api.response_text import ResponseText
+from verifier_service.core.retry_hint import QueuePace
+from verifier_service.core.tokenizer import TextCodec
+from verifier_service.engine.scheduler import queue_full
+from verifier_service.host.access import EngineAccess, EngineFacts, Output
+
+logger = logging.getLogger(__name__)
+
+
+class RequestHandler:
+    """Takes requests of all services, hands them to the engine and writes what it gives back. Used on one event loop.
+
+    Attributes
+    ----------
+    codec
+        The target's tokenizer, or None.
+    """
+
+    def __init__(
+        self,
+        engine: EngineAccess,
+        codec: TextCodec | None,
+        config: config_pb2.SpeculativeConfig,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`on_failure` is called, in any thread, when the engine has failed for good."""
+        self.codec = codec
+        self._engine = engine
+        self._preparer = RequestPreparer(engine.facts, codec, config)
+        self._on_failure = on_failure
+        self._unread: dict[int, Unread] = {}  # by the requests' numbers
+        self._texts: dict[int, ResponseText] = {}  # likewise
+        self._num_preparing = 0  # requests that are being checked
+        self._pace = QueuePace(engine.facts.max_open)
+        self._is_draining = False
+        self._all_ended = asyncio.Event()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Return what requests are checked against."""
+        return self._engine.facts
+
+    @property
+    def open_outputs(self) -> list[Unread]:
+        """Return the outputs that are being computed or have not been read to their end."""
+        return list(self._unread.values())
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether new requests are refused because the server is about to end."""
+        return self._is_draining
+
+    async def start(self) -> None:
+        """Start the engine and the connections to the drafters."""
+        await self._engine.start(self._deliver, self._on_failure)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and end those that are left after `timeout_s` seconds with an error."""
+        self._is_draining = True
+        if not self._unread:
+            return
+        logger.info("%d requests have %g s to end", len(self._unread), timeout_s)
+        try:
+            await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests are left after %g s and end now", len(self._unread), timeout_s)
+            reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
+            await self._engine.end_requests(reason)
+
+    async def stop(self) -> None:
+        """End the engine and the connections to the drafters; requests that are left get an error."""
+        await self._engine.stop()
+
+    async def info(self) -> GetVerifierInfoResponse:
+        """Return what the server serves.
+
+        Raises
+        ------
+        UnavailableError
+            When there is no engine any more.
+        """
+        info = await self._engine.info()
+        info.has_tokenizer = self.codec is not None
+        return info
+
+    async def serve(
+        self, request: GenerateRequest, name: str, metadata: Metadata, write: Write
+    ) -> DraftwireError | None:
+        """Compute a request and write its output; return the error that ended the request, or None.
+
+        Cancelling this call ends the request within a step. No error is raised: gRPC would keep it for as long as the
+        client does not read, and all that it refers to.
+
+        Parameters
+        ----------
+        request
+            As the client sent it; `request_id` is not read.
+        name
+            Name of the request in logs and in the first response.
+        metadata
+            Of the call, with the client's traceparent if it has a trace.
+        write
+            Called with each response, in order; awaited before the next one.
+        """
+        watch = RequestWatch(name, metadata)
+        if len(self._unread) + self._num_preparing >= self.facts.max_open:
+            self._engine.count_refused()
+            refusal = self._refusal()
+            watch.failed(refusal)
+            return refusal
+        self._num_preparing += 1
+        try:
+            self._preparer.check_message_size(request)
+            work = await asyncio.to_thread(self._preparer.prepare, request, name, watch.traceparent)
+            if self._is_draining:
+                text = "the server is draining: it is about to end and takes no further request; ask another one"
+                raise UnavailableError(text)
+        except (InvalidArgumentError, UnavailableError) as error:
+            watch.refused(error)
+            return error.with_traceback(None)
+        finally:
+            self._num_preparing -= 1
+        self._unread[work.number] = Unread()
+        self._texts[work.number] = ResponseText(name, work.params, self.codec, work.prompt)
+        self._engine.submit(work)
+        return await self._write(work.number, name, watch, write)
+
+    async def _write(self, number: int, name: str, watch: RequestWatch, write: Write) -> DraftwireError | None:
+        """Write the output of a request that was submitted; return the error that ended the request, or None."""
+        unread = self._unread[number]
+        last: GenerateResponse | None = None
+        failure: DraftwireError | None = None
+        try:
+            last = await unread.write_to(write, name)
+        except DraftwireError as error:
+            failure = error.with_traceback(None)
+        finally:
+            del self._unread[number], self._texts[number]
+            if not isinstance(failure, QueueFullError):
+                self._pace.count_end()
+            if not self._unread and self._is_draining:
+                self._all_ended.set()
+            if last is None:
+                self._engine.cancel(number)
+                if failure is None:
+                    watch.cancelled(unread.num_tokens)
+        if last is not None:
+            watch.finished(last)
+        elif failure is not None:
+            watch.failed(failure)
+        return failure
+
+    def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
+        for number, output in outputs:
+            unread = self._unread.get(number)
+            if unread is not None and not unread.has_ended:  # after a stop text the engine computes a few tokens more
+                unread.put(output if isinstance(output, DraftwireError) else self._with_text(number, output))
+
+    def _with_text(self, number: int, message: GenerateResponse) -> Output:
+        """Return the message with its text, or the error that ends the request because it cannot be made."""
+        text = self._texts[number]
+        try:
+            if text.add_to(message):
+                self._engine.cancel(number, "stop", text.num_tokens)
+        except Exception as error:  # tokenizers raise bare Exception
+            logger.exception("the output cannot be decoded", extra=fields(request_id=text.request_id))
+            self._engine.cancel(number, "error")
+            return ServerError(f"the output cannot be decoded: {error}")
+        return message
+
+    def _refusal(self) -> QueueFullError:
+        """Return the error of a request that comes when too many are open."""
+        retry_after_s = self._pace.retry_after_s()
+        num_finished = sum(unread.is_finished for unread in self._unread.values())
+        if num_finished <= self.facts.max_num_seqs:  # then the others fill the batch and the queue
+            return queue_full(self.facts.max_queue, retry_after_s)
+        text = f"{num_finished} outputs wait for clients that read slowly; try again later"
+        return QueueFullError(text, retry_after_s)
