@@ -24,7 +24,7 @@ from verifier_service.core.batch import ForwardOutput
 from verifier_service.core.request import NoiseKeys, Request
 from verifier_service.core.step_times import StepTimes
 from verifier_service.core.stop_conditions import StopConditions
-from verifier_service.drafters import draft_wait, drafting
+from verifier_service.drafters import draft_wait, drafting, placement
 from verifier_service.drafters import sender as step_sender
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.drafters.features import FeatureKind, FeatureStore
@@ -229,7 +229,7 @@ class Clock:
     def stand_in(cls, monkeypatch: pytest.MonkeyPatch) -> Clock:
         """A clock in the place of the real one."""
         made = cls()
-        for module in (drafting, draft_wait, step_sender):
+        for module in (drafting, draft_wait, placement, step_sender):
             monkeypatch.setattr(module, "time", made)
         return made
 

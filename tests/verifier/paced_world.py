@@ -129,9 +129,9 @@ class World:
         began, before = self.clock.now, self.tokens
         while self.clock.now < began + seconds and self.scene.requests:
             self._deliver()
-            self.drafting.drop_lost()
+            self.drafting.placement.drop_lost()
             self.scene.flush()
-            is_held = self.drafting.gate.is_held(self.scene.requests, may_admit=False)
+            is_held = self.drafting.wait_policy.is_held(self.scene.requests, may_admit=False)
             works = [] if is_held else self._ready()
             if works:
                 self._step(works)
@@ -150,7 +150,7 @@ class World:
         return self.drafters[self.stream]
 
     def _stream_of(self, request: Request) -> Stream | None:
-        binding = self.drafting._bindings.get(request)
+        binding = self.drafting.placement.bindings.get(request)
         return None if binding is None else binding.session.stream
 
     def _acceptance(self, request: Request) -> float:
@@ -197,7 +197,7 @@ class World:
         return min((one.answers[0][0] for one in self.drafters.values() if one.answers), default=math.inf)
 
     def _ready(self) -> list[Request]:
-        return [request for request in self.scene.requests if self.drafting.gate.is_ready(request)]
+        return [request for request in self.scene.requests if self.drafting.wait_policy.is_ready(request)]
 
     def _wait(self) -> None:
         deadline = self.drafting.next_deadline()
@@ -270,13 +270,13 @@ class LaunchingWorld(World):
         began, before = self.clock.now, self.tokens
         while self.clock.now < began + seconds and (self.scene.requests or self._in_flight is not None):
             self._deliver()
-            self.drafting.drop_lost()
+            self.drafting.placement.drop_lost()
             self.scene.flush()
             landing, (lands, took_s, host_s) = self._in_flight, self._in_flight_s
             step = self._planner.plan(landing)
             if landing is None and step is None:
                 self._wait()
-            elif landing is not None and step is None and self.drafting.gate.is_awaited and self.next_answer < lands:
+            elif landing and step is None and self.drafting.wait_policy.is_awaited and self.next_answer < lands:
                 self.clock.now = self.next_answer
             else:
                 self._in_flight = None if step is None else self._launch(step, lands)

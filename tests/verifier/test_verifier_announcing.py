@@ -141,7 +141,7 @@ def test_a_step_is_announced_and_committed_as_it_is():
 
 def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
     """Early drafts that are read after the step that was announced last."""
-    awaited = told.scene.drafting.gate.awaited_answer()
+    awaited = told.scene.drafting.wait_policy.awaited_answer()
     assert not awaited.has_early_drafts()
     told.show(drafts, told.announced[-1][0].announced_id)
     assert awaited.has_early_drafts()
@@ -163,7 +163,7 @@ def test_early_drafts_of_another_number_are_not_read():
     told = Told()
     told.step([[5], [5], [5]])
     told.show(torch.zeros(2, K, dtype=torch.int32), 1)
-    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
 
 
 def test_early_drafts_of_another_step_are_not_read():
@@ -171,7 +171,7 @@ def test_early_drafts_of_another_step_are_not_read():
     told.answer(told.step([[5], [5], [5]]))
     told.step([[6], [6], [6]])
     told.show(torch.zeros(3, K, dtype=torch.int32), 1)
-    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
 
 
 @pytest.mark.parametrize(("announced_id", "has_body"), [(0, True), (2, True), (1, False)])
@@ -287,7 +287,7 @@ def test_a_step_that_has_changed_replaces_the_announced_one(change):
     assert not step.HasField("features") or step.features.span.offset != announced.features.offset
     if told.scene.requests:
         assert tokens_of(step)[:3] == [5] * 3
-    awaited = told.scene.drafting.gate.awaited_answer()
+    awaited = told.scene.drafting.wait_policy.awaited_answer()
     assert awaited is None or not awaited.has_early_drafts()
 
 
@@ -315,7 +315,7 @@ def test_steps_that_were_not_announced_follow():
     step = told.land([[6], [6], [6]], early)
     assert isinstance(step, pb.DraftStep)
     assert tokens_of(step) == [6] * 3
-    assert not told.scene.drafting.gate.awaited_answer().has_early_drafts()
+    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
     told.answer(step)
     assert told.step([[7], [7], [7]]).announced_id == 2
 

@@ -265,7 +265,7 @@ def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
 
     def noted(step: Step) -> None:
         nonlocal alone, ahead
-        if own.engine.drafting.gate.is_awaited:
+        if own.engine.drafting.wait_policy.is_awaited:
             alone += not any(row.is_decoding for row in step.rows)
             ahead += any(row.request.is_in_flight for row in step.rows)
 

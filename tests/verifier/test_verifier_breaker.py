@@ -144,8 +144,8 @@ def test_a_slow_drafter_that_is_the_only_one_holds_up_nobody(clock):
     request = scene.decode()
     make_slow(scene, stream, clock)
     scene.flush()
-    assert scene.drafting.gate.is_ready(request)
-    assert not scene.drafting.gate.is_awaited
+    assert scene.drafting.wait_policy.is_ready(request)
+    assert not scene.drafting.wait_policy.is_awaited
 
 
 def test_waiting_behind_an_earlier_answer_does_not_count(clock):

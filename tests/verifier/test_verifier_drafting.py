@@ -28,7 +28,7 @@ from draftwire.v1 import generate_pb2
 from draftwire_kernels import gumbel_sample
 from verifier_service.core.request import AnswerLogits, ReadyDrafts, Request
 from verifier_service.drafters import audit as redraws
-from verifier_service.drafters import breaker, drafting
+from verifier_service.drafters import breaker, drafting, placement
 from verifier_service.drafters import sender as step_sender
 from verifier_service.drafters import session as draft_session
 from verifier_service.drafters.answers import find_belied
@@ -104,7 +104,7 @@ def test_prompt_rows_follow_decoding_rows_in_their_own_message():
     assert [list(step.num_drafts) for step in stream.steps[1:]] == [[K, K], [K]]
     scene.answer(stream, answer_to(stream.steps[1]))
     assert [one.drafts is None, short.drafts is None, long.drafts is None] == [False, False, True]
-    assert not scene.drafting.gate.is_ready(long)
+    assert not scene.drafting.wait_policy.is_ready(long)
 
 
 def test_where_nothing_is_new_nothing_is_sent():
@@ -116,7 +116,7 @@ def test_where_nothing_is_new_nothing_is_sent():
 def test_a_request_without_speculation_goes_to_no_drafter():
     scene, stream, one = start(k=0)
     assert not stream.steps
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 @pytest.mark.parametrize(("left", "asked"), [(10, K), (5, K), (4, K), (3, 2), (2, 1), (1, 0)])
@@ -124,7 +124,7 @@ def test_no_more_drafts_are_asked_than_the_request_has_room_for(left, asked):
     """A verify step emits one token more than it has drafts; `left` tokens remain of max_tokens."""
     scene, stream, one = start(max_tokens=left + 1)
     assert list(stream.last.num_drafts) == [asked]
-    assert scene.drafting.gate.is_ready(one) == (asked == 0)
+    assert scene.drafting.wait_policy.is_ready(one) == (asked == 0)
 
 
 def test_no_more_drafts_are_asked_than_the_head_makes():
@@ -287,7 +287,7 @@ def test_a_request_longer_than_the_heads_positions_is_not_bound():
     fits, too_long = scene.decode(7), scene.decode(8)
     scene.flush()
     assert list(small.last.num_rows) == [7]
-    assert (scene.drafting.gate.is_ready(fits), scene.drafting.gate.is_ready(too_long)) == (False, True)
+    assert (scene.drafting.wait_policy.is_ready(fits), scene.drafting.wait_policy.is_ready(too_long)) == (False, True)
     large = scene.connect(max_model_len=8)
     scene.flush()
     assert list(large.last.num_rows) == [8]
@@ -301,7 +301,7 @@ def test_a_new_sequence_goes_to_the_emptiest_drafter_and_stays():
     scene.decode()
     scene.flush()
     assert (len(first.steps), len(second.steps)) == (1, 1)
-    assert scene.drafting.sequences_at("drafter:1") == 2
+    assert scene.drafting.placement.sequences_at("drafter:1") == 2
     scene.verify(one, 3)
     scene.flush()
     assert (rows_of(first.last), len(second.steps)) == ([(1, 4, 1)], 1)
@@ -353,7 +353,7 @@ def test_a_drafter_gets_no_more_sequences_than_it_takes():
     one, other = scene.decode(), scene.decode()
     scene.flush()
     assert list(stream.last.sequence_ids) == [1]
-    assert scene.drafting.gate.is_ready(other)
+    assert scene.drafting.wait_policy.is_ready(other)
     scene.end(one)
     scene.flush()
     assert (list(stream.last.closed_ids), list(stream.last.opened.ids)) == ([1], [2])
@@ -364,12 +364,12 @@ def test_requests_of_a_lost_drafter_move_and_are_sent_whole():
     scene.verify(one, 3)
     scene.flush()
     scene.disconnect(stream)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     other = scene.connect()
     scene.flush()
     assert (list(other.last.opened.ids), rows_of(other.last)) == ([1], [(1, 0, 5)])
     assert list(other.last.num_drafts) == [K]
-    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(one)
 
 
 def test_heads_of_different_layers_get_their_own_features():
@@ -433,10 +433,10 @@ def test_a_late_head_gets_no_features_fused_for_another():
 @pytest.mark.parametrize("status", [pb.SEQUENCE_STATUS_UNKNOWN, pb.SEQUENCE_STATUS_NO_CAPACITY])
 def test_an_unknown_sequence_reopens_after_a_delay_that_doubles(status, clock):
     scene, stream, one = start()
-    shortest, longest = drafting.REOPEN_DELAY_S
+    shortest, longest = placement.REOPEN_DELAY_S
     for delay in (shortest, 2 * shortest, 4 * shortest):
         scene.answer(stream, refusal_of(stream.last, status))
-        assert scene.drafting.gate.is_ready(one)
+        assert scene.drafting.wait_policy.is_ready(one)
         steps = len(stream.steps)
         clock.now += 0.99 * delay
         scene.flush()
@@ -503,7 +503,7 @@ def test_drafts_that_continue_the_request_are_given_to_it():
     scene.answer(stream)
     assert (one.drafts.committed_length, one.drafts.last_token) == (5, 9)
     assert one.drafts.tokens == [5, 6, 7]
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 @pytest.mark.parametrize(("field", "value"), [("committed_lengths", 4), ("committed_lengths", 6), ("last_tokens", 8)])
@@ -513,7 +513,7 @@ def test_drafts_that_continue_something_else_are_not_used(field, value):
     getattr(answer, field)[0] = value
     scene.answer(stream, answer)
     assert (one.drafts, stream.failure) == (None, None)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 def test_drafts_for_what_the_request_was_before_are_not_used():
@@ -522,7 +522,7 @@ def test_drafts_for_what_the_request_was_before_are_not_used():
     scene.flush()
     scene.answer(stream, answer_to(stream.steps[0]))
     assert one.drafts is None
-    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(one)
     scene.answer(stream)
     assert one.drafts.committed_length == 6
 
@@ -537,7 +537,7 @@ def test_a_request_missing_in_an_answer_has_no_drafts():
     scene, stream, one = start()
     scene.answer(stream, pb.Drafts(step_id=1))
     assert (one.drafts, stream.failure) == (None, None)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 Change = Callable[[pb.Drafts], Any]
@@ -581,8 +581,8 @@ def test_a_drafter_that_answers_what_it_must_not_is_expelled(name):
     assert stream.is_expelled
     assert text in stream.failure
     assert one.drafts is None
-    assert scene.drafting.gate.is_ready(one)
-    assert scene.drafting.sequences_at(stream.address) == 0
+    assert scene.drafting.wait_policy.is_ready(one)
+    assert scene.drafting.placement.sequences_at(stream.address) == 0
 
 
 def test_a_step_that_is_answered_twice_expels():
@@ -625,9 +625,9 @@ def test_a_request_waits_for_its_drafts_until_the_deadline(clock):
     scene, _, one = start(deadline_s=DEADLINE_S)
     assert scene.drafting.next_deadline() == clock.now + DEADLINE_S
     clock.now += 0.9 * DEADLINE_S
-    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(one)
     clock.now += 0.2 * DEADLINE_S
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 def test_a_late_drafter_is_not_waited_for_until_it_answered_all(clock):
@@ -635,39 +635,39 @@ def test_a_late_drafter_is_not_waited_for_until_it_answered_all(clock):
     other = scene.decode()
     scene.flush()
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     scene.verify(one, 3)
     scene.verify(other, 3)
     scene.flush()
     assert len(stream.steps) == 2  # it has enough to do
-    assert scene.drafting.gate.is_ready(one)
-    assert scene.drafting.gate.is_ready(other)
+    assert scene.drafting.wait_policy.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(other)
     scene.answer(stream, answer_to(stream.steps[0]))
     scene.flush()
     assert len(stream.steps) == 2
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     scene.answer(stream)
     scene.flush()
     assert rows_of(stream.last) == [(1, 4, 1), (2, 4, 1)]
-    assert not scene.drafting.gate.is_ready(one)
-    assert not scene.drafting.gate.is_ready(other)
+    assert not scene.drafting.wait_policy.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(other)
 
 
 def test_no_sequence_is_bound_to_a_late_drafter(clock):
     scene, _, one = start(deadline_s=DEADLINE_S)
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     scene.decode()
     scene.flush()
-    assert scene.drafting.sequences_at("drafter:1") == 1
+    assert scene.drafting.placement.sequences_at("drafter:1") == 1
 
 
 def test_without_a_deadline_a_request_waits_for_its_drafts(clock):
     scene, stream, one = start()
     clock.now += 3600
-    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(one)
     scene.answer(stream)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 def test_a_drafter_with_many_unanswered_steps_is_sent_no_more(clock, monkeypatch):
@@ -676,12 +676,12 @@ def test_a_drafter_with_many_unanswered_steps_is_sent_no_more(clock, monkeypatch
     scene.verify(one, 3)
     scene.flush()
     assert len(stream.steps) == 1
-    assert not scene.drafting.gate.is_ready(one)
+    assert not scene.drafting.wait_policy.is_ready(one)
     scene.answer(stream)
     scene.flush()
     assert rows_of(stream.last) == [(1, 4, 1)]
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 # Drafters that are lost.
@@ -701,35 +701,35 @@ def test_a_drafter_whose_answer_may_be_there_is_not_called_slow(clock):
 
 def test_a_drafter_is_given_up_if_its_oldest_step_waits_for_long(clock):
     scene, stream, one = start()
-    assert scene.drafting.next_deadline() == clock.now + drafting.LOST_AFTER_S
-    clock.now += 0.6 * drafting.LOST_AFTER_S
+    assert scene.drafting.next_deadline() == clock.now + placement.LOST_AFTER_S
+    clock.now += 0.6 * placement.LOST_AFTER_S
     scene.verify(one, 3)
     scene.flush()
-    scene.drafting.drop_lost()
+    scene.drafting.placement.drop_lost()
     assert stream.failure is None
-    clock.now += 0.6 * drafting.LOST_AFTER_S
-    scene.drafting.drop_lost()
+    clock.now += 0.6 * placement.LOST_AFTER_S
+    scene.drafting.placement.drop_lost()
     assert (stream.failure, stream.is_expelled) == ("no answer in 10 s", False)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     assert scene.drafting.next_deadline() is None
 
 
 def test_a_later_unanswered_step_counts_from_its_own_time(clock):
     scene, stream, one = start()
-    clock.now += 0.6 * drafting.LOST_AFTER_S
+    clock.now += 0.6 * placement.LOST_AFTER_S
     scene.verify(one, 3)
     scene.flush()
     scene.answer(stream, answer_to(stream.steps[0]))
-    clock.now += 0.6 * drafting.LOST_AFTER_S
-    scene.drafting.drop_lost()
+    clock.now += 0.6 * placement.LOST_AFTER_S
+    scene.drafting.placement.drop_lost()
     assert stream.failure is None
 
 
 def test_an_answer_that_was_taken_after_long_still_counts(clock):
     scene, stream, one = start()
-    clock.now += 2 * drafting.LOST_AFTER_S
+    clock.now += 2 * placement.LOST_AFTER_S
     scene.answer(stream)
-    scene.drafting.drop_lost()
+    scene.drafting.placement.drop_lost()
     assert stream.failure is None
     assert one.drafts is not None
 
@@ -738,7 +738,7 @@ def test_a_drafter_that_has_answered_everything_is_never_lost(clock):
     scene, stream, _ = start()
     scene.answer(stream)
     clock.now += 3600
-    scene.drafting.drop_lost()
+    scene.drafting.placement.drop_lost()
     assert stream.failure is None
 
 
@@ -751,7 +751,7 @@ def test_a_drafter_with_too_many_unanswered_bytes_is_given_up(monkeypatch):
     scene.verify(one, 3)
     scene.flush()
     assert (stream.failure, stream.is_expelled) == (f"more than {5 * 4 * WIDTH} bytes are unanswered", False)
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
 
 
 # Draft logits.

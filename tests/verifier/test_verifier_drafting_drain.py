@@ -44,12 +44,12 @@ def test_a_draining_drafter_gets_no_sequence_and_all_decode():
     second = scene.decode()
     scene.flush()
     assert len(stream.steps) == 1
-    assert scene.drafting.gate.is_ready(second)
+    assert scene.drafting.wait_policy.is_ready(second)
     scene.answer(stream)
     scene.verify(first, 5)
     scene.flush()
     assert len(stream.steps) == 1
-    assert scene.drafting.gate.is_ready(first)
+    assert scene.drafting.wait_policy.is_ready(first)
 
 
 def test_a_sequence_not_open_at_a_draining_drafter_moves_now():

@@ -16,7 +16,7 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters import audit as redraws
-from verifier_service.drafters import drafting, features
+from verifier_service.drafters import features, placement
 from verifier_service.drafters.stream import Answered, Disconnected
 from verifier_service.engine import executor, outputs
 from verifier_service.pacing import DraftCountPolicy
@@ -185,7 +185,7 @@ def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypa
     """From step to step between none and all, the drafter given up and taken up again."""
     draw = random.Random(0)
 
-    monkeypatch.setattr(drafting, "MAX_PAUSED_ROWS", 0)
+    monkeypatch.setattr(placement, "MAX_PAUSED_ROWS", 0)
     monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
     own = Served(target, draft_deadline_s=WAIT_S)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]

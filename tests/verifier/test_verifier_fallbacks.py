@@ -101,7 +101,7 @@ def late(clock: Clock) -> Played:
     one = scene.decode()
     scene.flush()
     clock.now += 2 * DEADLINE_S
-    assert scene.drafting.gate.is_ready(one)
+    assert scene.drafting.wait_policy.is_ready(one)
     return scene, one
 
 
@@ -138,7 +138,7 @@ def pace(clock: Clock) -> Played:  # noqa: ARG001
     scene = Scene(adaptive_k=True, deadline_s=DEADLINE_S)
     scene.connect()
     one = scene.decode()
-    for session in scene.drafting._sessions.values():
+    for session in scene.drafting.sessions.values():
         session.pace.policy.pin(0)
     return scene, one
 
@@ -168,7 +168,7 @@ NAMES = {
 def test_the_cause_is_told(play: Callable[[Clock], Played], monkeypatch: pytest.MonkeyPatch):
     scene, one = play(Clock.stand_in(monkeypatch))
     scene.flush()
-    assert cause_name(scene.drafting.fallback_cause(one)) == NAMES.get(play, play.__name__)
+    assert cause_name(scene.drafting.placement.fallback_cause(one)) == NAMES.get(play, play.__name__)
 
 
 def test_an_expelled_drafter_is_the_cause_until_another_takes(monkeypatch: pytest.MonkeyPatch):
@@ -176,7 +176,7 @@ def test_an_expelled_drafter_is_the_cause_until_another_takes(monkeypatch: pytes
     stream = scene.connect()
     scene.flush()
     scene.disconnect(stream)
-    assert scene.drafting.fallback_cause(one) == generate_pb2.FALLBACK_CAUSE_NO_DRAFTER
+    assert scene.drafting.placement.fallback_cause(one) == generate_pb2.FALLBACK_CAUSE_NO_DRAFTER
 
 
 def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = None) -> dict[str, float]:

@@ -30,12 +30,12 @@ def test_a_held_step_ends_its_wait_at_the_draft_deadline(clock):
         world.scene.verify(request, 9)
     world.scene.flush()
     sent = clock.now
-    one.drafts, world.drafting._bindings[one].wait_until = None, None
-    assert world.drafting.gate.is_held(world.scene.requests, may_admit=False)
+    one.drafts, world.drafting.placement.bindings[one].wait_until = None, None
+    assert world.drafting.wait_policy.is_held(world.scene.requests, may_admit=False)
     assert clock.now < world.drafting.next_deadline() <= sent + 2.5e-3
     clock.now = sent + 2.5e-3
-    assert not world.drafting.gate.is_held(world.scene.requests, may_admit=False)
-    assert all(world.drafting.gate.is_ready(other) for other in others)
+    assert not world.drafting.wait_policy.is_held(world.scene.requests, may_admit=False)
+    assert all(world.drafting.wait_policy.is_ready(other) for other in others)
 
 
 @pytest.mark.parametrize("kind", [World, LaunchingWorld])

@@ -38,7 +38,7 @@ class NoRunner:
 
 
 def awaited_by(scene: Scene, stream: Any) -> AwaitedAnswer:
-    awaited = scene.drafting.gate.awaited_answer()
+    awaited = scene.drafting.wait_policy.awaited_answer()
     assert awaited is not None
     assert awaited.stream is stream
     return awaited
@@ -48,13 +48,13 @@ def test_the_awaited_answer_brings_all_drafts():
     scene = Scene()
     stream = scene.connect()
     requests = [scene.decode(2 + i) for i in range(3)]
-    assert scene.drafting.gate.awaited_answer() is None
-    assert not scene.drafting.gate.all_wait(requests)
+    assert scene.drafting.wait_policy.awaited_answer() is None
+    assert not scene.drafting.wait_policy.all_wait(requests)
     scene.flush()
     awaited = awaited_by(scene, stream)
     assert (awaited.requests, awaited.num_drafts) == (requests, [3, 3, 3])
-    assert scene.drafting.gate.all_wait(requests)
-    assert not scene.drafting.gate.all_wait([])
+    assert scene.drafting.wait_policy.all_wait(requests)
+    assert not scene.drafting.wait_policy.all_wait([])
     answer = answer_to(stream.steps[-1])
     tokens = awaited.read_answer(answer, VOCAB)
     assert tokens is not None
@@ -71,9 +71,9 @@ def test_the_awaited_answer_brings_all_drafts():
         assert awaited.read_answer(wrong, VOCAB) is None
     scene.decode(3)
     scene.flush()  # asks for the drafts of another one by another message
-    assert scene.drafting.gate.awaited_answer() is None
+    assert scene.drafting.wait_policy.awaited_answer() is None
     scene.answer(stream)
-    assert not scene.drafting.gate.all_wait(requests)
+    assert not scene.drafting.wait_policy.all_wait(requests)
 
 
 def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
@@ -124,9 +124,9 @@ def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
     scene.flush()
     scene.verify(request, 5, 6, 7)
     scene.flush()
-    gate = scene.drafting.gate
-    assert gate.is_waiting(request)  # until the drafter takes more
-    assert (request.num_drafts_wanted, gate.expected_drafts([request])) == (1, [1])
+    waits = scene.drafting.wait_policy
+    assert waits.is_waiting(request)  # until the drafter takes more
+    assert (request.num_drafts_wanted, waits.expected_drafts([request])) == (1, [1])
 
 
 def test_a_step_is_confirmed_for_the_same_requests_and_blocks():

@@ -43,7 +43,7 @@ class Drafter:
 
     @property
     def num_redrawn(self) -> int:
-        return self.scene.drafting._audit._redraws[self.stream.address]._count
+        return self.scene.drafting.answers.audit._redraws[self.stream.address]._count
 
     def answer(self, *are_lies: bool) -> None:
         """One message."""
@@ -52,7 +52,7 @@ class Drafter:
         self.answers += len(are_lies)
         self.lies += sum(are_lies)
         try:
-            audit = self.scene.drafting._audit
+            audit = self.scene.drafting.answers.audit
             belied = audit.find_unusable(self.stream.address, answered, is_on_trial=False)
         except InvalidArgumentError:
             self.is_expelled = True
@@ -151,7 +151,7 @@ def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
     drafter = Drafter()
     for _ in range(3):
         for _ in range(redraws.TOO_MANY_MISMATCHES - 1):
-            drafter.scene.drafting._audit._redraws[drafter.stream.address].take(1, 1)
+            drafter.scene.drafting.answers.audit._redraws[drafter.stream.address].take(1, 1)
         drafter.be_honest(redraws.RECENT_REDRAWS)
     assert not drafter.is_expelled
 

@@ -214,7 +214,7 @@ class Engine:
         """Send the drafters what is new. Whether all answers have been taken shows which drafters are slow or lost."""
         try:
             if has_answers:
-                self.drafting.drop_lost()
+                self.drafting.placement.drop_lost()
             with self._executor.copying(self._in_flight):
                 self.drafting.flush(self.scheduler.running, self._executor.features, watches=has_answers)
         except Exception as error:

@@ -114,7 +114,8 @@ class Executor:
         self._times.enter(Phase.HOST)
         for row in step.rows:
             if row.is_decoding and row.num_drafts == 0 and row.follows is None and row.cause is None:
-                row.cause = self._drafting.fallback_cause(row.request)  # answers may come while it is in flight
+                # Now, because answers may arrive while the step is in flight.
+                row.cause = self._drafting.placement.fallback_cause(row.request)
             row.request.num_in_flight += 1
         if forward.began is not None and computed is not None and sampled is not None:
             step.marks = StepMarks(forward.began, computed, sampled)
@@ -145,7 +146,7 @@ class Executor:
         self._times.enter(Phase.WAIT)
         with self._on_steps():
             self._prelaunch.launch(step)
-        self._prelaunch.expect(self._drafting.gate.awaited_answer())
+        self._prelaunch.expect(self._drafting.wait_policy.awaited_answer())
         if self.sees_drafts:
             self.take_early_drafts()
 
@@ -202,7 +203,7 @@ class Executor:
 
     def start_if_complete(self) -> None:
         """Start the prepared step if its requests wait for no more drafts."""
-        if self._prelaunch.has_all_drafts(self._drafting.gate.is_waiting):
+        if self._prelaunch.has_all_drafts(self._drafting.wait_policy.is_waiting):
             self._times.enter(Phase.VERIFY)
             try:
                 self._prelaunch.release_with_known_drafts()

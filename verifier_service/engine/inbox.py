@@ -135,7 +135,7 @@ class Inbox:
     def comes_before(self, step: Step) -> bool:
         """Wait for a step to be done; return whether an event came first that may let the next one be executed."""
         self._times.enter(Phase.SAMPLE)
-        if self._drafting.gate.is_awaited:
+        if self._drafting.wait_policy.is_awaited:
             while not step.is_done:
                 if self._mailbox.wait(LOOK_EVERY_S):
                     return True
@@ -172,7 +172,7 @@ class Inbox:
         if prepared is not None:
             deadline = prepared if deadline is None else min(deadline, prepared)
         if self._outputs.is_waiting:
-            moment = OUTPUT_DELAY_S if self._drafting.gate.is_awaited and not self._outputs.has_errors else 0.0
+            moment = OUTPUT_DELAY_S if self._drafting.wait_policy.is_awaited and not self._outputs.has_errors else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
                 return self._mailbox.get(timeout=max(0.0, deadline - time.monotonic()))
             with suppress(queue.Empty):

@@ -91,7 +91,7 @@ class RequestOutputs:
         row.sampled_at = now
         if row.is_decoding:
             if row.num_drafts == 0 and tokens:
-                cause = self._drafting.fallback_cause(request) if row.cause is None else row.cause
+                cause = self._drafting.placement.fallback_cause(request) if row.cause is None else row.cause
                 self._metrics.count_fallback(cause)
             request.num_computed = row.start + len(tokens)
         else:

@@ -42,19 +42,19 @@ class Planner:
         is_prepared
             Whether the executor waits for the drafts of a step, which therefore takes no prompts.
         """
-        gate = self._drafting.gate
+        waits = self._drafting.wait_policy
         following = self._following(in_flight) if in_flight is not None else {}
         drafted = [] if in_flight is None else [row.request for row in in_flight.rows if row.num_drafts > 0]
         requests = [one for one in self._scheduler.running if not one.is_in_flight or one in following]
-        if gate.is_held(requests, may_admit=self._scheduler.may_admit):
+        if waits.is_held(requests, may_admit=self._scheduler.may_admit):
             return None
 
         def can_join(request: Request) -> bool:
-            return gate.is_ready(request) and gate.may_run_beside(request, drafted)
+            return waits.is_ready(request) and waits.may_run_beside(request, drafted)
 
         if in_flight is not None and not following and self._splits_batch(in_flight, can_join):
             return None
-        prefills = {} if in_flight is None or gate.is_awaited else self._continuing_prefills(in_flight)
+        prefills = {} if in_flight is None or waits.is_awaited else self._continuing_prefills(in_flight)
         rows = self._scheduler.schedule(can_join, following, prefills, takes_prompts=not is_prepared)
         return Step(rows, self._observer) if rows else None
 
@@ -66,7 +66,7 @@ class Planner:
         if not self.is_async or self._scheduler.may_admit:
             return None
         running = self._scheduler.running
-        num_drafts = self._drafting.gate.expected_drafts(running)
+        num_drafts = self._drafting.wait_policy.expected_drafts(running)
         if num_drafts is None:
             return None
         rooms = [*map(self._scheduler.place_drafts, running, num_drafts)]
@@ -77,34 +77,34 @@ class Planner:
     @property
     def all_wait(self) -> bool:
         """Whether all requests wait for drafts, so that nothing can be scheduled."""
-        return not self._scheduler.may_admit and self._drafting.gate.all_wait(self._scheduler.running)
+        return not self._scheduler.may_admit and self._drafting.wait_policy.all_wait(self._scheduler.running)
 
     def _splits_batch(self, in_flight: Step, can_join: Callable[[Request], bool]) -> bool:
         """Return whether a step beside the one in flight would separate requests that the step after it has together:
         requests without a drafter would never share a step again, and prompts alone would delay requests whose drafts
         come soon."""
-        gate, is_bound = self._drafting.gate, self._drafting.is_bound
+        waits, is_bound = self._drafting.wait_policy, self._drafting.placement.is_bound
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
         flying = [row.request for row in in_flight.rows if row.is_current]
         landing = [one for one in flying if one.is_decoding]
         joining = [one for one in others if can_join(one)]
         if not joining:
-            return any(one.drafts is not None for one in others) or gate.come_soon(landing)
+            return any(one.drafts is not None for one in others) or waits.come_soon(landing)
         if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
             return True
         # Sequences of two drafters that are near are faster in one step.
-        return all(one.drafts is not None for one in joining) and gate.come_soon(landing)
+        return all(one.drafts is not None for one in joining) and waits.come_soon(landing)
 
     def _following(self, in_flight: Step) -> dict[Request, int]:
         """Return the requests that continue before the tokens of the step in flight are known, and the places of these
         tokens among all that it samples: all requests or none, so that they stay together."""
         output = in_flight.sampler_output
-        if output is None or output.first_tokens is None or self._drafting.gate.is_awaited:
+        if output is None or output.first_tokens is None or self._drafting.wait_policy.is_awaited:
             return {}
         # A continuing request may be preempted; its sampled token must not have been announced to a drafter.
         if any(row.request.is_announced for row in output.rows):
             return {}
-        if not self._drafting.may_follow(row.request for row in output.rows):
+        if not self._drafting.placement.may_decode_ahead(row.request for row in output.rows):
             return {}
         following: dict[Request, int] = {}
         for place, row in enumerate(output.rows):
@@ -121,7 +121,7 @@ class Planner:
         return {
             row.request: row.start + len(row.tokens)
             for row in in_flight.rows
-            if not row.samples and row.is_current and self._drafting.may_go_on(row.request)
+            if not row.samples and row.is_current and self._drafting.placement.may_prefill_ahead(row.request)
         }
 
 

@@ -1,0 +1,199 @@
+"""Which request drafts at which drafter: places are given, moved and given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from draftwire.v1 import generate_pb2
+from verifier_service.core.request import Request
+from verifier_service.drafters.breaker import Circuit
+from verifier_service.drafters.fallbacks import Cause, bound_cause, unbound_cause
+from verifier_service.drafters.features import FeatureKind, FeatureStore
+from verifier_service.drafters.session import LOST_AFTER_S, Binding, DraftSession
+from verifier_service.drafters.stream import Stream
+
+# A sequence that its drafter could not take is offered again after the first delay. Each further delay doubles, up to
+# the second.
+REOPEN_DELAY_S = (0.5, 30.0)
+# While a drafter is asked for no drafts, a sequence keeps its place until it lacks more than this many rows.
+MAX_PAUSED_ROWS = 256
+
+_STATES = {
+    Circuit.CLOSED: generate_pb2.DRAFTER_STATE_READY,
+    Circuit.OPEN: generate_pb2.DRAFTER_STATE_SLOW,
+    Circuit.HALF_OPEN: generate_pb2.DRAFTER_STATE_PROBING,
+}
+
+
+class Placement:
+    """Give requests their places at drafters. Used by the engine's thread alone.
+
+    A request stays at its drafter. A new request goes to the drafter with the lowest share of places taken.
+
+    Attributes
+    ----------
+    sessions
+        The connected drafters, by stream.
+    bindings
+        The places of the requests that have one.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[Stream, DraftSession] = {}
+        self.bindings: dict[Request, Binding] = {}
+        self._reopen: dict[Request, tuple[float, float]] = {}  # (earliest monotonic time, delay before that time) s
+        self._expelled: set[Request] = set()  # requests of expelled drafters, until another drafter takes them
+
+    def sequences_at(self, address: str) -> int:
+        """Return the number of sequences at the drafter with that address; callable from any thread."""
+        return sum(len(s.bindings) for s in list(self.sessions.values()) if s.stream.address == address)
+
+    def is_bound(self, request: Request) -> bool:
+        """Return whether a request has a place at a drafter."""
+        return request in self.bindings
+
+    def may_decode_ahead(self, requests: Iterable[Request]) -> bool:
+        """Return whether the requests of a running step may continue before its tokens are known.
+
+        None of the requests may be about to send rows to a drafter. All requests continue or none, so that they stay in
+        one batch.
+        """
+        now = time.monotonic()
+        for request in requests:
+            binding = self.bindings.get(request)
+            if binding is not None and binding.session.is_counted_on:
+                return False
+            if binding is None and request.num_speculative_tokens > 0 and self._takers(request, now):
+                return False
+        return True
+
+    def may_prefill_ahead(self, request: Request) -> bool:
+        """Return whether a prompt may continue while its last rows are still running.
+
+        A prompt that can get a place at a drafter gets the place first.
+        """
+        if request.num_speculative_tokens == 0 or request in self.bindings:
+            return True
+        return not self._takers(request, time.monotonic())
+
+    def fallback_cause(self, request: Request) -> Cause:
+        """Return why a decoding request has no drafts in the step that was just scheduled."""
+        if request.num_speculative_tokens == 0:
+            return generate_pb2.FALLBACK_CAUSE_NOT_ASKED
+        if request.num_drafts_wanted == 0:
+            return generate_pb2.FALLBACK_CAUSE_LAST_TOKEN
+        if request in self.bindings:
+            return bound_cause(self.bindings[request])
+        if request in self._expelled:
+            return generate_pb2.FALLBACK_CAUSE_EXPELLED
+        if self.sessions and time.monotonic() < self._reopen.get(request, (0.0, 0.0))[0]:
+            return generate_pb2.FALLBACK_CAUSE_NOT_TAKEN
+        return unbound_cause(request, self.sessions.values())
+
+    def place(self, requests: Sequence[Request], stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
+        """Give places to requests that want drafts and have no drafter."""
+        if len(self.bindings) >= len(requests) or not any(session.takes_more for session in self.sessions.values()):
+            return
+        unbound = [one for one in requests if one.num_speculative_tokens > 0 and one not in self.bindings]
+        for request in sorted(unbound, key=lambda one: one.num_feature_rows):  # short sequences send the fewest rows
+            self._bind(request, stores, now)
+
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._reopen.pop(request, None)
+        self._expelled.discard(request)
+        if request in self.bindings:
+            self._close(self.bindings[request])
+
+    def unbind(self, binding: Binding) -> None:
+        """Drop a place whose drafter has no state of the sequence; the sequence is opened again after a delay."""
+        self._unlink(binding)
+        if binding.session.is_draining:
+            return  # another drafter may take the sequence at once
+        _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
+        self._reopen[binding.request] = (time.monotonic() + delay, min(2 * delay, REOPEN_DELAY_S[1]))
+
+    def leave_behind(self, session: DraftSession) -> None:
+        """Close sequences with a long backlog at a drafter that is sent nothing."""
+        session.catches_up = False
+        for binding in [one for one in session.bindings if one.rows_behind > MAX_PAUSED_ROWS]:
+            self._close(binding)
+
+    def leave_drained(self) -> None:
+        """End the streams of draining drafters that have answered every step, so that their sequences can move."""
+        for session in list(self.sessions.values()):
+            if session.is_draining and not session.unanswered:
+                session.stream.end()
+                self.drop(session)
+
+    def watch_circuits(self, now: float) -> None:
+        """Update the breakers of all drafters, and move the sequences away from drafters that are too slow."""
+        for session in self.sessions.values():
+            before = session.reported
+            session.breaker.watch(session.silent_since, now)
+            session.reported = session.breaker.circuit
+            if session.reported is before or session.is_draining:
+                continue
+            session.stream.report(_STATES[session.reported])
+            if session.breaker.is_open:
+                for binding in list(session.bindings):
+                    self._close(binding)
+
+    def drop_lost(self) -> None:
+        """Give up drafters that have not answered for `LOST_AFTER_S`. Call after all answers have been taken."""
+        now = time.monotonic()
+        for session in list(self.sessions.values()):
+            if now > session.lost_at:
+                self.give_up(session, f"no answer in {LOST_AFTER_S:g} s")
+
+    def give_up(self, session: DraftSession, reason: str, *, expel: bool = False) -> None:
+        """End a drafter's stream with an error, and drop its session."""
+        session.stream.fail(reason, expel=expel)
+        self.drop(session)
+
+    def drop(self, session: DraftSession) -> None:
+        """Remove a session whose stream has ended; its requests have no drafter then."""
+        self.sessions.pop(session.stream, None)
+        session.stream.count_received()
+        session.committed = None  # it refers to the session, as early features do, and so to shared memory
+        session.give_up_early()
+        for binding in session.bindings:
+            del self.bindings[binding.request]
+            if session.stream.is_expelled:
+                self._expelled.add(binding.request)
+        session.bindings.clear()
+        session.sequences.clear()
+
+    def _takers(self, request: Request, now: float) -> list[DraftSession]:
+        """Return the drafters at which a request without one may get a place."""
+        if now < self._reopen.get(request, (0.0, 0.0))[0]:
+            return []
+        return [
+            session
+            for session in self.sessions.values()
+            if session.takes_more and request.num_feature_rows <= session.stream.head.max_model_len
+        ]
+
+    def _bind(self, request: Request, stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
+        if request.num_feature_rows == 0 or request.is_in_flight:
+            return  # in flight: a store that was made since the step's launch has no features of its rows
+        takers = self._takers(request, now)
+        if not takers:
+            return
+        session = min(takers, key=lambda s: s.load)
+        binding = Binding(request, session, stores[session.stream.head.kind].first_row(request))
+        session.bindings.append(binding)
+        self.bindings[request] = binding
+        self._expelled.discard(request)
+
+    def _close(self, binding: Binding) -> None:
+        """Give a request's place back; the drafter drops its state of the sequence."""
+        self._unlink(binding)
+        if binding.sequence_id:
+            binding.session.closed_ids.append(binding.sequence_id)
+
+    def _unlink(self, binding: Binding) -> None:
+        del self.bindings[binding.request]
+        binding.session.bindings.remove(binding)
+        binding.session.sequences.pop(binding.sequence_id, None)
