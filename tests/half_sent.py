@@ -85,9 +85,12 @@ class HalfSender:
         await self._writer.drain()
         return calls
 
-    async def send(self, call: int, num_bytes: int, short: int) -> None:
-        """Send a message of so many bytes but for the last `short`, as far as the server lets the call."""
-        data = struct.pack(">BI", 0, num_bytes)
+    async def send(self, call: int, num_bytes: int, short: int, first: bytes = b"") -> None:
+        """Send a message but for its last `short` bytes, as far as the server lets the call.
+
+        The message has `num_bytes` bytes: those of `first`, then zeros.
+        """
+        data = struct.pack(">BI", 0, num_bytes) + first
         left = len(data) + num_bytes - short
         while left > 0 and call not in self.ended:
             size = min(left, self._window, self._windows[call], FRAME_BYTES)

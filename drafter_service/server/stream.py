@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import grpc
 import torch
@@ -18,6 +19,7 @@ from drafter_service.engine.session import Session
 from drafter_service.server.engine_thread import EngineFailureError, EngineThread
 from drafter_service.server.sequence_log import SequenceWatch
 from drafter_service.server.step_decoder import StepDecoder
+from draftwire.contract.addresses import KEEP_ALIVE_S, SILENCE_S
 from draftwire.contract.errors import InvalidArgumentError, QueueFullError
 from draftwire.transport import Body, Channel, Record, TensorReceiver, TensorSender
 from draftwire.transport.encoding import Encoded
@@ -108,6 +110,8 @@ class DraftStream:
             When the verifier sends faster than it is answered.
         EngineFailureError
             When the engine gave up the session.
+        TimeoutError
+            When no whole message came for SILENCE_S.
         """
         self._session = session
         if self._channel is not None:
@@ -150,11 +154,22 @@ class DraftStream:
             return None
 
     async def _read_steps(self) -> None:
-        while (request := await self._context.read()) is not grpc.aio.EOF:
+        while (request := await self._read()) is not grpc.aio.EOF:
+            if request.WhichOneof("message") == "keep_alive":
+                continue
             step = request.commit if request.WhichOneof("message") == "commit" else request.step
             self._make_room(step.step_id, last_read_bytes.get())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)
+
+    async def _read(self) -> Any:
+        """Return the next message of the verifier, or grpc.aio.EOF."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await self._context.read()
+        except TimeoutError:
+            pass  # the error that follows must not keep this one
+        raise TimeoutError(f"no whole message has come within {SILENCE_S:g} s; a verifier sends one every {KEEP_ALIVE_S:g} s")
 
     def _end_steps(self) -> None:
         self._all_read = True

@@ -92,16 +92,22 @@ class SegmentVerdict(_message.Message):
     def __init__(self, shared: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("hello", "step", "announce", "commit")
+    __slots__ = ("hello", "step", "announce", "commit", "keep_alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: VerifierHello
     step: DraftStep
     announce: Announce
     commit: Commit
-    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+    keep_alive: KeepAlive
+    def __init__(self, hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., step: _Optional[_Union[DraftStep, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ...) -> None: ...
+
+class KeepAlive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("hello", "drafts", "draining", "early")

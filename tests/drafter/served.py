@@ -94,9 +94,11 @@ class VerifierStream:
         self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
         self.call: Any = stub.Draft(iter(self._requests.get, None), timeout=TIMEOUT_S)
 
-    def send(self, message: pb.VerifierHello | pb.DraftStep) -> None:
+    def send(self, message: pb.VerifierHello | pb.DraftStep | pb.KeepAlive) -> None:
         if isinstance(message, pb.VerifierHello):
             self._requests.put(pb.DraftRequest(hello=message))
+        elif isinstance(message, pb.KeepAlive):
+            self._requests.put(pb.DraftRequest(keep_alive=message))
         else:
             self._requests.put(pb.DraftRequest(step=message))
 
@@ -130,7 +132,8 @@ class ServedDrafter:
         self.engine = engine
         self._service = service
         self._loop = loop
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
+        self.address = f"127.0.0.1:{port}"
+        self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self.stub = DraftingStub(self.channel)
 
     @property

@@ -107,6 +107,8 @@ class HostileDrafter(draft_pb2_grpc.DraftingServicer):
         yield pb.DraftResponse(hello=hello)
         answers: list[pb.Drafts] = []
         async for request in request_iterator:
+            if request.HasField("keep_alive"):
+                continue
             answers.append(self._answer(request.step))
             async for drafts in self.deliver(answers):
                 yield pb.DraftResponse(drafts=drafts)

@@ -272,7 +272,8 @@ def _filled(
 
     async def read() -> None:
         async for request in requests:
-            inbox.put_nowait(request.step)
+            if not request.HasField("keep_alive"):
+                inbox.put_nowait(request.step)
         inbox.put_nowait(None)
 
     announced: dict[int, tuple[pb.Announce, Body]] = {}

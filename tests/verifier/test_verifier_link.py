@@ -107,6 +107,7 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         self.hello = hello or {}  # changes of the hello
         self.hellos: list[pb.VerifierHello] = []
         self.reads = True
+        self.num_keep_alives = 0
         self.abort: tuple[grpc.StatusCode, str] | None = None
         self.fusion_requests: list[str] = []
         self.fusion_data = b""
@@ -132,6 +133,9 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
         if not self.reads:
             await asyncio.Event().wait()
         async for request in request_iterator:
+            if request.HasField("keep_alive"):
+                self.num_keep_alives += 1
+                continue
             drafts = pb.Drafts(step_id=request.step.step_id)
             if self.padding:
                 drafts.tokens.data = self.padding
@@ -215,6 +219,23 @@ async def test_a_drafter_that_fits_is_connected():
         assert (head.draft_vocab_size, head.draft_token_ids, head.row_bytes) == (VOCAB, None, 2 * 2 * HIDDEN)
         assert (head.max_drafts, head.max_sequences, head.max_model_len) == (6, 5, 48)
         assert (own.link.status.head_fingerprint, own.link.status.detail) == ("f00d", "")
+
+
+@on_loop
+async def test_a_verifier_with_nothing_to_send_sends_keep_alives(monkeypatch):
+    monkeypatch.setattr(drafter_link, "KEEP_ALIVE_S", 0.05)
+    drafter = Drafter()
+    async with linked(drafter) as own:
+        stream = await own.connected()
+        end = time.monotonic() + WAIT_S
+        while drafter.num_keep_alives < 3:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+        stream.send(pb.DraftStep(step_id=1))
+        event = await own.next()
+        assert isinstance(event, Answered)
+        assert event.drafts.step_id == 1  # no answer of a KeepAlive came before
+        assert own.link.status.state == READY
 
 
 @on_loop

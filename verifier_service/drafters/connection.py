@@ -18,7 +18,7 @@ import torch
 from google.protobuf.message import Message
 
 from draftwire.contract import validation as cfg
-from draftwire.contract.addresses import MAX_MESSAGE_BYTES, receiving_at_most
+from draftwire.contract.addresses import KEEP_ALIVE_S, MAX_MESSAGE_BYTES, receiving_at_most
 from draftwire.contract.errors import InvalidArgumentError, MismatchError
 from draftwire.model.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.server.counting import CountingChannel
@@ -312,7 +312,7 @@ class DrafterLink:
         # In the status too when it is a step or an answer: hellos cross before there is a stream.
         if self._stream is None or not isinstance(message, (draft_pb2.DraftRequest, draft_pb2.DraftResponse)):
             return
-        if message.WhichOneof("message") != "draining":
+        if message.WhichOneof("message") not in ("draining", "keep_alive"):
             self._stream.count_bytes(direction, num_bytes)
 
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
@@ -349,8 +349,16 @@ class DrafterLink:
         self.status.memory.DiscardUnknownFields()  # every client is shown the rest
 
     async def _write(self, call: _Call, stream: Stream) -> None:
-        """Sends what the engine queues for the stream."""
-        while (entry := await stream.outbox.get()) is not None:
+        """Send what the engine queues for the stream, and a KeepAlive while it queues nothing."""
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    entry = await stream.outbox.get()
+            except TimeoutError:
+                await call.write(draft_pb2.DraftRequest(keep_alive=draft_pb2.KeepAlive()))
+                continue
+            if entry is None:
+                break
             await call.write(stream.encode(*entry))
         await call.done_writing()
 
