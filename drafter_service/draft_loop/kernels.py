@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, float32
 
 from drafter_service.draft_loop.inputs import LoopInputs
 from drafter_service.draft_loop.state import LoopState
 from draftwire.model.kv_cache import BLOCK_SIZE as _BLOCK_SIZE
+from draftwire_kernels.gpu import counters
+from draftwire_kernels.gpu.batch import is_last
 
 BLOCK_SIZE = tl.constexpr(_BLOCK_SIZE)
 _TABLE_BLOCK = 256
 _RECORD_BLOCK = 64
+# Programs of a row of logits, and logits that one reads at a time: a vocabulary of 150,000 takes each ten reads.
+_SPLITS, _LOGITS_BLOCK = 16, 1024
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_rows", "tables_width", "given_width"])
@@ -75,14 +79,15 @@ def _begin_kernel(
             first_column += TABLE_BLOCK
 
 
-@triton.jit(do_not_specialize=["num_sequences", "offset", "drafts_width"])
+@triton.jit(do_not_specialize=["num_sequences", "offset", "results_width"])
 def _record_kernel(
     columns,  # [N] int64
     offset,
     inputs,
     state,
-    drafts_width,
+    results_width,  # int32 of a sequence in state.results
     draft_token_ids,  # [V_draft] int64, or None
+    confidences,  # [N] float32, or None
     num_sequences,
     NEW_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,10 +100,13 @@ def _record_kernel(
     if draft_token_ids is not None:
         token = tl.load(draft_token_ids + token, mask=inside, other=0)
     num_drafts = tl.load(inputs.num_drafts + sequence, mask=inside, other=0)
-    drafts = state.drafts + sequence * drafts_width + offset
-    before = tl.load(drafts - 1, mask=inside & (offset > 0), other=0)
+    drafts = state.results + sequence * results_width + 2 * offset
+    before = tl.load(drafts - 2, mask=inside & (offset > 0), other=0)
     is_draft = (column >= 0) & (offset < num_drafts) & (before >= 0)
     tl.store(drafts, tl.where(is_draft, token, -1).to(tl.int32), mask=inside)
+    if confidences is not None:
+        confidence = tl.load(confidences + sequence, mask=inside, other=0)
+        tl.store(drafts + 1, confidence.to(tl.int32, bitcast=True), mask=inside)
     tl.store(state.next_tokens + sequence, token, mask=inside)
     first_place = tl.load(inputs.first_places + sequence, mask=inside, other=0)
     first_position = tl.load(inputs.first_positions + sequence, mask=inside, other=0)
@@ -114,6 +122,64 @@ def _record_kernel(
     tl.store(state.next_positions + sequence, position.to(tl.int64), mask=inside)
     drawn = tl.load(state.draw_positions + sequence, mask=inside, other=0)
     tl.store(state.draw_positions + sequence, drawn + 1, mask=inside)
+
+
+@triton.jit
+def _max_probability_kernel(
+    logits,  # [N, V]
+    logits_stride,
+    vocab,
+    tops,  # [N, SPLITS] float32
+    sums,  # [N, SPLITS] float32
+    arrived,  # [N] int32, zero before and after
+    highest,  # [N] float32
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """SPLITS programs a row, each over every SPLITS-th block of its logits; the last to arrive adds them up."""
+    split = tl.program_id(0) % SPLITS
+    row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    top = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = split * BLOCK
+    while first < vocab:
+        column = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * logits_stride + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+        above = tl.maximum(top, x)
+        # exp(-inf - -inf) is no number; such a place has no mass yet.
+        total = tl.where(above == -float("inf"), 0.0, total * tl.exp(top - above) + tl.exp(x - above))
+        top = above
+        first += SPLITS * BLOCK
+    part = tl.max(top, 0)
+    mass = tl.sum(tl.where(top == -float("inf"), 0.0, total * tl.exp(top - part)), 0)
+    tl.store(tops + row * SPLITS + split, part)
+    tl.store(sums + row * SPLITS + split, mass)
+    if is_last(arrived + row, SPLITS):
+        every = row * SPLITS + tl.arange(0, SPLITS)
+        parts, masses = tl.load(tops + every, cache_modifier=".cg"), tl.load(sums + every, cache_modifier=".cg")
+        most = tl.max(parts, 0)
+        whole = tl.sum(tl.where(parts == -float("inf"), 0.0, masses * tl.exp(parts - most)), 0)
+        # Logits that are no distribution, such as NaN and inf, give no sum of at least 1.
+        tl.store(highest + row, tl.where(whole >= 1.0, 1.0 / whole, 0.0))
+
+
+def max_probability(logits: Tensor) -> Tensor:
+    num_rows, vocab = logits.shape
+    tops, sums = logits.new_empty(2, num_rows, _SPLITS, dtype=float32)
+    highest = logits.new_empty(num_rows, dtype=float32)
+    _max_probability_kernel[(num_rows * _SPLITS,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        tops,
+        sums,
+        counters.zeros(num_rows, logits.device),
+        highest,
+        SPLITS=_SPLITS,
+        BLOCK=_LOGITS_BLOCK,
+        num_warps=4,
+    )
+    return highest
 
 
 def begin(inputs: LoopInputs, tables: Tensor, state: LoopState) -> None:
@@ -134,15 +200,23 @@ def begin(inputs: LoopInputs, tables: Tensor, state: LoopState) -> None:
     )
 
 
-def record(columns: Tensor, offset: int, inputs: LoopInputs, state: LoopState, draft_token_ids: Tensor | None) -> None:
+def record(
+    columns: Tensor,
+    offset: int,
+    inputs: LoopInputs,
+    state: LoopState,
+    draft_token_ids: Tensor | None,
+    confidences: Tensor | None = None,
+) -> None:
     num_sequences, num_new_blocks = inputs.new_blocks.shape
     _record_kernel[(triton.cdiv(num_sequences, _RECORD_BLOCK),)](
         columns,
         offset,
         inputs,
         state,
-        state.drafts.stride(0),
+        state.results.stride(0),
         draft_token_ids,
+        confidences,
         num_sequences,
         NEW_BLOCKS=num_new_blocks,
         BLOCK=_RECORD_BLOCK,

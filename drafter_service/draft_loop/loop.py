@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop.confidence import max_probability
 from drafter_service.draft_loop.inputs import PackedInputs
 from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.sampling import DraftSampler
@@ -43,6 +44,8 @@ class DraftLoop:
     drafts
         [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1 from a
         sequence's first draft on that is not wanted or had nothing to be drawn from.
+    confidences
+        [max_num_seqs, k] float32, of the same drafts, where the step's mode has confidences.
     """
 
     def __init__(
@@ -65,16 +68,19 @@ class DraftLoop:
         self.inputs = PackedInputs(count, max_rows, k, device)
         self.states = torch.zeros(max_rows, head.spec.hidden_size, dtype=dtype, device=device)
         self.tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
-        self.drafts = torch.zeros(count, k, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._results = torch.zeros(count, k, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.drafts, self.confidences = self._results[..., 0], self._results.view(torch.float32)[..., 1]
         self._state_rows = lru_cache(maxsize=4096)(lambda begin, end: self.states[begin:end])
 
     def state_rows(self, begin: int, end: int) -> torch.Tensor:
         """Some of `states`; most steps have as many rows as one before, and to make a view takes long."""
         return self._state_rows(begin, end)
 
-    def drafts_on_device(self, num_sequences: int, num_drafts: int) -> torch.Tensor:
-        """[S, num_drafts] int32, what `drafts` will have of the step that was launched last."""
-        return self._state.drafts[:num_sequences, :num_drafts]
+    def drafts_on_device(self, num_sequences: int, num_drafts: int, *, confidences: bool) -> torch.Tensor:
+        """[S, num_drafts] int32, what `drafts` will have of the step that was launched last; with `confidences`
+        [S, num_drafts, 2], the bits of each draft's behind it."""
+        results = self._state.results[:num_sequences, :num_drafts]
+        return results if confidences else results[..., 0]
 
     def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
         """Notes the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the loop."""
@@ -99,9 +105,11 @@ class DraftLoop:
         for offset in range(shape.num_drafts):
             if offset > 0:
                 states = self._draft_pass(states, state)
-            columns = self._sampler.draw(self._head.logits(states), shape.mode, offset, inputs, state)
-            loop_state.record(columns, offset, inputs, state, self._head.draft_token_ids)
-        self.drafts[: shape.num_sequences].copy_(state.drafts, non_blocking=True)
+            logits = self._head.logits(states)
+            columns = self._sampler.draw(logits, shape.mode, offset, inputs, state)
+            confidences = max_probability(logits) if shape.mode.confidences else None
+            loop_state.record(columns, offset, inputs, state, self._head.draft_token_ids, confidences)
+        self._results[: shape.num_sequences].copy_(state.results, non_blocking=True)
 
     def _draft_pass(self, states: torch.Tensor, state: LoopState) -> torch.Tensor:
         """States of the rows of the drafts just noted, which take the head's own states as their g."""

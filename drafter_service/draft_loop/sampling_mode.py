@@ -16,12 +16,13 @@ class SamplingMode(NamedTuple):
     use_fp64: bool = False
     dense: bool = False  # send every logit
     top_n: int = 0  # sample from, and send, this many logits; 0 for all
+    confidences: bool = False  # send how sure the head is of each draft
 
     @classmethod
-    def from_config(cls, config: config_pb2.SpeculativeConfig) -> SamplingMode:
-        """The mode that a resolved SpeculativeConfig asks for."""
+    def from_config(cls, config: config_pb2.SpeculativeConfig, *, confidences: bool = False) -> SamplingMode:
+        """The mode that a resolved SpeculativeConfig asks for, with or without `confidences`."""
         if config.draft_sample_method != GUMBEL:
-            return cls()
+            return cls(confidences=confidences)
         form = config.draft_logits.form
         return cls(
             gumbel=True,
@@ -29,6 +30,7 @@ class SamplingMode(NamedTuple):
             use_fp64=config.use_fp64_gumbel,
             dense=form == DENSE,
             top_n=config.draft_logits.n if form == TOP_N else 0,
+            confidences=confidences,
         )
 
     @property

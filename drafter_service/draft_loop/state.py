@@ -34,8 +34,7 @@ class LoopState(NamedTuple):
     next_lengths: Any  # [N] int32
 
     draw_positions: Any  # [N] int64, position of the token being drawn
-    # [N, K] int32, target ids; -1 from a sequence's first draft on that is not wanted or had nothing to be drawn from.
-    drafts: Any
+    results: Any  # [N, K, 2] int32, of each draft `drafts` and the bits of `confidences`
 
     @classmethod
     def allocate(
@@ -52,8 +51,19 @@ class LoopState(NamedTuple):
 
         return cls(
             *(wide(max_rows), wide(max_rows), wide(max_rows), narrow(n), narrow(n, max_blocks), wide(n)),
-            *(wide(n), wide(n), wide(n), narrow(n), wide(n), narrow(n, max_drafts)),
+            *(wide(n), wide(n), wide(n), narrow(n), wide(n), narrow(n, max_drafts, 2)),
         )
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """[N, K] int32, target ids; -1 from a sequence's first draft on that is not wanted or had nothing to be drawn
+        from."""
+        return self.results[..., 0]
+
+    @property
+    def confidences(self) -> torch.Tensor:
+        """[N, K] float32, see `Drafts.confidences` in draft.proto; of modes without confidences, anything."""
+        return self.results.view(torch.float32)[..., 1]
 
     def view(self, num_sequences: int, num_rows: int) -> LoopState:
         """The first sequences and rows."""
@@ -107,6 +117,7 @@ def record(
     inputs: LoopInputs,
     state: LoopState,
     draft_token_ids: torch.Tensor | None,
+    confidences: torch.Tensor | None = None,
 ) -> None:
     """Notes drafts, and sets the state for the pass over their rows.
 
@@ -118,11 +129,13 @@ def record(
         Place of these drafts within the step.
     draft_token_ids
         [V_draft] int64, target ids; None when they are the same.
+    confidences
+        [N] float32 of these drafts, where they are wanted.
     """
     if uses_triton(columns):
         from drafter_service.draft_loop import kernels
 
-        kernels.record(columns, offset, inputs, state, draft_token_ids)
+        kernels.record(columns, offset, inputs, state, draft_token_ids, confidences)
         return
     tokens = columns.clamp_min(0)
     if draft_token_ids is not None:
@@ -131,6 +144,8 @@ def record(
     if offset > 0:
         is_draft &= state.drafts[:, offset - 1] >= 0
     state.drafts[:, offset] = torch.where(is_draft, tokens, -1)
+    if confidences is not None:
+        state.confidences[:, offset] = confidences
     state.next_tokens[:] = tokens
     sequence = torch.arange(len(columns), device=columns.device)
     place = state.lengths + offset

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire.contract.tensors import encode_ids
+from draftwire.contract.tensors import encode_floats, encode_ids
 from draftwire.transport import Outgoing, TensorSender
 from draftwire.transport.encoding import Encoded, encode, path_to
 from draftwire.transport.traffic import Traffic
@@ -39,6 +39,8 @@ class Answer:
         The wire form as far as it is known: what does not hang on the drafts is there before they are.
     tokens
         Pieces of int32 [D], D = sum of num_drafts.
+    confidences
+        Pieces of float32 [D], or none where they are not sent.
     logits, logits_token_ids
         Pieces of float32 [D, n] and int32 [D, n], on any device.
     compute_time_s
@@ -48,6 +50,7 @@ class Answer:
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.tokens: list[np.ndarray] = []
+        self.confidences: list[np.ndarray] = []
         self.logits: list[torch.Tensor] = []
         self.logits_token_ids: list[torch.Tensor] = []
         self.load: Load | None = None
@@ -93,6 +96,8 @@ class Answer:
         drafts = self.drafts
         tokens = self.tokens[0] if len(self.tokens) == 1 else np.concatenate([_NO_TOKENS, *self.tokens])
         encode_ids(tokens, drafts.tokens)
+        if self.confidences:
+            encode_floats(np.concatenate(self.confidences), drafts.confidences)
         if self.load is not None:
             self.load.encode(drafts.load)
         drafts.compute_time_s = self.compute_time_s

@@ -195,7 +195,10 @@ class EarlyDrafts:
         session.steps_ahead -= 1
         self._begun = EarlyBatch(session, step, began, launched)
         if launched.num_drafts == step.num_drafts:  # else there is no room for all of them
-            step.show(self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts))
+            confidences = session.terms.mode.confidences
+            step.show(
+                self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts, confidences=confidences)
+            )
 
     def _drop_prepared(self) -> None:
         """Drop the prepared step: something that it depends on has changed, or is about to."""
@@ -241,8 +244,7 @@ class EarlyDrafts:
             self._proposer.take(unread)
         batch = self._begun
         if batch is not None and batch.launched is not None:
-            tokens, is_draft, logits = self._proposer.take(batch.launched)
-            batch.proposal, batch.launched = Proposal(tokens.copy(), is_draft.copy(), logits), None
+            batch.proposal, batch.launched = self._proposer.take(batch.launched).copy(), None
             batch.ended = time.monotonic()
 
     def _waste(self) -> None:
@@ -261,8 +263,7 @@ class EarlyDrafts:
 
 def chosen(proposal: Proposal, places: np.ndarray, num_drafts: np.ndarray) -> Proposal:
     """Return the drafts at some places, at most `num_drafts` of each, int64 [n] both."""
-    tokens, is_draft, logits = proposal
-    if not np.array_equal(places, np.arange(len(tokens))):
-        tokens, is_draft = tokens[places], is_draft[places]
-        logits = [buffer[places.tolist()] for buffer in logits]
-    return Proposal(tokens, is_draft & (np.arange(tokens.shape[1]) < num_drafts[:, None]), logits)
+    if not np.array_equal(places, np.arange(len(proposal.tokens))):
+        proposal = proposal.select(places)
+    is_wanted = np.arange(proposal.tokens.shape[1]) < num_drafts[:, None]
+    return proposal._replace(is_draft=proposal.is_draft & is_wanted)

@@ -290,7 +290,7 @@ class DraftEngine:
         begin = 0
         for part in parts:
             end = begin + len(part.counts)
-            add_drafts(part, proposal.part(begin, end))
+            add_drafts(part, proposal.select(slice(begin, end)))
             begin = end
 
     def _prepare_answers(
@@ -390,8 +390,10 @@ def _joined(parts: list[StepRows], name: str) -> np.ndarray:
 
 def add_drafts(part: StepRows, proposal: Proposal) -> None:
     """Answers the sequences of a step with their drafts."""
-    tokens, is_draft, logits = proposal
+    tokens, is_draft, logits, confidences = proposal
     part.work.answer.add_drafts(is_draft.sum(1), tokens[is_draft])
+    if confidences is not None:
+        part.work.answer.confidences.append(confidences[is_draft])
     if logits:
         pieces = [buffer[:, : tokens.shape[1]].flatten(0, 1) for buffer in logits]
         if not is_draft.all():

@@ -37,10 +37,18 @@ class Proposal(NamedTuple):
     tokens: np.ndarray  # int32 [S, k] target ids; valid until the next launch
     is_draft: np.ndarray  # bool [S, k], which of the tokens are drafts: the first ones of each sequence
     logits: list[torch.Tensor]  # float32 [S, k, n] and, for top_n, their token ids int32 [S, k, n]; may be empty
+    confidences: np.ndarray | None  # float32 [S, k], valid as long as the tokens; None where they are not sent
 
-    def part(self, begin: int, end: int) -> Proposal:
-        """Drafts of some of the sequences."""
-        return Proposal(self.tokens[begin:end], self.is_draft[begin:end], [x[begin:end] for x in self.logits])
+    def select(self, chosen: slice | np.ndarray) -> Proposal:
+        """Return the drafts of some of the sequences."""
+        places = chosen if isinstance(chosen, slice) else chosen.tolist()
+        confidences = None if self.confidences is None else self.confidences[chosen]
+        return Proposal(self.tokens[chosen], self.is_draft[chosen], [x[places] for x in self.logits], confidences)
+
+    def copy(self) -> Proposal:
+        """Return the same drafts, valid beyond the next launch."""
+        confidences = None if self.confidences is None else self.confidences.copy()
+        return Proposal(self.tokens.copy(), self.is_draft.copy(), self.logits, confidences)
 
 
 class Prepared(NamedTuple):
@@ -58,6 +66,7 @@ class Launched(NamedTuple):
 
     num_sequences: int
     num_drafts: int  # drafts of the sequence that wants most
+    mode: SamplingMode
     logits: list[torch.Tensor]  # as in `Proposal`
 
 
@@ -77,7 +86,7 @@ class Proposer:
         self._table = table
         self._buffers = buffers
         self._new_blocks = np.arange(loop.inputs.num_new_blocks)
-        self._drafts = loop.drafts.numpy()
+        self._drafts, self._confidences = loop.drafts.numpy(), loop.confidences.numpy()
 
     def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
         """Drafts for rows of sessions of one mode; `prepare` and `start` in one."""
@@ -123,7 +132,7 @@ class Proposer:
         prepared.run()
         count = prepared.num_sequences
         logits = [buffer[:count].clone() for buffer in self._buffers.of(prepared.mode)]
-        return Launched(count, prepared.num_drafts, logits)
+        return Launched(count, prepared.num_drafts, prepared.mode, logits)
 
     @property
     def is_done(self) -> bool:
@@ -135,8 +144,10 @@ class Proposer:
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
         # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
-        tokens = self._drafts[: launched.num_sequences, : launched.num_drafts]
-        return Proposal(tokens, tokens >= 0, launched.logits)
+        size = slice(launched.num_sequences), slice(launched.num_drafts)
+        tokens = self._drafts[size]
+        confidences = self._confidences[size] if launched.mode.confidences else None
+        return Proposal(tokens, tokens >= 0, launched.logits, confidences)
 
     def _fill(self, host: LoopInputs, slots: np.ndarray, first_rows: np.ndarray, num_drafts: np.ndarray) -> None:
         table = self._table

@@ -36,7 +36,7 @@ class AnnouncedStep:
     is_fused: bool  # the features are the head's states
     is_resolved: bool = False  # committed or dropped
     is_dropped: bool = False
-    show: Callable[[torch.Tensor], object] = lambda _: None  # has early drafts, int32 [S, k], written for the verifier
+    show: Callable[[torch.Tensor], object] = lambda _: None  # has early drafts written for the verifier
     _read: tuple[np.ndarray, np.ndarray] | None = None
     _has_read: bool = False
 

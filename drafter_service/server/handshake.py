@@ -49,7 +49,7 @@ def settle_terms(request: pb.DraftRequest, info: pb.GetDrafterInfoResponse) -> S
         _refuse("carriers", offered, f"has {_carrier_name(pb.CARRIER_BYTES)}")
     return SessionTerms(
         verifier=hello.verifier,
-        mode=SamplingMode.from_config(config),
+        mode=SamplingMode.from_config(config, confidences=hello.confidences),
         num_speculative_tokens=config.num_speculative_tokens,
         max_sequences=hello.max_sequences,
     )

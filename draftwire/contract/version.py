@@ -8,4 +8,4 @@ except PackageNotFoundError:  # run from a source tree
     VERSION = "0.0.0+source"
 
 # Raised when the meaning of a message in draft.proto changes.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7

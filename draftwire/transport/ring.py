@@ -32,8 +32,9 @@ WriteValue = Callable[[int, int, int], None]  # stream, address, value
 
 
 def ring_bytes(max_sequences: int, max_drafts: int) -> int:
-    """Return the size of a segment with both rings, for steps of so many sequences with max_drafts + 1 rows each."""
-    body = 2 * ALIGNMENT + _padded(_WORD_BYTES * max_sequences * (max_drafts + 2))
+    """Return the size of a segment with both rings, for steps of so many sequences with max_drafts + 1 rows each, and for
+    their early drafts with confidences."""
+    body = 2 * ALIGNMENT + _padded(_WORD_BYTES * max_sequences * max(max_drafts + 2, 2 * max_drafts))
     return _FIRST + 2 * (2 * (ALIGNMENT + MAX_MESSAGE_BYTES) + _BODIES * (body + 16 * ALIGNMENT))
 
 
@@ -183,7 +184,7 @@ class Body:
         """Whether they are complete."""
         return self._ring.load_word(self._mark) == self._stamp
 
-    def read(self, shape: tuple[int, int]) -> np.ndarray:
+    def read(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return a copy of the first ones, int32; not to be trusted."""
         return self._ring.copy_numbers(self._mark + ALIGNMENT, shape)
 
@@ -255,10 +256,10 @@ class RingReader(_Ring):
         self._fence()
         return word
 
-    def copy_numbers(self, offset: int, shape: tuple[int, int]) -> np.ndarray:
+    def copy_numbers(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
         """Return a copy of int32 numbers."""
         first = offset // _WORD_BYTES
-        return self._words[first : first + shape[0] * shape[1]].copy().view(np.int32).reshape(shape)
+        return self._words[first : first + math.prod(shape)].copy().view(np.int32).reshape(shape)
 
     def release(self, record: int) -> None:
         """Let go of a record with a body."""

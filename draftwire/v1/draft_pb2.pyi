@@ -128,7 +128,7 @@ class Draining(_message.Message):
     def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class VerifierHello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "verifier", "target", "features", "speculative_config", "max_sequences", "carriers", "rendezvous")
+    __slots__ = ("protocol_version", "noise_version", "verifier", "target", "features", "speculative_config", "max_sequences", "carriers", "rendezvous", "confidences")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class VerifierHello(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CARRIERS_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     verifier: str
@@ -147,7 +148,8 @@ class VerifierHello(_message.Message):
     max_sequences: int
     carriers: _containers.RepeatedScalarFieldContainer[Carrier]
     rendezvous: Rendezvous
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., verifier: _Optional[str] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., max_sequences: _Optional[int] = ..., carriers: _Optional[_Iterable[_Union[Carrier, str]]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
+    confidences: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., verifier: _Optional[str] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., max_sequences: _Optional[int] = ..., carriers: _Optional[_Iterable[_Union[Carrier, str]]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., confidences: _Optional[bool] = ...) -> None: ...
 
 class TargetSpec(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "hidden_size", "num_layers", "max_model_len")
@@ -294,7 +296,7 @@ class OpenSequences(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ..., proposal_keys: _Optional[_Iterable[int]] = ..., first_rows: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Drafts(_message.Message):
-    __slots__ = ("step_id", "sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts", "tokens", "logits", "logits_token_ids", "load", "compute_time_s", "features_read")
+    __slots__ = ("step_id", "sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts", "tokens", "logits", "logits_token_ids", "load", "compute_time_s", "features_read", "confidences")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +309,7 @@ class Drafts(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TIME_S_FIELD_NUMBER: _ClassVar[int]
     FEATURES_READ_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     statuses: _containers.RepeatedScalarFieldContainer[SequenceStatus]
@@ -319,7 +322,8 @@ class Drafts(_message.Message):
     load: DrafterLoad
     compute_time_s: float
     features_read: int
-    def __init__(self, step_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., statuses: _Optional[_Iterable[_Union[SequenceStatus, str]]] = ..., committed_lengths: _Optional[_Iterable[int]] = ..., last_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., logits_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., compute_time_s: _Optional[float] = ..., features_read: _Optional[int] = ...) -> None: ...
+    confidences: Tensor
+    def __init__(self, step_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., statuses: _Optional[_Iterable[_Union[SequenceStatus, str]]] = ..., committed_lengths: _Optional[_Iterable[int]] = ..., last_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., logits_token_ids: _Optional[_Union[Tensor, _Mapping]] = ..., load: _Optional[_Union[DrafterLoad, _Mapping]] = ..., compute_time_s: _Optional[float] = ..., features_read: _Optional[int] = ..., confidences: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class EarlyDrafts(_message.Message):
     __slots__ = ("announced_id",)

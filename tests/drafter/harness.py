@@ -67,6 +67,7 @@ class Reply:
     tokens: list[int]
     logits: Any = None  # float32 [num_drafts, n]
     logits_token_ids: Any = None  # int32 [num_drafts, n]
+    confidences: Any = None  # float32 [num_drafts]
 
 
 def opened(sequence_id: int, temperature: float = 1.0, key: int = 7, first_row: int = 0) -> OpenedSequence:
@@ -97,6 +98,7 @@ def replies(answer: Answer) -> dict[int, Reply]:
     tokens = np.concatenate(answer.tokens) if answer.tokens else np.empty(0, np.int32)
     logits = torch.cat(answer.logits).cpu() if answer.logits else None
     token_ids = torch.cat(answer.logits_token_ids).cpu() if answer.logits_token_ids else None
+    confidences = np.concatenate(answer.confidences) if answer.confidences else None
     drafts = answer.drafts
     ends = np.cumsum(drafts.num_drafts).tolist()
     assert len(tokens) == (ends[-1] if ends else 0)
@@ -111,6 +113,7 @@ def replies(answer: Answer) -> dict[int, Reply]:
             tokens[own].tolist(),
             None if logits is None else logits[own],
             None if token_ids is None else token_ids[own],
+            None if confidences is None else confidences[own],
         )
     return found
 

@@ -9,6 +9,7 @@ from harness import SAME_LOGITS, Reply, Rows, Text, connect, make_engine, opened
 from tiny_head import TinyHead
 
 from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop.confidence import max_probability
 from drafter_service.draft_loop.graphs import batch_sizes
 from drafter_service.draft_loop.inputs import LoopInputs, PackedInputs, fill, fill_rows
 from drafter_service.draft_loop.loop import DraftLoop, LoopShape
@@ -74,7 +75,9 @@ def test_the_passes_over_the_drafts() -> None:
     state = make_state(CPU)
     draft_token_ids = torch.tensor([0, 2, 4, 6])
     loop_state.begin(inputs, tables, state)
-    loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids)
+    confidences = torch.tensor([0.9, 0.25, 0.0, 1.0])
+    loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids, confidences)
+    assert torch.equal(state.confidences[:, 0], confidences)
     assert state.drafts[:, 0].tolist() == [6, 2, -1, -1]  # nothing to draw from, and padding
     assert state.next_tokens.tolist() == [6, 2, 0, 0]
     assert state.draw_positions[:3].tolist() == [21, 134, 4789]
@@ -89,8 +92,9 @@ def test_the_passes_over_the_drafts() -> None:
     assert state.next_slots.tolist() == [41 * 16 + 4, 1, 2, 3]
 
 
+@pytest.mark.parametrize("sure", [None, torch.tensor([0.5, 0.25, 0.0, 1.0])], ids=["", "confidences"])
 @pytest.mark.parametrize("reduced_vocabulary", [True, False])
-def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool) -> None:
+def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool, sure: torch.Tensor | None) -> None:
     kernels = pytest.importorskip("drafter_service.draft_loop.kernels")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.tensor([0, 2, 4, 6]) if reduced_vocabulary else None
@@ -102,14 +106,32 @@ def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool) -> No
     state = make_state(device)
     kernels.begin(inputs, tables, state)
     for offset in range(2):
-        loop_state.record(columns[offset], offset, make_inputs(CPU)[0], expected, ids)
-        kernels.record(columns[offset].to(device), offset, inputs, state, None if ids is None else ids.to(device))
+        loop_state.record(columns[offset], offset, make_inputs(CPU)[0], expected, ids, sure)
+        given = (columns[offset].to(device), offset, inputs, state)
+        on_device = None if sure is None else sure.to(device)
+        kernels.record(*given, None if ids is None else ids.to(device), on_device)
     assert torch.equal(tables.cpu(), expected_tables)
     for name, given, wanted in zip(LoopState._fields, state, expected, strict=True):
         if name != "block_tables":
             assert torch.equal(given.cpu(), wanted), name
     for index, count in enumerate((2, 2, 300, 1)):  # as much as the step can read
         assert torch.equal(state.block_tables[index, :count].cpu(), expected.block_tables[index, :count])
+
+
+@pytest.mark.parametrize("vocabulary", [3, 1024, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_highest_probability_is_that_of_the_softmax(vocabulary: int, dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("drafter_service.draft_loop.kernels")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logits = (5 * torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(1))).to(dtype)
+    logits[1, : vocabulary // 2] = -torch.inf
+    logits[2, 1:] = -torch.inf
+    expected = logits.float().softmax(-1).amax(-1)
+    expected[3:6] = 0.0  # no distributions
+    logits[3, 1], logits[4, 2], logits[5] = torch.nan, torch.inf, -torch.inf
+    for found in (kernels.max_probability(logits.to(device)).cpu(), max_probability(logits)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        assert found.max() <= 1.0
 
 
 class PaddingGraphs:
@@ -149,7 +171,9 @@ def converse(engine: DraftEngine, mode: SamplingMode) -> list[dict[int, Reply]]:
 
 
 @pytest.mark.parametrize(
-    "mode", [SamplingMode(), SamplingMode(gumbel=True, dense=True), SamplingMode(gumbel=True, top_n=5)], ids=str
+    "mode",
+    [SamplingMode(confidences=True), SamplingMode(gumbel=True, dense=True), SamplingMode(gumbel=True, top_n=5)],
+    ids=str,
 )
 def test_padded_steps_draft_what_exact_ones_draft(head: TinyHead, mode: SamplingMode) -> None:
     exact = converse(make_engine(head), mode)
@@ -160,6 +184,8 @@ def test_padded_steps_draft_what_exact_ones_draft(head: TinyHead, mode: Sampling
             assert (given[i].tokens, given[i].committed_length) == (reply.tokens, reply.committed_length)
             if reply.logits is not None:
                 torch.testing.assert_close(given[i].logits, reply.logits, **SAME_LOGITS)
+            if reply.confidences is not None:
+                np.testing.assert_allclose(given[i].confidences, reply.confidences, rtol=1e-3)
 
 
 class FullMemory(PaddingGraphs):

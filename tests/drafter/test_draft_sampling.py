@@ -68,6 +68,18 @@ def test_drafts_are_drawn_from_the_logits_sent(
     assert redraw(reply, head, temperature) == reply.tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 20.0])
+def test_a_confidence_is_the_highest_probability_of_the_draft(head: TinyHead, temperature: float) -> None:
+    """At temperature 1, whatever the request's is and whatever was drawn."""
+    reply = draft(head, SamplingMode(gumbel=True, dense=True, confidences=True), temperature)
+    expected = reply.logits.softmax(-1).amax(-1)
+    torch.testing.assert_close(torch.from_numpy(reply.confidences), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_confidences_without_being_asked(head: TinyHead) -> None:
+    assert draft(head, SamplingMode(gumbel=True, dense=True)).confidences is None
+
+
 def test_top_n_sends_the_n_largest_logits_and_draws_from_them(head: TinyHead) -> None:
     dense = draft(head, SamplingMode(gumbel=True, dense=True), temperature=20.0)
     top = draft(head, SamplingMode(gumbel=True, top_n=2), temperature=20.0)

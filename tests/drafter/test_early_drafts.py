@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from announcing import Announcer
@@ -94,6 +95,25 @@ def test_a_commit_gets_the_drafts_that_were_begun_early(mode, device):
         assert verifier.early() == {number + 1: [found[part.sequence_id].tokens for part in rows]}
     assert counts(stream.engine) == (2, 0)
     assert verifier.features_read == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_early_drafts_come_with_their_confidences(device):
+    mode = SamplingMode(confidences=True)
+    expected = without(verified(), mode, device=device)[0]
+    stream = prompted(make_engine(TinyHead(device=device)), mode)
+    verifier = announcer(stream, device)
+    verifier.announce(verified())
+    assert begin(stream.engine)
+    found = verifier.committed()
+    assert_same(found, expected)
+    (early,) = verifier.early().values()
+    results = np.array(early, np.int32).reshape(len(IDS), 4, 2)
+    for reply, (tokens, bits) in zip(found.values(), results.transpose(0, 2, 1), strict=True):
+        assert tokens.tolist() == reply.tokens
+        assert np.array_equal(bits.copy().view(np.float32), reply.confidences)
+        assert (reply.confidences > 0).all()
+    assert all(np.allclose(found[i].confidences, expected[i].confidences, rtol=1e-3) for i in IDS)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -141,6 +141,7 @@ def _encode(step_id: int, proposals: list[Proposal]) -> pb.Drafts:
         last_tokens=[one.last_token for one in proposals],
         num_drafts=[len(one.tokens) for one in proposals],
         tokens=encode_tensor(torch.tensor(tokens, dtype=torch.int32)),
+        confidences=encode_tensor(torch.full((len(tokens),), 0.5)),
         logits=encode_tensor(torch.cat(logits)) if logits else None,
     )
 

@@ -127,7 +127,9 @@ class RecordedStream(Stream):
     def announce(self, message: pb.Announce, numbers: torch.Tensor, features: Outgoing) -> AnnouncedStep:
         features.announce(message.features)
         self._announced[message.announced_id] = message, numbers.tolist()
-        return AnnouncedStep(message.announced_id, message.num_drafts, len(message.sequence_ids))
+        return AnnouncedStep(
+            message.announced_id, message.num_drafts, len(message.sequence_ids), self.head.confidences
+        )
 
     def has_early_drafts(self, announced: AnnouncedStep) -> bool:  # noqa: ARG002
         return self.early_drafts is not None
@@ -135,7 +137,7 @@ class RecordedStream(Stream):
     def read_early_drafts(self, announced: AnnouncedStep) -> np.ndarray:
         tokens, self.early_drafts = self.early_drafts, None
         assert tokens is not None
-        return np.resize(tokens, (announced.num_sequences, announced.num_drafts))
+        return np.resize(tokens, announced.early_shape)
 
     def _step_of(self, commit: pb.Commit) -> pb.DraftStep:
         """The step, without features, that a commit stands for."""

@@ -42,10 +42,12 @@ DENSE = {**GUMBEL, "draft_logits": "dense"}
 TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
 
 
-def start(config: dict[str, Any] | None = None, deadline_s: float | None = None, **request: Any) -> Any:
+def start(
+    config: dict[str, Any] | None = None, deadline_s: float | None = None, *, confidences: bool = False, **request: Any
+) -> Any:
     """(scene, stream, request): the request's rows are sent and drafts asked for."""
     scene = Scene(config, deadline_s)
-    stream = scene.connect()
+    stream = scene.connect(confidences=confidences)
     one = scene.decode(**request)
     scene.flush()
     return scene, stream, one
@@ -583,6 +585,43 @@ def test_a_drafter_that_answers_what_it_must_not_is_expelled(name):
     assert one.drafts is None
     assert scene.drafting.wait_policy.is_ready(one)
     assert scene.drafting.placement.sequences_at(stream.address) == 0
+
+
+def sure_answer(step: pb.DraftStep, *confidences: float) -> pb.Drafts:
+    answer = answer_to(step)
+    answer.confidences.CopyFrom(encode_tensor(torch.tensor(confidences, dtype=torch.float32)))
+    return answer
+
+
+def test_drafts_have_the_confidences_that_came_with_them():
+    scene, stream, one = start(confidences=True)
+    scene.answer(stream, sure_answer(stream.last, 1.0, 0.25, 0.0))
+    assert one.drafts.confidences == [1.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("confidences", "text"),
+    [
+        ((0.5, 1.5, 0.5), "drafts.confidences = 1.5: allowed range [0, 1]"),
+        ((0.5, 0.5, -0.25), "drafts.confidences = -0.25: allowed range [0, 1]"),
+        ((float("nan"), 0.5, 0.5), "drafts.confidences = nan: allowed range [0, 1]"),
+        ((float("inf"), 0.5, 0.5), "drafts.confidences = inf: allowed range [0, 1]"),
+        ((0.5, 0.5), "drafts.confidences.shape = (2,): must be [3]"),
+    ],
+    ids=["above 1", "negative", "nan", "inf", "too few"],
+)
+def test_a_drafter_with_wrong_confidences_is_expelled(confidences, text):
+    scene, stream, one = start(confidences=True)
+    scene.answer(stream, sure_answer(stream.last, *confidences))
+    assert stream.is_expelled
+    assert text in stream.failure
+    assert one.drafts is None
+
+
+def test_a_drafter_without_the_confidences_asked_for_is_expelled():
+    scene, stream, _ = start(confidences=True)
+    scene.answer(stream)
+    assert "drafts.confidences.dtype" in stream.failure
 
 
 def test_a_step_that_is_answered_twice_expels():

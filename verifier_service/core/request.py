@@ -44,6 +44,7 @@ class ReadyDrafts(NamedTuple):
     tokens: list[int]
     logits: AnswerLogits | None = None
     first_row: int = 0  # of `logits`
+    confidences: list[float] | None = None  # [0, 1], of each token; see `Drafts.confidences` in draft.proto
 
     def first(self, count: int) -> ReadyDrafts:
         """The first `count` of them."""

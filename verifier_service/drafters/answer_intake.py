@@ -96,8 +96,9 @@ class AnswerIntake:
             session.stream.head.draft_vocab_size,
             session.draft_token_ids,
             session.stream.receiver,
+            confidences=session.stream.head.confidences,
         )
-        tokens, logits = decoded.tokens, decoded.logits
+        tokens, logits, sure = decoded.tokens, decoded.logits, decoded.confidences
         answered: list[tuple[Request, ReadyDrafts]] = []
         start = end = 0
         for sequence_id, status, committed_length, last_token, num_drafts in zip(*decoded[:5], strict=True):
@@ -114,7 +115,8 @@ class AnswerIntake:
                 request, known = binding.request, binding.request.tokens
                 # Drafts of a request in flight are late: a running step is about to add tokens.
                 if request.num_in_flight == 0 and committed_length == len(known) and last_token == known[-1]:
-                    drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start)
+                    own = None if sure is None else sure[start:end]
+                    drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start, own)
                     answered.append((request, drafts))
         if logits is not None:
             self._times.count_logits(logits.carrier, len(tokens) * logits.row_bytes)

@@ -9,7 +9,7 @@ import torch
 
 from draftwire.contract import validation as cfg
 from draftwire.contract.errors import Described, InvalidArgumentError
-from draftwire.contract.tensors import decode_ids
+from draftwire.contract.tensors import decode_ids, decode_probabilities
 from draftwire.transport import TensorReceiver
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample
@@ -28,6 +28,7 @@ class DecodedAnswer(NamedTuple):
     num_drafts: list[int]
     tokens: list[int]  # [sum of num_drafts], sequence after sequence
     logits: AnswerLogits | None  # of each draft
+    confidences: list[float] | None  # of each draft, [0, 1]
 
 
 def decode_answer(
@@ -37,6 +38,8 @@ def decode_answer(
     draft_vocab_size: int,
     draft_token_ids: torch.Tensor | None,
     receiver: TensorReceiver,
+    *,
+    confidences: bool,
 ) -> DecodedAnswer:
     """The answers of a message, which is not trusted.
 
@@ -48,11 +51,13 @@ def decode_answer(
         Target ids of the draft vocabulary on the target's device, handed on with dense logits.
     receiver
         Takes the logits and their ids.
+    confidences
+        Whether each draft must have one.
 
     Raises
     ------
     InvalidArgumentError
-        When arrays disagree, or a tensor is not what is due.
+        When arrays disagree, or a tensor is not what is due, such as a confidence out of [0, 1].
     """
     sequence_ids, num_drafts = answer.sequence_ids[:], answer.num_drafts[:]
     count, most = len(sequence_ids), config.num_speculative_tokens
@@ -66,7 +71,10 @@ def decode_answer(
                 raise InvalidArgumentError(f"drafts.{name}", f"{given} entries", f"must be {count}")
     total = sum(num_drafts)
     tokens, logits = _decode_tensors(answer, total, config, vocab_size, draft_vocab_size, draft_token_ids, receiver)
-    return DecodedAnswer(sequence_ids, statuses, lengths, last_tokens, num_drafts, tokens, logits)
+    sure = None
+    if confidences and total:
+        sure = decode_probabilities(answer.confidences, "drafts.confidences", total).tolist()
+    return DecodedAnswer(sequence_ids, statuses, lengths, last_tokens, num_drafts, tokens, logits, sure)
 
 
 def _decode_tensors(

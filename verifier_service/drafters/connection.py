@@ -90,10 +90,12 @@ class DrafterLink:
         rendezvous_dir: Path | None = None,
         *,
         fuses_features: bool = True,
+        confidences: bool = False,
     ) -> None:
         """`traffic` counts what is exchanged. `host` is the name that the drafter's certificate must have; by default
         that of the address. `carriers` are those that the operator allows, best first; `rendezvous_dir` is that of
-        `Rendezvous`. With `fuses_features` features are fused where the head lets them be.
+        `Rendezvous`. With `fuses_features` features are fused where the head lets them be;
+        with `confidences` drafts come with theirs.
         """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
@@ -110,7 +112,7 @@ class DrafterLink:
         self._expelled_at = -math.inf
         self._stream: Stream | None = None
         self._carriers = offered_carriers(carriers, target.device)
-        self._handshake = Handshake(target, config, max_sequences, self._carriers)
+        self._handshake = Handshake(target, config, max_sequences, self._carriers, confidences=confidences)
 
     async def run(self) -> None:
         """Connects, serves and reconnects until cancelled."""

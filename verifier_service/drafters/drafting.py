@@ -43,6 +43,8 @@ class Drafting:
         Which requests wait for their drafts, and how long.
     answers
         Checks the drafters' answers.
+    is_adaptive
+        Whether fewer drafts than configured are asked for, and verified, where that is faster.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Drafting:
         self._accepted: Counter[str] = Counter()
         self.answers = AnswerIntake(config, vocab_size, times, self.placement)
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
-        self._is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
+        self.is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self._profile = profile or Profile()
         self.wait_policy = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.wait_policy)
@@ -117,7 +119,7 @@ class Drafting:
                     min(self._config.num_speculative_tokens, event.stream.head.max_drafts),
                     self._deadline_s,
                     self._profile,
-                    is_adaptive=self._is_adaptive,
+                    is_adaptive=self.is_adaptive,
                     is_local=event.stream.sender.carrier != draft_pb2.CARRIER_BYTES,
                 ),
                 Breaker(self._deadline_s, on_trial=event.stream.on_trial),

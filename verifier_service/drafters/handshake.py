@@ -32,12 +32,15 @@ class Handshake:
         config: config_pb2.SpeculativeConfig,
         max_sequences: int,
         carriers: Sequence[draft_pb2.Carrier],
+        *,
+        confidences: bool = False,
     ) -> None:
-        """`carriers` are those that the verifier can use, best first."""
+        """`carriers` are those that the verifier can use, best first; `confidences`: whether drafts have theirs."""
         self._target = target
         self._config = config
         self._max_sequences = max_sequences
         self._carriers = carriers
+        self._confidences = confidences
 
     def check(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
         """Refuses a drafter that cannot serve this target, with both sides' values."""
@@ -117,6 +120,7 @@ class Handshake:
             speculative_config=self._config,
             max_sequences=min(self._max_sequences, info.max_sequences),
             carriers=self._carriers,
+            confidences=self._confidences,
         )
 
     def accept(
@@ -136,10 +140,12 @@ class Handshake:
             info.fusion,
         ):
             raise MismatchError(f"the head has changed: {info.head_fingerprint} to {hello.info.head_fingerprint}")
-        return _head_info(hello, self._target.vocab_size, fusion)
+        return _head_info(hello, self._target.vocab_size, fusion, confidences=self._confidences)
 
 
-def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFusion | None) -> HeadInfo:
+def _head_info(
+    hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFusion | None, *, confidences: bool
+) -> HeadInfo:
     info = hello.info
     width = info.features.width if fusion is None else info.fusion.width
     token_ids = None
@@ -166,4 +172,5 @@ def _head_info(hello: draft_pb2.DrafterHello, vocab_size: int, fusion: FeatureFu
         max_model_len=info.max_model_len,
         fusion=fusion,
         fusion_digest=info.fusion.digest,
+        confidences=confidences,
     )

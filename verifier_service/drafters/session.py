@@ -228,7 +228,8 @@ class AwaitedAnswer:
         self.committed = None  # they are read once
         if committed is None or not is_there:
             return None
-        tokens = self.stream.read_early_drafts(committed.announced)[committed.places]
+        drafts = self.stream.read_early_drafts(committed.announced)[committed.places]
+        tokens = drafts[..., 0] if committed.announced.confidences else drafts
         tokens = tokens[np.arange(tokens.shape[1]) < np.array(self.num_drafts)[:, None]]
         return tokens if _are_ids(tokens, vocab_size) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class HeadInfo:
     max_model_len: int
     fusion: FeatureFusion | None = None  # applied before features are sent; None sends them as they are
     fusion_digest: str = ""
+    confidences: bool = False  # whether each draft comes with its confidence
 
     @property
     def kind(self) -> FeatureKind:
@@ -97,6 +99,12 @@ class AnnouncedStep(NamedTuple):
     announced_id: int
     num_drafts: int  # of each sequence
     num_sequences: int
+    confidences: bool  # whether each early draft comes with its confidence
+
+    @property
+    def early_shape(self) -> tuple[int, ...]:
+        """Shape of the early drafts; see `EarlyDrafts` in draft.proto."""
+        return (self.num_sequences, self.num_drafts, 2) if self.confidences else (self.num_sequences, self.num_drafts)
 
 
 class Stream:
@@ -204,20 +212,22 @@ class Stream:
             features.take_back()
             return None
         self._last_announced = message.announced_id
-        return AnnouncedStep(message.announced_id, message.num_drafts, len(message.sequence_ids))
+        return AnnouncedStep(
+            message.announced_id, message.num_drafts, len(message.sequence_ids), self.head.confidences
+        )
 
     def has_early_drafts(self, announced: AnnouncedStep) -> bool:
         """Whether the drafts of an announced step have been written."""
         if self._early is None:
             return False
         announced_id, body = self._early
-        num_numbers = announced.num_sequences * announced.num_drafts
+        num_numbers = math.prod(announced.early_shape)
         return announced_id == announced.announced_id and body.num_numbers == num_numbers and body.is_written
 
     def read_early_drafts(self, announced: AnnouncedStep) -> np.ndarray:
-        """A copy of them, int32 [S, k], which is not checked."""
+        """A copy of them, int32 of `early_shape`, which is not checked."""
         assert self._early is not None
-        return self._early[1].read((announced.num_sequences, announced.num_drafts))
+        return self._early[1].read(announced.early_shape)
 
     def _take_early(self, early: draft_pb2.EarlyDrafts, body: Body | None) -> None:
         """The drafter has begun an announced step; it gives up what it had begun before."""

@@ -71,6 +71,7 @@ class EngineHost:
                 carriers,
                 rendezvous_dir,
                 fuses_features=fuses_features,
+                confidences=self.engine.drafting.is_adaptive,
             ),
         )
 

@@ -1,0 +1,31 @@
+"""How sure a head is of a draft, without a look at the draft itself."""
+
+from __future__ import annotations
+
+import torch
+
+from drafter_service.heads.operations import uses_triton
+
+
+def max_probability(logits: torch.Tensor) -> torch.Tensor:
+    """Return the highest probability of each row's distribution, at temperature 1.
+
+    Whether a draft is verified may depend on this: it is a function of the distribution that the draft is drawn from,
+    not of the draft (DSpark, arXiv 2607.05147, appendix A).
+
+    Parameters
+    ----------
+    logits
+        [N, V_draft] of any floating-point type.
+
+    Returns
+    -------
+    torch.Tensor
+        [N] float32 in [0, 1]; 0 where the logits are no distribution.
+    """
+    if uses_triton(logits):
+        from drafter_service.draft_loop import kernels
+
+        return kernels.max_probability(logits)
+    highest = logits.float().softmax(-1).amax(-1)
+    return highest.nan_to_num_(0.0)
