@@ -32,8 +32,8 @@ WriteValue = Callable[[int, int, int], None]  # stream, address, value
 
 
 def ring_bytes(max_sequences: int, max_drafts: int) -> int:
-    """Return the size of a segment with both rings, for steps of so many sequences with max_drafts + 1 rows each, and for
-    their early drafts with confidences."""
+    """Return the size of a segment with both rings, for steps of so many sequences with max_drafts + 1 rows each, and
+    for their early drafts with confidences."""
     body = 2 * ALIGNMENT + _padded(_WORD_BYTES * max_sequences * max(max_drafts + 2, 2 * max_drafts))
     return _FIRST + 2 * (2 * (ALIGNMENT + MAX_MESSAGE_BYTES) + _BODIES * (body + 16 * ALIGNMENT))
 
