@@ -169,7 +169,8 @@ class DraftStream:
                 return await self._context.read()
         except TimeoutError:
             pass  # the error that follows must not keep this one
-        raise TimeoutError(f"no whole message has come within {SILENCE_S:g} s; a verifier sends one every {KEEP_ALIVE_S:g} s")
+        due = f"a verifier sends one every {KEEP_ALIVE_S:g} s"
+        raise TimeoutError(f"no whole message has come within {SILENCE_S:g} s; {due}")
 
     def _end_steps(self) -> None:
         self._all_read = True
