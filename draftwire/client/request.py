@@ -11,8 +11,9 @@ import grpc
 from draftwire.client.tls_mismatch import find_tls_mismatch
 from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
+from draftwire.contract.fields import build_message, check_limits
 from draftwire.contract.retry import retry_after_s
-from draftwire.contract.validation import build_message, build_sampling_params, check_limits
+from draftwire.contract.validation import build_sampling_params
 from draftwire.server.security import ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
@@ -48,6 +49,11 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     logprobs: int | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    bad_word_ids: Sequence[Sequence[int]] | None
+    skip_special_tokens: bool | None
+    include_stop_text: bool | None
 
 
 class Options(SamplingOptions, total=False):
@@ -57,6 +63,8 @@ class Options(SamplingOptions, total=False):
     """Draft tokens per verify step, 0 turns drafting off; default and maximum are the server's."""
     request_id: str | None
     """Name of the request in logs; default: made by the server."""
+    truncate_prompt_tokens: int | None
+    """Keep the last n tokens of the prompt; default: all."""
     timeout: float | None
     """Seconds after which the request ends with DEADLINE_EXCEEDED; default: none."""
 

@@ -1,26 +1,20 @@
 """The one validation of SamplingParams and SpeculativeConfig, and their JSON form.
 
-Limits of single fields are read from the contract (`limits` options in proto/draftwire/v1); this module adds the rules
-across fields. Both services, the client and the command line call the same functions.
+Limits of single fields are read from the contract (`limits` options in proto/draftwire/v1) by `fields`; this module adds
+the rules across fields. Both services, the client and the command line call the same functions.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
-from google.protobuf.message import Message
-
-from draftwire.contract.errors import Described, InvalidArgumentError
+from draftwire.contract.errors import InvalidArgumentError
+from draftwire.contract.fields import build_message, check_limits, enum_word, rounded, with_defaults
 from draftwire.v1 import config_pb2 as pb
-
-M = TypeVar("M", bound=Message)
 
 GREEDY = pb.DRAFT_SAMPLE_METHOD_GREEDY
 GUMBEL = pb.DRAFT_SAMPLE_METHOD_GUMBEL
@@ -56,10 +50,25 @@ def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = 
         raise InvalidArgumentError(
             "sampling_params.min_tokens", resolved.min_tokens, f"allowed range [0, max_tokens = {resolved.max_tokens}]"
         )
+    _check_masks(resolved)
     if vocab_size is not None:
-        check_token_ids("sampling_params.logit_bias", resolved.logit_bias, vocab_size)
-        check_token_ids("sampling_params.stop_token_ids", resolved.stop_token_ids, vocab_size)
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            check_token_ids(f"sampling_params.{field}", getattr(resolved, field), vocab_size)
+        for word in resolved.bad_word_ids:
+            check_token_ids("sampling_params.bad_word_ids", word.ids, vocab_size)
     return resolved
+
+
+def _check_masks(params: pb.SamplingParams) -> None:
+    if not all(word.ids for word in params.bad_word_ids):
+        raise InvalidArgumentError("sampling_params.bad_word_ids", [], "at least one token is required in each")
+    forbidden = {word.ids[0] for word in params.bad_word_ids if len(word.ids) == 1}
+    if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidArgumentError(
+            "sampling_params.allowed_token_ids",
+            list(params.allowed_token_ids),
+            "at least one token that is no bad word is required",
+        )
 
 
 def check_token_ids(
@@ -122,10 +131,10 @@ def _check_draft_logits(config: pb.SpeculativeConfig, prefix: str) -> None:
 
 def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
     k = config.num_speculative_tokens
-    rates = [_rounded(rate) for rate in config.synthetic_acceptance_rates]
+    rates = [rounded(rate) for rate in config.synthetic_acceptance_rates]
     has_length = config.HasField("synthetic_acceptance_length")
     if config.rejection_sample_method != SYNTHETIC:
-        length = _rounded(config.synthetic_acceptance_length) if has_length else None
+        length = rounded(config.synthetic_acceptance_length) if has_length else None
         for name, given in (("rates", rates), ("length", length)):
             if given:
                 raise InvalidArgumentError(
@@ -142,7 +151,7 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
     if has_length and config.synthetic_acceptance_length > k + 1:
         raise InvalidArgumentError(
             f"{prefix}synthetic_acceptance_length",
-            _rounded(config.synthetic_acceptance_length),
+            rounded(config.synthetic_acceptance_length),
             f"allowed range [1, num_speculative_tokens + 1 = {k + 1}]",
         )
     if rates and len(rates) != k:
@@ -151,97 +160,6 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
         )
     if any(later > earlier for earlier, later in pairwise(rates)):
         raise InvalidArgumentError(f"{prefix}synthetic_acceptance_rates", rates, "must not increase")
-
-
-def check_limits(message: Message, prefix: str = "") -> None:
-    """Checks every set field, in depth, against the `limits` written in the contract.
-
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field (with `prefix`), its value and its allowed range.
-    """
-    for field, value in message.ListFields():
-        path = prefix + field.name
-        limits = _limits(field)
-        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        entries = list(value.values()) if is_map else list(value) if field.is_repeated else [value]
-        if limits.HasField("max_items") and len(entries) > limits.max_items:
-            raise InvalidArgumentError(
-                path, Described(f"{len(entries)} entries"), f"at most {limits.max_items} entries"
-            )
-        if field.message_type is None and field.enum_type is None and not limits.ListFields():
-            continue  # as the ids of a long prompt
-        for entry in entries:
-            if field.enum_type is not None:
-                _check_enum(field.enum_type, entry, path)
-            elif isinstance(entry, Message):
-                check_limits(entry, path + ".")
-            else:
-                _check_value(entry, limits, path)
-
-
-def _fields(message: Message) -> list[FieldDescriptor]:
-    # The type stubs name the descriptors of one protobuf implementation beside the public ones.
-    return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))
-
-
-def limits_of(message: Message, name: str) -> pb.Limits:
-    """Limits of a message's field, as the contract states them; empty where it states none."""
-    return next(_limits(field) for field in _fields(message) if field.name == name)
-
-
-def _limits(field: FieldDescriptor) -> pb.Limits:
-    extensions: Any = field.GetOptions().Extensions
-    return cast(pb.Limits, extensions[pb.limits])
-
-
-def _check_enum(enum: EnumDescriptor, value: int, path: str) -> None:
-    if value not in enum.values_by_number:
-        allowed = ", ".join(f"{v.number} ({v.name})" for v in enum.values)
-        raise InvalidArgumentError(path, value, f"allowed: {allowed}")
-
-
-def _check_value(value: Any, limits: pb.Limits, path: str) -> None:
-    if isinstance(value, str):
-        size = len(value.encode())
-        if limits.HasField("max_bytes") and not 1 <= size <= limits.max_bytes:
-            raise InvalidArgumentError(path, value, f"allowed length 1 to {limits.max_bytes} bytes, got {size}")
-        return
-    if not (limits.HasField("min") or limits.HasField("max")) or isinstance(value, bool):
-        return
-    too_low = limits.HasField("min") and (value <= limits.min if limits.exclusive_min else value < limits.min)
-    too_high = limits.HasField("max") and value > limits.max
-    if too_low or too_high or not math.isfinite(value):
-        raise InvalidArgumentError(path, _rounded(value), f"allowed range {range_text(limits)}")
-
-
-def range_text(limits: pb.Limits) -> str:
-    """The allowed range in interval notation: `(0, 1]`, `[0, inf)`."""
-    low = f"{'(' if limits.exclusive_min else '['}{limits.min:.10g}" if limits.HasField("min") else "(-inf"
-    return f"{low}, {limits.max:.10g}]" if limits.HasField("max") else f"{low}, inf)"
-
-
-def _rounded(value: float) -> float:
-    """Undoes the digits that float32 adds to a decimal number."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def with_defaults(message: M) -> M:
-    """A copy in which every unset field with a default in the contract is set to it."""
-    filled = type(message)()
-    filled.CopyFrom(message)
-    for field in _fields(filled):
-        limits = _limits(field)
-        if limits.HasField("default") and not filled.HasField(field.name):
-            setattr(filled, field.name, _cast(field, limits.default))
-    return filled
-
-
-def _cast(field: FieldDescriptor, value: float) -> float | int | bool:
-    if field.type == FieldDescriptor.TYPE_BOOL:
-        return bool(value)
-    return value if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE) else int(value)
 
 
 def build_sampling_params(**options: Any) -> pb.SamplingParams:
@@ -354,11 +272,11 @@ def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any
         if field.name == "draft_logits":
             mapping[field.name] = {"top_n": value.n} if value.form == TOP_N else draft_logits_text(value)
         elif field.enum_type is not None:
-            mapping[field.name] = _enum_word(field.enum_type, value)
+            mapping[field.name] = enum_word(field.enum_type, value)
         elif field.is_repeated:
-            mapping[field.name] = [_rounded(entry) for entry in value]
+            mapping[field.name] = [rounded(entry) for entry in value]
         else:
-            mapping[field.name] = _rounded(value)
+            mapping[field.name] = rounded(value)
     return mapping
 
 
@@ -366,80 +284,4 @@ def draft_logits_text(logits: pb.DraftLogits) -> str:
     """`none`, `dense` or `top_n=64`."""
     if logits.form == TOP_N:
         return f"top_n={logits.n}"
-    return _enum_word(pb.DraftLogitsForm.DESCRIPTOR, logits.form or NONE)
-
-
-def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
-    """Sets fields of `message` by name; nested messages are mappings, enum values lower-case words.
-
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field (with `prefix`) for an unknown name or a wrong type.
-    """
-    fields = {field.name: field for field in _fields(message)}
-    for name, value in options.items():
-        if name not in fields:
-            raise InvalidArgumentError(prefix + name, value, f"unknown name; known: {', '.join(sorted(fields))}")
-        field = fields[name]
-        try:
-            if field.enum_type is not None:
-                setattr(message, name, _enum_number(field.enum_type, value, prefix + name))
-            elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-                getattr(message, name).update({_map_key(key): _number(entry) for key, entry in value.items()})
-            elif field.message_type is not None:
-                build_message(getattr(message, name), value, f"{prefix}{name}.")
-            elif field.is_repeated:
-                if isinstance(value, str):
-                    raise TypeError("expected a list")
-                getattr(message, name).extend(_not_boolean(entry) for entry in value)
-            else:
-                if isinstance(value, bool) != (field.type == FieldDescriptor.TYPE_BOOL):
-                    raise TypeError(f"expected {'true or false' if not isinstance(value, bool) else 'a number'}")
-                setattr(message, name, value)
-        except InvalidArgumentError:
-            raise
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            limits = _limits(field)
-            has_range = limits.HasField("min") or limits.HasField("max")
-            allowed = f"allowed range {range_text(limits)}" if has_range else _type_text(field)
-            raise InvalidArgumentError(prefix + name, value, f"{allowed} ({error})") from error
-    return message
-
-
-def _not_boolean(value: Any) -> Any:
-    """Return a value that protobuf is to take: it would take true for the number 1."""
-    if isinstance(value, bool):
-        raise TypeError("expected no true or false")
-    return value
-
-
-def _number(value: Any) -> float:
-    return float(_not_boolean(value))
-
-
-def _map_key(value: Any) -> int:
-    """Return the integer that a key is, or that it spells: the keys of JSON objects are strings."""
-    return int(value) if isinstance(value, str) else operator.index(_not_boolean(value))
-
-
-def _type_text(field: FieldDescriptor) -> str:
-    words = {FieldDescriptor.TYPE_BOOL: "true or false", FieldDescriptor.TYPE_STRING: "text"}
-    word = words.get(field.type, "a 64-bit integer" if field.type == FieldDescriptor.TYPE_INT64 else "a number")
-    return f"must be {'a list of ' if field.is_repeated else ''}{word}"
-
-
-def _enum_prefix(enum: EnumDescriptor) -> str:
-    return enum.values[0].name.removesuffix("UNSPECIFIED")
-
-
-def _enum_word(enum: EnumDescriptor, number: int) -> str:
-    return enum.values_by_number[number].name.removeprefix(_enum_prefix(enum)).lower()
-
-
-def _enum_number(enum: EnumDescriptor, word: Any, path: str) -> int:
-    prefix = _enum_prefix(enum)
-    words = {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
-    if not isinstance(word, str) or word not in words:
-        raise InvalidArgumentError(path, word, f"allowed: {', '.join(words)}")
-    return words[word]
+    return enum_word(pb.DraftLogitsForm.DESCRIPTOR, logits.form or NONE)

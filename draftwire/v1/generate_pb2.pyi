@@ -69,20 +69,22 @@ DRAFTER_STATE_PROBING: DrafterState
 DRAFTER_STATE_EXPELLED: DrafterState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling_params", "num_speculative_tokens", "request_id")
+    __slots__ = ("text", "token_ids", "chat", "sampling_params", "num_speculative_tokens", "request_id", "truncate_prompt_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
     sampling_params: _config_pb2.SamplingParams
     num_speculative_tokens: int
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

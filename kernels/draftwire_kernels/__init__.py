@@ -8,7 +8,14 @@ from draftwire_kernels.attention import paged_attention
 from draftwire_kernels.gumbel import gumbel_sample
 from draftwire_kernels.keys import derive_stream_keys
 from draftwire_kernels.logits_processing import process_logits
-from draftwire_kernels.logits_sampling import LogitBias, LogitsSampling, Penalties, Suppression
+from draftwire_kernels.logits_sampling import (
+    AllowedTokens,
+    ForbiddenSequences,
+    LogitBias,
+    LogitsSampling,
+    Penalties,
+    Suppression,
+)
 from draftwire_kernels.noise import NOISE_VERSION
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 from draftwire_kernels.rates import acceptance_length_to_rates, unconditional_to_conditional_rates
@@ -19,8 +26,10 @@ from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 __all__ = [
     "BLOCK_SIZE",
     "NOISE_VERSION",
+    "AllowedTokens",
     "BatchBuffers",
     "DraftLogits",
+    "ForbiddenSequences",
     "LogitBias",
     "LogitsSampling",
     "Penalties",

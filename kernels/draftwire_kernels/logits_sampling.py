@@ -73,12 +73,54 @@ class Suppression:
 
 
 @dataclass(frozen=True)
+class AllowedTokens:
+    """The only tokens that a request may draw; all others are set to -inf in each of its rows.
+
+    Attributes
+    ----------
+    slot : Tensor
+        [B] int64, the request's row of the table, -1 for a request that may draw every token.
+    mask : Tensor
+        [S, V] bool, True for allowed tokens.
+    """
+
+    slot: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class ForbiddenSequences:
+    """Sequences of tokens that the output must not contain (bad words).
+
+    The last token of a sequence is set to -inf in a row whose output, the row's draft prefix included, ends with the
+    tokens before it. The prompt does not count. Semantics of vLLM's ``bad_words`` (vLLM PRs 9717, 13376).
+
+    Attributes
+    ----------
+    slot : Tensor
+        [B] int64, the request's row of the three tables, -1 for a request without sequences.
+    last : Tensor
+        [S, M] int64, the last token of each sequence, a valid id; a short list repeats one of its sequences.
+    before : Tensor
+        [S, M, L] int64, the tokens before it, right-aligned; -2 where a sequence is shorter.
+    tail : Tensor
+        [S, L] int64, the last tokens of the output, right-aligned; -1 before its beginning. Drafts of this step are not
+        in it: the rows' draft prefixes are added here.
+    """
+
+    slot: Tensor
+    last: Tensor
+    before: Tensor
+    tail: Tensor
+
+
+@dataclass(frozen=True)
 class LogitsSampling:
     """What `process_logits` does to each request's rows. A field that is None is used by nobody.
 
-    Tensors lie on the device of the logits or, all but the tables of `penalties`, `bias` and
-    `suppression`, on the CPU; when `cu_rows` and the
-    fields in use are on the CPU, finding the rows that need work does not wait for the device.
+    Tensors lie on the device of the logits or, all but the tables of `allowed`, `forbidden`, `penalties`, `bias` and
+    `suppression`, on the CPU; when `cu_rows` and the fields in use are on the CPU, finding the rows that need work does
+    not wait for the device.
 
     Attributes
     ----------
@@ -88,7 +130,7 @@ class LogitsSampling:
         [B] float32; the filters look at softmax(logits / temperature) and skip requests at 0.
     draft_tokens : Tensor or None
         [R - B] int64 as in `rejection_sample`; row j of a request counts its drafts 0 .. j - 1 as output. Required
-        with `penalties` when there are drafts, unused otherwise.
+        with `penalties` or `forbidden` when there are drafts, unused otherwise.
     top_k : Tensor or None
         [B] int32, 0 (or at least V) is off.
     top_p : Tensor or None
@@ -98,6 +140,8 @@ class LogitsSampling:
     penalties : Penalties or None
     bias : LogitBias or None
     suppression : Suppression or None
+    allowed : AllowedTokens or None
+    forbidden : ForbiddenSequences or None
     """
 
     cu_rows: Tensor
@@ -109,3 +153,5 @@ class LogitsSampling:
     penalties: Penalties | None = None
     bias: LogitBias | None = None
     suppression: Suppression | None = None
+    allowed: AllowedTokens | None = None
+    forbidden: ForbiddenSequences | None = None

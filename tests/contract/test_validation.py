@@ -7,15 +7,14 @@ import json
 import pytest
 
 from draftwire.contract.errors import InvalidArgumentError
+from draftwire.contract.fields import check_limits, with_defaults
 from draftwire.contract.validation import (
     build_sampling_params,
-    check_limits,
     parse_speculative_config,
     resolve_sampling_params,
     resolve_speculative_config,
     speculative_config_from_mapping,
     speculative_config_to_mapping,
-    with_defaults,
 )
 from draftwire.v1 import config_pb2 as pb
 from draftwire.v1 import generate_pb2
@@ -35,6 +34,8 @@ SAMPLING_DEFAULTS = pb.SamplingParams(
     max_tokens=16,
     min_tokens=0,
     ignore_eos=False,
+    skip_special_tokens=True,
+    include_stop_text=False,
 )
 
 GOOD_SAMPLING = [
@@ -67,6 +68,13 @@ GOOD_SAMPLING = [
     {"ignore_eos": True},
     {"logprobs": 0},
     {"logprobs": 20},
+    {"allowed_token_ids": list(range(262144))},
+    {"allowed_token_ids": [3, 4], "bad_word_ids": [[3], [4, 4]]},
+    {"bad_words": ["é" * 64] * 64},
+    {"bad_word_ids": [[0] * 16] * 128},
+    {"bad_word_ids": [{"ids": [7]}]},
+    {"skip_special_tokens": False},
+    {"include_stop_text": True},
 ]
 
 BAD_SAMPLING = [
@@ -120,7 +128,20 @@ BAD_SAMPLING = [
     ({"logit_bias": {True: 1}}, "logit_bias = {True: 1}: "),
     ({"logit_bias": {1: True}}, "logit_bias = {1: True}: "),
     ({"logit_bias": {1.5: 1}}, "logit_bias = {1.5: 1}: "),
-    ({"best_of": 2}, "best_of = 2: unknown name; known: frequency_penalty, ignore_eos, "),
+    ({"allowed_token_ids": [0] * 262145}, "allowed_token_ids = 262145 entries: at most 262144 entries"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids = [-1]: must be a list of a number"),
+    ({"allowed_token_ids": [3, 4], "bad_word_ids": [[4], [3]]}, "allowed_token_ids = [3, 4]: at least one token"),
+    ({"bad_words": ["a"] * 65}, "bad_words = 65 entries: at most 64 entries"),
+    ({"bad_words": [""]}, "bad_words = '': allowed length 1 to 128 bytes, got 0"),
+    ({"bad_words": "damn"}, "bad_words = 'damn': must be a list of text (expected a list)"),
+    ({"bad_word_ids": [[]]}, "bad_word_ids = []: at least one token"),
+    ({"bad_word_ids": [[1]] * 129}, "bad_word_ids = 129 entries: at most 128 entries"),
+    ({"bad_word_ids": [[1] * 17]}, "bad_word_ids.ids = 17 entries: at most 16 entries"),
+    ({"bad_word_ids": [1]}, "bad_word_ids.ids = 1: must be a list of a number"),
+    ({"bad_word_ids": 1}, "bad_word_ids = 1: must be a list of lists of token ids"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens = 1: must be true or false"),
+    ({"include_stop_text": "yes"}, "include_stop_text = 'yes': must be true or false"),
+    ({"best_of": 2}, "best_of = 2: unknown name; known: allowed_token_ids, bad_word_ids, "),
 ]
 
 

@@ -27,8 +27,11 @@ class ResponseText:
     ) -> None:
         self.request_id = request_id
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(codec, prompt) if codec is not None else None
+        self._detokenizer = (
+            Detokenizer(codec, prompt, skip_special_tokens=params.skip_special_tokens) if codec is not None else None
+        )
         self._stops = StopFinder(params.stop)
+        self._includes_stop = params.include_stop_text
         self._min_tokens = params.min_tokens
         self._text = ""  # of the message at hand
 
@@ -59,10 +62,10 @@ class ResponseText:
     def _write(self, token_id: int, reason: pb.FinishReason) -> str | None:
         """Write a token's text, and with the last token what is held back; return the stop text that it completes.
 
-        An end token has no text.
+        An end token has no text, unless the request wants the text of what ends the output.
         """
         self.num_tokens += 1
-        has_text = self._detokenizer is not None and reason != pb.FINISH_REASON_STOP
+        has_text = self._includes_stop or reason != pb.FINISH_REASON_STOP
         stop = self._add(self._detokenizer.push(token_id) if has_text and self._detokenizer is not None else "")
         if reason == pb.FINISH_REASON_UNSPECIFIED or stop is not None:
             return stop
@@ -73,12 +76,17 @@ class ResponseText:
         return stop
 
     def _add(self, text: str) -> str | None:
-        """Add text to the message, less what may begin a stop text; return the stop text that it completes."""
+        """Add text to the message, less what may begin a stop text; return the stop text that it completes.
+
+        A request may want that stop text in its output.
+        """
         if self.num_tokens <= self._min_tokens:
             self._text += text
             return None
         free, stop = self._stops.push(text)
         self._text += free
+        if stop is not None and self._includes_stop:
+            self._text += stop
         return stop
 
 

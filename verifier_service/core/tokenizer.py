@@ -84,6 +84,23 @@ class TextCodec:
             raise InvalidArgumentError(field, text, f"the target's tokenizer cannot encode it: {error}") from error
         return ids
 
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """Return the token ids of a word; and those after a space, if they are as many with another first one.
+
+        As vLLM's `SamplingParams.update_from_tokenizer`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When the tokenizer fails on the word.
+        """
+        plain, spaced = (
+            self._encode(space + word.lstrip(), "sampling_params.bad_words", add_special_tokens=False)
+            for space in ("", " ")
+        )
+        is_another = len(spaced) == len(plain) and spaced[:1] != plain[:1]
+        return [plain, spaced] if is_another else [plain]
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens, without special ones.
 
@@ -92,8 +109,15 @@ class TextCodec:
         ValueError
             When the tokenizer fails on them.
         """
+        return self._decode(token_ids, skip_special_tokens=True)
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones included; raises as `decode`."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         try:
-            text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -153,15 +177,17 @@ class Detokenizer:
     however many have brought no text: clients choose those tokens, and all clients wait for the text of each.
     """
 
-    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._codec = codec
-        self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in codec.silent_ids]
+    def __init__(self, codec: TextCodec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        """Without `skip_special_tokens`, special tokens have their text."""
+        self._decode = codec.decode if skip_special_tokens else codec.decode_all
+        self._silent_ids = codec.silent_ids if skip_special_tokens else frozenset[int]()
+        self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in self._silent_ids]
         self._context_text: str | None = None  # decoded when it is needed
         self._pending: list[int] = []  # tokens whose text is not out
 
     def push(self, token_id: int) -> str:
         """New text once `token_id` follows; may be empty."""
-        if token_id in self._codec.silent_ids:
+        if token_id in self._silent_ids:
             return ""
         self._pending.append(token_id)
         text = self._text()
@@ -180,8 +206,8 @@ class Detokenizer:
     def _text(self) -> str:
         """Text of the pending tokens."""
         if self._context_text is None:
-            self._context_text = self._codec.decode(self._context)
-        return self._codec.decode(self._context + self._pending)[len(self._context_text) :]
+            self._context_text = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(self._context_text) :]
 
     def _shorten(self, text: str) -> str:
         """Give out the text of all pending tokens but the last `KEPT_PENDING`, which may begin a character.
@@ -190,12 +216,12 @@ class Detokenizer:
         context. Byte fallback needs that: it writes every byte of a run that is no UTF-8 as a replacement character.
         """
         kept, given = self._pending[-KEPT_PENDING:], self._pending[:-KEPT_PENDING]
-        whole = [self._codec.decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
+        whole = [self._decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
         if not whole[-1].startswith(whole[0]):
             return self._give_out(text)
         expected = [one[len(whole[0]) :] for one in whole]
         for context in (self._context, given):
-            own = [self._codec.decode(context + kept[:count]) for count in range(KEPT_PENDING + 1)]
+            own = [self._decode(context + kept[:count]) for count in range(KEPT_PENDING + 1)]
             if own == [own[0] + one for one in expected]:
                 free = text[: len(text) - len(expected[-1])]
                 self._context, self._context_text, self._pending = context, own[0], kept

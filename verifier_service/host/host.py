@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from draftwire.contract.validation import with_defaults
+from draftwire.contract.fields import with_defaults
 from draftwire.contract.version import VERSION
 from draftwire.server.security import ClientSecurity
 from draftwire.transport import ALL_CARRIERS

@@ -1,4 +1,4 @@
-"""Turns the target's logits into those that requests sample from: bias, min_tokens, penalties and filters."""
+"""Turns the target's logits into those that requests sample from: masks, bias, min_tokens, penalties and filters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from draftwire.contract import validation as cfg
+from draftwire.contract.fields import limits_of
 from draftwire.v1 import config_pb2
 from draftwire_kernels import LogitBias, LogitsSampling, Suppression, process_logits
 from verifier_service.core.batch import ScheduledRows
@@ -15,9 +15,10 @@ from verifier_service.core.request import Request
 from verifier_service.sampling.sampling_spec import SamplingSpec
 from verifier_service.sampling.token_history import TokenHistory
 from verifier_service.sampling.token_lists import TokenLists
+from verifier_service.sampling.token_masks import AllowedLists, BadWords
 
-MOST_BIASED_TOKENS = cfg.limits_of(config_pb2.SamplingParams(), "logit_bias").max_items
-MOST_STOP_TOKENS = cfg.limits_of(config_pb2.SamplingParams(), "stop_token_ids").max_items
+MOST_BIASED_TOKENS = limits_of(config_pb2.SamplingParams(), "logit_bias").max_items
+MOST_STOP_TOKENS = limits_of(config_pb2.SamplingParams(), "stop_token_ids").max_items
 
 
 class LogitsProcessor:
@@ -29,6 +30,8 @@ class LogitsProcessor:
         self._history = TokenHistory(max_num_seqs, vocab_size, device)
         self._biases = TokenLists(max_num_seqs, MOST_BIASED_TOKENS, device)
         self._end_ids = TokenLists(max_num_seqs, MOST_STOP_TOKENS + len(eos_token_ids), device)
+        self._allowed = AllowedLists(max_num_seqs, vocab_size, device)
+        self._bad_words = BadWords(max_num_seqs, device)
 
     def spec(self, request: Request) -> SamplingSpec:
         """Return the request's parameters; the first call copies its lists of tokens to the device."""
@@ -39,17 +42,22 @@ class LogitsProcessor:
                 self._biases.add(request, spec.bias_tokens, spec.bias_values)
             if spec.min_tokens > 0 and len(spec.end_ids) > 0:
                 self._end_ids.add(request, spec.end_ids)
+            if len(spec.allowed) > 0:
+                self._allowed.add(request, spec.allowed)
+            if spec.bad_words:
+                self._bad_words.add(request, spec.bad_words)
         return spec
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that has ended or was preempted."""
         self._specs.pop(request, None)
-        for tables in (self._history, self._biases, self._end_ids):
+        for tables in (self._history, self._biases, self._end_ids, self._allowed, self._bad_words):
             tables.release(request)
 
     def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
-        """Count drawn tokens as output, for penalties; see `TokenHistory.count`."""
+        """Count drawn tokens as output, for penalties and bad words; see `TokenHistory.count`."""
         self._history.count(works, drawn)
+        self._bad_words.count(works, drawn)
 
     def process(
         self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
@@ -61,18 +69,23 @@ class LogitsProcessor:
         requests = [work.request for work in works]
         penalties = self._history.penalties(requests, [spec.penalties for spec in specs])
         bias = self._bias(requests)
+        forbidden = self._bad_words.of(requests)
+        counts_drafts = penalties is not None or forbidden is not None
         sampling = LogitsSampling(
             cu_rows=first_rows(works),
             temperature=torch.tensor([spec.temperature for spec in specs]),
-            draft_tokens=None if penalties is None else torch.tensor(draft_tokens(works), dtype=torch.int64),
+            draft_tokens=torch.tensor(draft_tokens(works), dtype=torch.int64) if counts_drafts else None,
             top_k=_column([spec.top_k for spec in specs], 0, torch.int32),
             top_p=_column([spec.top_p for spec in specs], 1, torch.float32),
             min_p=_column([spec.min_p for spec in specs], 0, torch.float32),
             penalties=penalties,
             bias=bias,
             suppression=suppression,
+            allowed=self._allowed.of(requests),
+            forbidden=forbidden,
         )
-        # Filters keep the values that they leave; biased and penalised logits are not rounded to the target's dtype.
+        # Masks and filters keep the values that they leave. Biased and penalised logits are not rounded to the target's
+        # dtype.
         is_exact = penalties is None and bias is None
         return process_logits(logits if is_exact else logits.float(), sampling)
 

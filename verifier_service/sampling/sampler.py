@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from draftwire.contract import validation as cfg
+from draftwire.contract.fields import limits_of
 from draftwire.model.devices import record_event, upload
 from draftwire.v1 import config_pb2
 from draftwire_kernels import (
@@ -27,7 +28,7 @@ from verifier_service.sampling.logits_processor import LogitsProcessor, draft_to
 from verifier_service.sampling.sampling_spec import SamplingSpec
 
 # Tokens of a row whose log probabilities can be told.
-MOST_LIKELIEST = int(cfg.limits_of(config_pb2.SamplingParams(), "logprobs").max)
+MOST_LIKELIEST = int(limits_of(config_pb2.SamplingParams(), "logprobs").max)
 
 METHOD_NAMES = {
     cfg.STANDARD: "standard",

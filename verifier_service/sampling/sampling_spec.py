@@ -33,6 +33,8 @@ class SamplingSpec:
     top_p: float
     min_p: float
     penalties: PenaltyStrengths
+    allowed: np.ndarray  # [a] int64, the only tokens that may be drawn; empty for all
+    bad_words: tuple[tuple[int, ...], ...]  # sequences of tokens that the output must not contain
     bias_tokens: np.ndarray  # [n] int64
     bias_values: np.ndarray  # [n] float32
     min_tokens: int
@@ -54,6 +56,8 @@ class SamplingSpec:
             top_p=params.top_p,
             min_p=params.min_p,
             penalties=penalties,
+            allowed=np.array(params.allowed_token_ids, np.int64),
+            bad_words=tuple(tuple(word.ids) for word in params.bad_word_ids),
             bias_tokens=np.array([token for token, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             min_tokens=params.min_tokens,
@@ -67,4 +71,5 @@ class SamplingSpec:
     @property
     def keeps_logits(self) -> bool:
         """Return whether the request samples from the target's own logits, once min_tokens are out."""
-        return not (self.has_filter or self.has_penalties or len(self.bias_tokens) > 0)
+        has_lists = len(self.bias_tokens) > 0 or len(self.allowed) > 0 or len(self.bad_words) > 0
+        return not (self.has_filter or self.has_penalties or has_lists)
