@@ -53,7 +53,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Likewise a token id."),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token."),
         click.option("--logprobs", type=int, metavar="N", help="Report the N likeliest tokens, with --json."),
-        click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Draw only these tokens."),
+        click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Draw these ids alone."),
         click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Not in the output; repeatable."),
         click.option("--skip-special-tokens/--keep-special-tokens", default=None, help="In the text.  [default: skip]"),
         click.option("--include-stop-text", is_flag=True, default=None, help="End after the stop text, not before it."),

@@ -1,7 +1,7 @@
 """The one validation of SamplingParams and SpeculativeConfig, and their JSON form.
 
-Limits of single fields are read from the contract (`limits` options in proto/draftwire/v1) by `fields`; this module adds
-the rules across fields. Both services, the client and the command line call the same functions.
+Limits of single fields are read from the contract (`limits` options in proto/draftwire/v1), see `fields`. This module
+adds the rules across fields. Both services, the client and the command line call the same functions.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from draftwire_kernels.reference.layout import Layout
 def process_logits(logits: Tensor, sampling: LogitsSampling, *, backend: str = "auto") -> Tensor:
     """Turn the target's logits into those of the distribution that is sampled; filtered tokens are -inf.
 
-    In this order: allowed tokens and forbidden sequences, bias, suppression, penalties, min-p, top-k, top-p, each on what
-    the one before it left.
+    In this order: allowed tokens and forbidden sequences, bias, suppression, penalties, min-p, top-k, top-p, each on
+    what the one before it left.
 
     - Masks set tokens to -inf: those that are not allowed, and those that would complete a forbidden sequence. Output
       includes the row's draft prefix.

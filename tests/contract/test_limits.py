@@ -87,6 +87,12 @@ WORDS = {
     "`logit_bias`, `stop_token_ids`": [
         str(field(SAMPLING, "logit_bias").max_items), f"{field(SAMPLING, 'stop_token_ids').max_items} entries"
     ],
+    "`allowed_token_ids`": [f"{field(SAMPLING, 'allowed_token_ids').max_items} entries"],
+    "`bad_words`; `bad_word_ids`": [
+        f"{field(SAMPLING, 'bad_words').max_items} texts of at most {field(SAMPLING, 'bad_words').max_bytes} bytes",
+        f"{field(SAMPLING, 'bad_word_ids').max_items} sequences of at most "
+        f"{field(config_pb2.TokenSequence, 'ids').max_items} tokens",
+    ],
     "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
     "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
     "`request_id` or metadata `x-request-id`; name of a verifier": [

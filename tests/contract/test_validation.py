@@ -176,7 +176,10 @@ def test_options_of_none_count_as_not_given():
     assert build_sampling_params(temperature=None, seed=None, stop=None) == pb.SamplingParams()
 
 
-@pytest.mark.parametrize("options", [{"logit_bias": {10: 1}}, {"stop_token_ids": [3, 10]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"logit_bias": {10: 1}}, {"stop_token_ids": [3, 10]}, {"allowed_token_ids": [10]}, {"bad_word_ids": [[3, 10]]}],
+)
 def test_token_ids_must_be_in_the_vocabulary(options):
     params = build_sampling_params(**options)
     (name,) = options

@@ -36,6 +36,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Those that differ from the default, as the client takes them."""
@@ -81,6 +83,7 @@ class Law:
         digits = VOCAB ** np.arange(depth - 1, -1, -1)
         outputs = np.arange(VOCAB**depth)[:, None] // digits % VOCAB
         counts = (outputs[:, :, None] == np.arange(VOCAB)).sum(1)
+        logits[forbidden(outputs, sampling)] = -np.inf
         return distribution(logits, sampling, np.isin(np.arange(VOCAB), self.prompt), counts)
 
     def draft_rows(self, head: str, temperature: float, depth: int) -> Array:
@@ -165,6 +168,18 @@ def chi_square_ratio(counts: Array, law: Array) -> float:
 def softmax(x: Array) -> Array:
     powers = np.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
+
+
+def forbidden(outputs: NDArray[np.int64], sampling: Sampling) -> NDArray[np.bool_]:
+    """[N, VOCAB]: tokens that are not allowed, or would complete a bad word, after each output [N, depth]."""
+    masked = np.zeros((len(outputs), VOCAB), bool)
+    if sampling.allowed_token_ids:
+        masked[:, sorted(set(range(VOCAB)) - set(sampling.allowed_token_ids))] = True
+    for *before, last in sampling.bad_word_ids:
+        first = outputs.shape[1] - len(before)
+        if first >= 0:
+            masked[:, last] |= (outputs[:, first:] == before).all(1)
+    return masked
 
 
 def distribution(logits: Array, sampling: Sampling, in_prompt: NDArray[np.bool_], counts: NDArray[np.int64]) -> Array:

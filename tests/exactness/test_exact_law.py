@@ -20,6 +20,8 @@ pytestmark = pytest.mark.xdist_group("exactness_law")
 REQUESTS = 1200
 FILTERED = Sampling(temperature=0.6, top_p=0.9, min_p=0.03, repetition_penalty=1.2, frequency_penalty=0.3)
 PENALISED = Sampling(temperature=1.3, top_k=6, presence_penalty=0.6)
+MASKED = Sampling(allowed_token_ids=(0, 1, 2, 4, 5, 7), bad_word_ids=((5,), (1, 1), (2, 4), (0, 7), (7, 1, 0)))
+MASKED_TOO = Sampling(temperature=0.8, top_p=0.95, bad_word_ids=((3, 3), (6,), (1, 2, 1), (0,), (4, 4), (7, 2)))
 
 CASES = [
     Case("greedy", seeded=False),
@@ -28,9 +30,12 @@ CASES = [
     Case("gumbel", prompt=1, seeded=False),
     Case("gumbel", head="reduced", k=4, seeded=False),
     Case("gumbel", sampling=PENALISED, seeded=False),
+    Case("greedy", sampling=MASKED, seeded=False),
+    Case("gumbel", sampling=MASKED_TOO, prompt=1, seeded=False),
     Case("dense", k=4),
     Case("dense", head="reduced", prompt=1),
     Case("dense", sampling=FILTERED),
+    Case("dense", sampling=MASKED, k=4),
     Case("dense", use_fp64=True, prompt=1),
     Case("top-3"),
     Case("top-2", head="reduced", sampling=PENALISED),
@@ -43,6 +48,7 @@ INDEPENDENT_OF_DRAFTS = [
     Case("greedy", head="reduced", prompt=1, k=4),
     Case("greedy", sampling=FILTERED),
     Case("gumbel", sampling=PENALISED),
+    Case("greedy", sampling=MASKED),
     Case("greedy", method="coupled", prompt=1),
     Case("gumbel", method="coupled", prompt=1),
     Case("gumbel", head="reduced", method="coupled", sampling=FILTERED),

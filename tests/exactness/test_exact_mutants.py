@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from exact_cases import Case
-from exact_law import LENGTH, Law
+from exact_law import LENGTH, Law, Sampling
 from exact_pair import VOCAB
 from exact_services import sample, serve_verifier
 
 from draftwire_kernels import DraftLogits, RejectionResult, gumbel_sample, rejection_sample
+from draftwire_kernels.reference import masks
+from draftwire_kernels.reference.masks import forbid_sequences
 from draftwire_kernels.reference.noise import gumbel_noise, row_state
 from verifier_service.sampling import sampler
 from verifier_service.target.target import Target
@@ -107,3 +109,19 @@ def test_mutant_fails(
     ratio = law.refutation([one.tokens for one in samples], case.sampling)
     print(f"{ratio:.1f}")
     assert ratio > BLOWN
+
+
+def test_bad_words_without_the_drafts_before_a_row_fail(
+    laws: list[Law], target: Target, drafters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose output lacks their draft prefix draw what the law forbids."""
+
+    def blind(logits: torch.Tensor, forbidden: Any, _: Any, layout: Any) -> torch.Tensor:
+        return forbid_sequences(logits, forbidden, None, layout)
+
+    monkeypatch.setattr(masks, "forbid_sequences", blind)
+    sampling = Sampling(bad_word_ids=((1, 1), (2, 4), (0, 7), (7, 1, 0), (3, 3), (6, 6), (4, 5)))
+    law, case = laws[0], Case("greedy", sampling=sampling, seeded=False)
+    with serve_verifier(target, case.config(), [drafters[case.head]]) as address:
+        samples = sample(address, law.prompt, case.seeds(REQUESTS), max_tokens=LENGTH, **sampling.options())
+    assert law.refutation([one.tokens for one in samples], sampling) > BLOWN

@@ -69,6 +69,8 @@ def plain(pairs) -> list[Completion]:
         {"min_tokens": 38},
         {"ignore_eos": True},
         {"stop_token_ids": [221, 264], "min_tokens": 7},
+        {"allowed_token_ids": list(range(30, 290, 2))},
+        {"bad_words": [" the", " and", "in"], "bad_word_ids": [[221], [263, 264]]},
     ],
     ids=lambda options: ",".join(options),
 )

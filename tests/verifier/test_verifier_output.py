@@ -78,6 +78,10 @@ class CountingCodec:
         self.num_decoded += len(ids)
         return self._codec.decode(ids)
 
+    def decode_all(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return self._codec.decode_all(ids)
+
 
 def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
@@ -322,6 +326,26 @@ class TestOutput:
     def test_stop_text_completed_by_the_last_token_is_found(self, codec):
         piece = push(builder(codec, stop=["ab"], max_tokens=2), [*ids_of("a"), *ids_of("b")])
         assert (piece.text, piece.stop_text, piece.finish_reason) == ("", "ab", pb.FINISH_REASON_STOP)
+
+    def test_the_stop_text_may_be_part_of_the_text(self, codec):
+        output = builder(codec, stop=["XYZ"], include_stop_text=True)
+        assert push(output, ids_of("aX")).text == "a"
+        second = push(output, ids_of("Y") + ids_of("Z") + ids_of("b"))
+        assert (second.text, second.stop_text, second.token_ids) == ("XYZ", "XYZ", ids_of("YZ"))
+
+    def test_the_stop_token_may_have_its_text(self, codec):
+        a, b = ids_of("a"), ids_of("b")
+        assert push(builder(codec, stop_token_ids=b, include_stop_text=True), [*a, *b, *a]).text == "ab"
+        assert push(builder(codec, include_stop_text=True), [*a, EOS]).text == "a"
+        with_special = builder(codec, include_stop_text=True, skip_special_tokens=False)
+        assert push(with_special, [*a, EOS]).text == "a<eos>"
+
+    def test_special_tokens_may_have_their_text(self, codec):
+        a = ids_of("a")
+        kept = {"skip_special_tokens": False, "ignore_eos": True}
+        assert push(builder(codec, **kept), [*a, EOS, *a]).text == "a<eos>a"
+        assert push(builder(codec, stop=["eos>"], **kept), [*a, EOS, *a]).text == "a<"
+        assert push(builder(codec, skip_special_tokens=False), [*a, EOS]).text == "a"
 
     def test_without_a_tokenizer_there_are_only_tokens(self):
         piece = push(builder(None), [1, 2, EOS])

@@ -25,6 +25,9 @@ class Letters:
         self._broken = broken
         self._times = times
 
+    def decode_all(self, ids: list[int]) -> str:
+        return self.decode(ids)
+
     def decode(self, ids: list[int]) -> str:
         self.threads.add(threading.current_thread().name)
         text = "".join(chr(ord("a") + token) for token in ids)

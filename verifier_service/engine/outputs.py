@@ -97,7 +97,8 @@ class RequestOutputs:
         else:
             request.num_computed = row.start + len(row.tokens)
         if not tokens:
-            self.fail(request, ServerError("the target's logits are not finite for this request"))
+            causes = "the target's logits are not finite, or allowed_token_ids and bad words leave no token"
+            self.fail(request, ServerError(f"no token can be drawn: {causes}"))
             return
         if request.first_token is None:
             request.first_token = now

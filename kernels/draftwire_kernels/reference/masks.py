@@ -1,4 +1,4 @@
-"""Tokens that a request must not draw, set to -inf. Functions return new logits, or the given ones if nothing changes."""
+"""Tokens that must not be drawn, set to -inf. Functions return new logits, or the given ones if nothing changes."""
 
 import torch
 from torch import Tensor
