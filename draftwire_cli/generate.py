@@ -71,6 +71,8 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @sampling_options
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
+@click.option("--priority", type=int, help="Lower goes first, where the server has priorities.  [default: 0]")
+@click.option("--cache-salt", metavar="TEXT", help="Share the prompt's cache within this salt.  [default: none]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
 @client_security_options
 @OTLP_ENDPOINT

@@ -18,6 +18,7 @@ from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.server.security import LOOPBACK
 from draftwire.v1 import config_pb2, generate_pb2
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from verifier_service.api.preparation import DEFAULT_RULES, RequestRules
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
 from verifier_service.core.tokenizer import TextCodec
@@ -83,12 +84,14 @@ def codec_of(tokenizer: Tokenizer, directory: Path, chat_template: str | None = 
 
 
 @asynccontextmanager
-async def served(codec: TextCodec | None) -> AsyncIterator[GenerationStub]:
+async def served(
+    codec: TextCodec | None, rules: RequestRules = DEFAULT_RULES
+) -> AsyncIterator[GenerationStub]:
     """A verifier of the tiny target."""
     limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
     host = EngineHost(tiny_target(), config, limits, [], LOOPBACK)
-    handler = RequestHandler(InProcessEngine(host), codec, config, lambda: None)
+    handler = RequestHandler(InProcessEngine(host), codec, config, lambda: None, rules)
     server = grpc.aio.server()
     add_GenerationServicer_to_server(GenerationServicer(handler), server)
     port = server.add_insecure_port("127.0.0.1:0")

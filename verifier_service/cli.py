@@ -30,6 +30,13 @@ from verifier_service.options import VerifierOptions
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at once.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="More that may wait.")
+@click.option(
+    "--scheduling-policy",
+    default="fcfs",
+    show_default=True,
+    type=click.Choice(["fcfs", "priority"]),
+    help="Who is admitted first: by arrival, or by the priority that requests name, then by arrival.",
+)
 @click.option("--max-model-len", type=click.IntRange(2), help="Positions of a request. Default: what the target has.")
 @click.option("--max-prefill-rows", default=512, show_default=True, type=click.IntRange(1), help="Prompt rows a step.")
 @click.option(

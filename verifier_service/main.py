@@ -11,6 +11,7 @@ from draftwire.model.checkpoints import resolve_directory
 from draftwire.server.bootstrap import serve
 from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import generate_pb2_grpc
+from verifier_service.api.preparation import RequestRules
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import SERVICE_NAME, GenerationServicer
 from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
@@ -62,7 +63,8 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
         loop.call_soon_threadsafe(has_failed.set)
         loop.call_soon_threadsafe(stop.set)
 
-    handler = RequestHandler(engine, codec, settings.config, stop_process)
+    rules = RequestRules(takes_priorities=options.scheduling_policy == "priority")
+    handler = RequestHandler(engine, codec, settings.config, stop_process, rules)
     await handler.start()
     try:
         await serve(

@@ -18,6 +18,7 @@ class VerifierOptions:
     dtype: str = "auto"
     max_num_seqs: int = 64
     max_queue: int = 1024
+    scheduling_policy: str = "fcfs"
     max_model_len: int | None = None
     max_prefill_rows: int = 512
     kv_cache_tokens: int | None = None

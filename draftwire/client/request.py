@@ -65,6 +65,10 @@ class Options(SamplingOptions, total=False):
     """Name of the request in logs; default: made by the server."""
     truncate_prompt_tokens: int | None
     """Keep the last n tokens of the prompt; default: all."""
+    priority: int | None
+    """Lower numbers go first, where the server schedules by priority; default 0."""
+    cache_salt: str | None
+    """The request shares the cache of its prompt only with requests of the same salt; default: none."""
     timeout: float | None
     """Seconds after which the request ends with DEADLINE_EXCEEDED; default: none."""
 

@@ -95,6 +95,11 @@ WORDS = {
     ],
     "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
     "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
+    "`priority`; `cache_salt`": [
+        f"{field(generate_pb2.GenerateRequest, 'priority').min:.0f} to "
+        f"{field(generate_pb2.GenerateRequest, 'priority').max:.0f}; "
+        f"{field(generate_pb2.GenerateRequest, 'cache_salt').max_bytes} bytes"
+    ],
     "`request_id` or metadata `x-request-id`; name of a verifier": [
         f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"
     ],

@@ -60,6 +60,21 @@ def test_hashes_are_extended_by_the_blocks_that_are_missing():
     assert hashes == hashes_of(cache, TOKENS)
 
 
+def test_a_salt_separates_all_blocks_of_its_sequences():
+    cache = PrefixCache(16)
+    by_salt = {}
+    for salt in ("", "a", "b"):
+        whole: list[bytes] = []
+        cache.extend_hashes(whole, TOKENS, 6, salt)
+        pieces: list[bytes] = []
+        for count in (1, 4, 6):
+            cache.extend_hashes(pieces, TOKENS, count, salt)
+        assert pieces == whole
+        by_salt[salt] = whole
+    assert by_salt[""] == hashes_of(cache, TOKENS)
+    assert len({block_hash for hashes in by_salt.values() for block_hash in hashes}) == 18
+
+
 def test_nobody_can_compute_the_hashes_of_another_process():
     assert hashes_of(PrefixCache(8), TOKENS)[0] != hashes_of(PrefixCache(8), TOKENS)[0]
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from odd_tokenizers import CONTEXT, VOCAB, answers, chat_request, codec_of, ids_request, text_request, word_tokenizer
+from odd_tokenizers import (
+    CONTEXT,
+    VOCAB,
+    Answer,
+    answers,
+    ask,
+    chat_request,
+    codec_of,
+    ids_request,
+    served,
+    text_request,
+    word_tokenizer,
+)
 from tokenizers import models, pre_tokenizers
 
 from draftwire.contract.validation import build_sampling_params
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import config_pb2, generate_pb2
+from draftwire.v1.generate_pb2_grpc import GenerationStub
+from verifier_service.api.preparation import RequestRules
 from verifier_service.core.tokenizer import TextCodec
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -114,3 +131,46 @@ def test_masks_that_leave_no_token_end_their_request_alone(codec: TextCodec) -> 
     assert "allowed_token_ids and bad words leave no token" in first.details
     assert len(first.token_ids) == 1
     assert other.details == ""
+
+
+async def prefix_hits(stub: GenerationStub, salts: Sequence[str | None]) -> list[int]:
+    """Rows of the same prompt that were found in the cache, for requests one after another."""
+    hits = []
+    for salt in salts:
+        request = ids_request(LONG[: CONTEXT - 10])
+        if salt is not None:
+            request.cache_salt = salt
+        messages = [message async for message in stub.Generate(request, timeout=60)]
+        hits.append(messages[-1].statistics.prefix_hit_tokens)
+    return hits
+
+
+def test_prefixes_are_shared_within_one_salt() -> None:
+    async def run() -> list[int]:
+        async with served(None) as stub:
+            return await prefix_hits(stub, [None, "a", "b", None, "a", "b", "c"])
+
+    full = (CONTEXT - 11) // BLOCK_SIZE * BLOCK_SIZE
+    assert asyncio.run(run()) == [0, 0, 0, full, full, full, 0]
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 129])
+def test_a_salt_has_a_length(salt: str) -> None:
+    request = ids_request([3])
+    request.cache_salt = salt
+    (answer,) = answers(None, [request])
+    assert answer.details.startswith("cache_salt = ")
+    assert answer.details.endswith(f"allowed length 1 to 128 bytes, got {len(salt)}")
+
+
+def test_priorities_need_their_policy() -> None:
+    request = ids_request([3])
+    request.priority = -1
+    (answer,) = answers(None, [request])
+    assert answer.details == "priority = -1: allowed: 0, since this server runs without --scheduling-policy priority"
+
+    async def run() -> Answer:
+        async with served(None, RequestRules(takes_priorities=True)) as stub:
+            return await ask(stub, request)
+
+    assert asyncio.run(run()).details == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,27 @@ def test_requests_run_in_order_up_to_the_number_that_run_at_once():
     batch.scheduler.remove(requests[0])
     assert batch.step() == requests[1:3]
     assert [one.started is not None for one in requests] == [True, True, True, False]
+
+
+def with_priority(priority: int, **options: Any) -> Request:
+    one = request(**options)
+    one.priority = priority
+    return one
+
+
+def test_requests_are_admitted_by_priority_then_arrival():
+    batch = Batch(max_num_seqs=2, max_queue=4)
+    requests = [with_priority(priority) for priority in (5, 0, 5, -1, 0)]
+    batch.add(*requests)
+    in_order = [requests[place] for place in (3, 1, 4, 0, 2)]
+    assert batch.waiting == in_order
+    assert batch.step() == in_order[:2]
+    late = with_priority(-2)
+    batch.add(late)
+    assert batch.step() == in_order[:2]  # a request that runs is not preempted for one that waits
+    assert batch.waiting == [late, *in_order[2:]]
+    batch.scheduler.remove(in_order[0])
+    assert batch.step() == [in_order[1], late]
 
 
 def test_full_queue_refuses_the_next_request():
@@ -281,6 +303,22 @@ def test_the_last_admitted_request_gives_its_blocks_to_earlier():
     assert batch.preempted == [third]
     assert (batch.running, batch.waiting) == ([first, second], [third])
     assert batch.cache.num_free == 2
+
+
+@pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 3, 2), (7, 7, 1)])
+def test_the_last_in_order_of_priority_is_preempted(priorities):
+    batch = Batch(blocks=6)
+    requests = [with_priority(priority, prompt_length=BLOCK_SIZE) for priority in priorities]
+    batch.add(*requests)
+    batch.step()
+    in_order = sorted(requests, key=lambda one: one.priority)
+    assert batch.running == in_order
+    while not batch.preempted:
+        batch.step()
+    assert batch.preempted == in_order[-1:]
+    waits = with_priority(in_order[-1].priority - 1)
+    batch.add(waits)
+    assert batch.waiting == [waits, in_order[-1]]
 
 
 def test_a_request_whose_draw_a_drafter_sees_keeps_its_blocks():

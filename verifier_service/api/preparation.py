@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from dataclasses import dataclass
 
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.fields import check_limits, limits_of
@@ -19,11 +20,30 @@ from verifier_service.host.access import EngineFacts, Submission
 LONGEST_BAD_WORD = limits_of(config_pb2.TokenSequence(), "ids").max_items
 
 
+@dataclass(frozen=True)
+class RequestRules:
+    """The operator's choices that concern single requests."""
+
+    takes_priorities: bool = False  # whether a request may have another priority than 0
+
+
+DEFAULT_RULES = RequestRules()
+
+
+
+
 class RequestPreparer:
     """Checks requests against the engine's facts and tokenises their prompts. Keeps nothing of a request."""
 
-    def __init__(self, facts: EngineFacts, codec: TextCodec | None, config: config_pb2.SpeculativeConfig) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        codec: TextCodec | None,
+        config: config_pb2.SpeculativeConfig,
+        rules: RequestRules,
+    ) -> None:
         self._facts = facts
+        self._rules = rules
         self._codec = codec
         self._config = config
         self._prompts = PromptReader(facts, codec)
@@ -54,7 +74,15 @@ class RequestPreparer:
             keys=NoiseKeys(*(int(key) for key in derive_stream_keys([seed]))),
             max_length=min(len(prompt) + params.max_tokens, self._facts.max_model_len),
             traceparent=traceparent,
+            priority=self._priority(request),
+            cache_salt=request.cache_salt,
         )
+
+    def _priority(self, request: GenerateRequest) -> int:
+        if request.priority != 0 and not self._rules.takes_priorities:
+            allowed = "allowed: 0, since this server runs without --scheduling-policy priority"
+            raise InvalidArgumentError("priority", request.priority, allowed)
+        return request.priority
 
     def _sampling_params(self, given: config_pb2.SamplingParams) -> config_pb2.SamplingParams:
         """Return the parameters with their defaults, bad words as token ids."""

@@ -19,7 +19,7 @@ from draftwire.contract.errors import (
 from draftwire.server.logs import fields
 from draftwire.v1 import config_pb2
 from draftwire.v1.generate_pb2 import GenerateRequest, GenerateResponse, GetVerifierInfoResponse
-from verifier_service.api.preparation import RequestPreparer
+from verifier_service.api.preparation import DEFAULT_RULES, RequestPreparer, RequestRules
 from verifier_service.api.request_log import Metadata, RequestWatch
 from verifier_service.api.response_stream import Unread, Write
 from verifier_service.api.response_text import ResponseText
@@ -46,11 +46,12 @@ class RequestHandler:
         codec: TextCodec | None,
         config: config_pb2.SpeculativeConfig,
         on_failure: Callable[[], None],
+        rules: RequestRules = DEFAULT_RULES,
     ) -> None:
         """`on_failure` is called, in any thread, when the engine has failed for good."""
         self.codec = codec
         self._engine = engine
-        self._preparer = RequestPreparer(engine.facts, codec, config)
+        self._preparer = RequestPreparer(engine.facts, codec, config, rules)
         self._on_failure = on_failure
         self._unread: dict[int, Unread] = {}  # by the requests' numbers
         self._texts: dict[int, ResponseText] = {}  # likewise

@@ -69,6 +69,9 @@ class Request:
     max_length: int  # tokens of prompt and output at which it ends
     traceparent: str = ""  # of its span, told to the drafters; empty without a trace
     number: int = 0  # by which its service knows it
+    priority: int = 0  # requests of a lower number go first
+    cache_salt: str = ""  # it shares cache blocks with requests of the same salt
+    arrival: int = 0  # its place among all requests in the order of arrival; set by the scheduler
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)

@@ -20,7 +20,8 @@ class PrefixCache:
     A block that nobody uses and that can be found is kept until its room is needed, the least recently used one goes
     first. Blocks that several requests use hold rows that all of them have computed, and are never written.
 
-    Hashes are keyed with a secret of the process, so that nobody can prepare two prefixes with the same hash.
+    Hashes are keyed with a secret of the process, so that nobody can prepare two prefixes with the same hash. A salt is
+    part of all hashes of its tokens: requests share blocks only with requests of the same salt, or of none as they.
     """
 
     def __init__(self, num_blocks: int, *, is_enabled: bool = True) -> None:
@@ -49,10 +50,11 @@ class PrefixCache:
         """Share of the blocks that somebody uses, [0, 1]."""
         return 1 - self.num_free / (self._pool.num_blocks - 1)
 
-    def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], num_blocks: int) -> None:
-        """Appends to `hashes`, those of the first full blocks of `tokens`, until there are `num_blocks`."""
+    def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], num_blocks: int, salt: str = "") -> None:
+        """Append to `hashes`, those of the first full blocks of `tokens`, until there are `num_blocks`."""
+        root = blake2b(salt.encode(), digest_size=_HASH_BYTES, key=self._key).digest() if salt and not hashes else b""
         for start in range(len(hashes) * BLOCK_SIZE, num_blocks * BLOCK_SIZE, BLOCK_SIZE):
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else root
             own = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
             hashes.append(blake2b(parent + own, digest_size=_HASH_BYTES, key=self._key).digest())
 

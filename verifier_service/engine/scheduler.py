@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -25,11 +26,12 @@ def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
 class Scheduler:
     """Owns the queue, the running requests and the cache blocks.
 
-    Requests are served in the order in which they came: those that run, then those that wait. A request is admitted
-    when there are blocks for its tokens, and grows block by block. When none is free, the request that was admitted
-    last is preempted: it gives its blocks back and waits, first in the queue, to be computed anew. A request of full
-    length fits into the cache, so the oldest one always goes on. Full blocks of computed rows are shared by requests
-    that begin with the same tokens.
+    Requests that wait are admitted by priority, lower numbers first, then in the order in which they came. A request is
+    admitted when there are blocks for its tokens, and grows block by block. When none is free, the running request that
+    comes last in this order is preempted: it gives its blocks back and waits, at its place in the queue, to be computed
+    anew. A waiting request never preempts a running one. A request of full length fits into the cache, so the first one
+    in this order always continues. Full blocks of computed rows are shared by requests that begin with the same tokens
+    and have the same salt.
     """
 
     def __init__(
@@ -44,11 +46,12 @@ class Scheduler:
         """`on_preempt` is called with each request that gives its blocks back for a while; `is_usable` tells whether a
         known block has all that the request needs of it.
         """
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # in the order of `_order`
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_reused_rows = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0  # tokens of requests that began, and those found
+        self._arrivals = itertools.count()
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
@@ -67,7 +70,8 @@ class Scheduler:
         """
         if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
             raise queue_full(self._max_queue, self._pace.retry_after_s())
-        self.waiting.append(request)
+        request.arrival = next(self._arrivals)
+        insort(self.waiting, request, key=_order)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:
         """Forgets a request, wherever it is, and takes its blocks back; nobody uses rows of one that has failed."""
@@ -165,7 +169,7 @@ class Scheduler:
             if self._cache.is_enabled:
                 self.prefix_cache_queries += len(request.tokens)
                 self.prefix_cache_hits += request.num_reused
-        self.running.append(self.waiting.popleft())
+        self.running.append(self.waiting.pop(0))
         return request
 
     def _take_known(self, request: Request) -> list[int]:
@@ -173,21 +177,20 @@ class Scheduler:
         if not self._cache.is_enabled:
             return []
         most = (len(request.tokens) - 1) // BLOCK_SIZE
-        self._cache.extend_hashes(request.block_hashes, request.tokens, most)
+        self._cache.extend_hashes(request.block_hashes, request.tokens, most, request.cache_salt)
         return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
 
     def _publish(self, request: Request) -> None:
         """Lets others find the blocks that computed rows of committed tokens have filled."""
         full = min(request.num_computed, len(request.tokens)) // BLOCK_SIZE
         if full > request.num_published and self._cache.is_enabled:
-            self._cache.extend_hashes(request.block_hashes, request.tokens, full)
+            self._cache.extend_hashes(request.block_hashes, request.tokens, full, request.cache_salt)
             for i in range(request.num_published, full):
                 self._cache.publish(request.blocks[i], request.block_hashes[i])
             request.num_published = full
 
     def _grow(self, request: Request, length: int) -> None:
-        """Gives a decoding request the blocks of `length` rows, at the cost of the youngest one that is not announced,
-        itself in the end."""
+        """Give a decoding request the blocks of `length` rows, at the cost of the last one that is not announced."""
         while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
             if block is None:
@@ -196,14 +199,14 @@ class Scheduler:
                 request.blocks += block
 
     def _preempt(self) -> None:
-        request = next(one for one in reversed(self.running) if not one.is_announced)
+        request = max((one for one in self.running if not one.is_announced), key=_order)
         self.running.remove(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._release(request)
         request.num_in_flight = 0  # what its steps draw is of no use
         request.drafts = None
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_order)
         self._on_preempt(request)
 
     def _release(self, request: Request) -> None:
@@ -247,6 +250,10 @@ class Scheduler:
             needed = blocks_for(len(request.tokens))
             self._cache.release(request.blocks[needed:])
             del request.blocks[needed:]
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
 
 
 def _prefill(request: Request, start: int, room: int) -> ScheduledRows:

@@ -33,6 +33,8 @@ class Submission:
     keys: NoiseKeys
     max_length: int  # tokens of prompt and output at which it ends
     traceparent: str = ""  # of its span; empty without a trace
+    priority: int = 0  # requests of a lower number go first
+    cache_salt: str = ""  # it shares cache blocks with requests of the same salt
     arrived: float = field(default_factory=time.monotonic)  # a clock of the machine, so the same in all its processes
 
 

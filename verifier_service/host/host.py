@@ -99,6 +99,8 @@ class EngineHost:
             max_length=submission.max_length,
             traceparent=submission.traceparent,
             number=submission.number,
+            priority=submission.priority,
+            cache_salt=submission.cache_salt,
             arrived=submission.arrived,
         )
         self._requests[submission.number] = request
