@@ -82,8 +82,8 @@ test-pacing: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/verifier/far_places.py $(PACING_ARGS)
 
 test-compose: $(STAMP)
-	$(BIN)/python deploy/check.py --build-args '$(BUILD_ARGS)'
-	$(BIN)/python deploy/check.py --no-build --tls
+	$(BIN)/python -m deploy.check --build-args '$(BUILD_ARGS)'
+	$(BIN)/python -m deploy.check --no-build --tls
 
 # Dense and top-n logits side by side; -s shows how far they are. A failure names the case: FUZZ_SEED=1 FUZZ_ONLY=7 plays it.
 test-fuzz: export FUZZ_CASES ?= 100000

@@ -1,7 +1,7 @@
 """Brings the stack up, scales and kills drafters under load, and checks that no client noticed.
 
-    python deploy/check.py                 builds the images first; --no-build takes those that are there
-    python deploy/check.py --tls           with deploy/tls.yml, and certificates and tokens made for it
+    python -m deploy.check                 builds the images first; --no-build takes those that are there
+    python -m deploy.check --tls           with deploy/tls.yml, and certificates and tokens made for it
 
 Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
 verifiers share two drafters, one verifier is taken away while it works, and the drafters change to another head, one
@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import secrets
 import shlex
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -27,21 +25,18 @@ from functools import partial
 from pathlib import Path
 
 import click
-import trustme
 from safetensors.torch import load_file, save_file
 
+from deploy.stack import HERE, Secrets, Stack, run
 from draftwire import AsyncClient, Client
 from draftwire.contract.errors import DraftwireError, RequestError
-from draftwire.server.security import LOOPBACK, ClientSecurity
+from draftwire.server.security import ClientSecurity
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 
-HERE = Path(__file__).parent
 DEMO = HERE.parent / "models" / "demo"
 NEW_HEAD = "new-head"
-PROJECT = "draftwire-check"
 SERVICES = ("drafter", "verifier")
-PORTS = "127.0.0.1:50951-50952"
 PROMPTS = [
     "def read_lines(path):\n",
     "import os\nimport sys\n\n",
@@ -51,49 +46,10 @@ PROMPTS = [
 OUTPUT_TOKENS = 200
 NUM_CLIENTS = 4
 TIMEOUT_S = 300.0
-# By authority: the names in each certificate.
-CERTIFICATES = {
-    "ca": {"verifier": ["127.0.0.1"], "client": ["client"]},
-    "drafter-ca": {"drafter": ["drafter", "127.0.0.1"], "drafter-client": ["drafter-client"]},
-}
+
 # What each container must print: its user, no capability, and that a folder which is open to all refuses writes.
 INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
 INSPECTED = ["10001", "0000000000000000", "read-only"]
-
-
-class Secrets:
-    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._authorities = {name: trustme.CA() for name in CERTIFICATES}
-        self.trust(self)
-        self.issue(self)
-        (directory / "tokens").write_text(secrets.token_urlsafe() + "\n")
-        directory.chmod(0o755)
-        for file in directory.iterdir():
-            file.chmod(0o644)
-
-    @property
-    def client(self) -> ClientSecurity:
-        """How a client shows who it is."""
-        names = ("ca.pem", "client.pem", "client.key", "tokens")
-        ca, certificate, key, tokens = (self.directory / name for name in names)
-        return ClientSecurity(ca=ca, certificate=certificate, key=key, token_file=tokens)
-
-    def trust(self, *all_trusted: Secrets) -> None:
-        """Writes the authorities of those that are trusted; like `issue` into the files, which compose has mounted."""
-        for name in CERTIFICATES:
-            pems = [trusted._authorities[name].cert_pem.bytes() for trusted in all_trusted]
-            (self.directory / f"{name}.pem").write_bytes(b"".join(pems))
-
-    def issue(self, issuer: Secrets) -> None:
-        """Writes certificates of the issuer's authorities."""
-        for authority, certificates in CERTIFICATES.items():
-            for name, hosts in certificates.items():
-                issued = issuer._authorities[authority].issue_cert(*hosts)
-                (self.directory / f"{name}.pem").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
-                (self.directory / f"{name}.key").write_bytes(issued.private_key_pem.bytes())
 
 
 def _make_models(directory: Path) -> None:
@@ -106,63 +62,6 @@ def _make_models(directory: Path) -> None:
     save_file(weights, file)
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-class Stack:
-    """The compose project."""
-
-    def __init__(self, models: Path, given: Secrets | None) -> None:
-        """Serves the models; with secrets the services run with TLS and tokens."""
-        self._command = _compose_command()
-        self._files = [HERE / "docker-compose.yml"]
-        # A busy machine has all the time that it needs to end its requests.
-        drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
-        served = {"MODELS": str(models), "TARGET": "target", "HEAD": "head"}
-        self._environment = {**os.environ, **drain, **served, "VERIFIER_PORTS": PORTS}
-        self.security = LOOPBACK
-        if given is not None:
-            self._files.append(HERE / "tls.yml")
-            self._environment["SECRETS"] = str(given.directory)
-            self.security = given.client
-
-    def compose(self, *arguments: str) -> str:
-        """Runs compose and returns its output, which is in the error when it fails."""
-        files = [part for file in self._files for part in ("-f", str(file))]
-        return _run([*self._command, *files, "-p", PROJECT, *arguments], self._environment)
-
-    def scale(self, drafters: int, verifiers: int = 1) -> None:
-        """Sets the numbers of containers."""
-        counts = ["--scale", f"drafter={drafters}", "--scale", f"verifier={verifiers}"]
-        self.compose("up", "-d", "--no-build", "--no-recreate", *counts)
-
-    def containers(self, service: str) -> list[str]:
-        """Ids of a service's running containers."""
-        labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
-        filters = [part for label in labels for part in ("--filter", f"label={label}")]
-        return _run(["docker", "ps", "-q", *filters]).split()
-
-    def servers(self) -> list[str]:
-        """Addresses of the verifiers on the host."""
-        published = [_run(["docker", "port", container, "50051"]) for container in self.containers("verifier")]
-        return [f"127.0.0.1:{ports.splitlines()[0].rpartition(':')[2]}" for ports in published]
-
-    def kill(self, service: str) -> None:
-        """Kills one container of a service."""
-        _run(["docker", "kill", self.containers(service)[0]])
-
-    def replace(self) -> None:
-        """Kills the only drafter and starts another."""
-        self.kill("drafter")
-        self.scale(1)
-
-    def serve_head(self, head: str) -> None:
-        """Drafters that start from now on have this head."""
-        self._environment["HEAD"] = head
-
-    def end(self, container: str) -> None:
-        """Lets a container drain, and removes it."""
-        _run(["docker", "stop", "--time", "30", container])
-        _run(["docker", "rm", container])
 
 
 class Load:
@@ -204,9 +103,7 @@ class Load:
                 return
             which = turn % len(PROMPTS)
             try:
-                done = await client.complete(
-                    PROMPTS[which], max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
-                )
+                done = await client.complete(PROMPTS[which], max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
             except DraftwireError as error:
                 self.problems.append(f"a request failed: {error}")
                 await asyncio.sleep(1.0)
@@ -363,14 +260,14 @@ def _build(arguments: Sequence[str]) -> None:
     for service in SERVICES:
         names = ["--target", service, "--tag", f"draftwire-{service}"]
         given = [*names, "--file", str(HERE / "Dockerfile"), *variables, *arguments]
-        _run(["docker", "build", *given, str(HERE.parent)], environment)
+        run(["docker", "build", *given, str(HERE.parent)], environment)
 
 
 def _inspect(stack: Stack) -> None:
     """Every container is healthy, runs as the user of the image without capabilities, and cannot write to its root."""
     for service in SERVICES:
         for container in stack.containers(service):
-            found = _run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
+            found = run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
             if found != INSPECTED:
                 raise click.ClickException(f"{service}: user, capabilities, root are {found}, not {INSPECTED}")
             _wait_until(partial(_health, container), "healthy", f"the health of {service}")
@@ -387,7 +284,7 @@ def _check_sharing(stack: Stack) -> None:
 
 
 def _health(container: str) -> str:
-    return _run(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip()
+    return run(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip()
 
 
 def _check_refusal(stack: Stack) -> None:
@@ -445,24 +342,6 @@ def _wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
             raise click.ClickException(f"{what}: {found} after {TIMEOUT_S:.0f} s, not {wanted}")
         time.sleep(0.1)
     return time.monotonic() - began
-
-
-def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Output of a command; what it says is in the error when it fails."""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise click.ClickException(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def _compose_command() -> list[str]:
-    """The plugin of version 2 where there is one, else docker-compose."""
-    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-    if plugin.returncode == 0:
-        return ["docker", "compose"]
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    raise click.ClickException("neither `docker compose` nor `docker-compose` is there")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ FULL_FILES = (
     *("test_bench_serve", "test_bench_timeline", "test_bench_transport", "test_served_targets"),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
     *("test_processes", "test_stop_signals"),
-    *("test_verifier_async_scheduling", "test_verifier_engine_process", "test_verifier_far_places"),
+    *("test_verifier_async_outputs", "test_verifier_async_scheduling"),
+    *("test_verifier_engine_process", "test_verifier_far_places"),
     *("test_verifier_pacing_worlds", "test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
     *("test_verifier_target_compile", "test_verifier_target_runner", "test_verifier_tensor_parallel"),
     *("test_training_demo", "test_training_system"),
@@ -52,7 +53,7 @@ QUICK = (
 STRIDES = {
     "test_draft_sampling": {"test_drafts_are_drawn_from_the_logits_sent": 4},
     "test_drafting_channel": {"test_a_malformed_announcement_is_named": 4, "test_a_malformed_commit_is_named": 3},
-    "test_drafting_service": {
+    "test_drafting_service_refusals": {
         "test_a_mismatched_verifier_is_refused_with_both_values": 4,
         "test_end_their_stream_naming_the_field_and_no_other": 4,
     },
@@ -69,9 +70,9 @@ STRIDES = {
         "test_a_bad_row_ends_its_own_request_before_it": 5,
         "test_tokens_are_those_of_the_oracle": 5,
     },
-    "test_verifier_drafting": {"test_drafts_that_are_drawn_from_their_logits_never_expel": 2},
+    "test_verifier_draft_logits": {"test_drafts_that_are_drawn_from_their_logits_never_expel": 2},
     "test_verifier_end_tokens": {"test_end_tokens_are_those_of_generate": 3},
-    "test_verifier_link": {
+    "test_verifier_link_refusals": {
         "test_a_drafter_that_does_not_fit_is_refused_with_both_values": 4,
         "test_a_hello_that_does_not_fit_is_refused_until_it_does": 4,
         "test_a_too_large_message_of_a_drafter_expels_it": 3,

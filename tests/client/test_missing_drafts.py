@@ -44,7 +44,7 @@ def test_other_causes_are_told(cause: str, text: str) -> None:
     assert explained(0, 2, info(), info(**{cause: 2})) == f"2 of 2 steps had no drafts: {text}"
 
 
-def test_a_few_steps_without_drafts_and_unknown_causes_are_not_explained() -> None:
+def test_few_missing_drafts_and_unknown_causes_go_unexplained() -> None:
     after = info(PACE=9)
     assert explained(20, 20, info(), after) == ""
     assert explained(7, 10, info(), after) == ""  # the first ones and the last one

@@ -1,10 +1,7 @@
-"""Wrong inputs: each gets an error that says what is wrong, and both services go on serving."""
+"""Wrong requests and streams: each gets an error that says what is wrong, and both services go on."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import signal
 import socket
 import struct
@@ -12,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import click.testing
 import grpc
 import pytest
+from model_configs import write_config
 from services import Pair, acceptance_rate, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client
@@ -28,12 +24,10 @@ from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire_bench.processes import start_drafter, start_verifier
-from draftwire_cli.main import main
 from draftwire_kernels import NOISE_VERSION
-from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, prompts_of
+from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
 
 pytestmark = pytest.mark.xdist_group("llama")
-
 NAN, INF = float("nan"), float("inf")
 
 
@@ -298,26 +292,6 @@ def test_passed_deadline_ends_the_request(serving, generation):
         serving.drafter.send_signal(signal.SIGCONT)
 
 
-def write_config(directory: Path, **changes) -> Path:
-    """A directory with the configuration of a small model."""
-    values = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 310,
-    }
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
-    return directory
-
-
 def test_a_drafter_for_another_target_is_refused(shelf, references, tmp_path):
     """One verifier for both: it has a drafter that does not fit, computes one request at once and lets one wait."""
     target = write_config(tmp_path / "target")
@@ -364,142 +338,3 @@ def check_full_queue(client: Client) -> None:
         "the queue is full: 1 requests are waiting; try again later"
     }
     assert {tokens for tokens in outcomes if isinstance(tokens, tuple)} == {outcome(0)}
-
-
-def run(*arguments: str | Path) -> tuple[int, str]:
-    """Exit status and last line of a command that must not start a service; no traceback is shown."""
-    result = subprocess.run(
-        [sys.executable, "-m", "draftwire_cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in result.stderr
-    assert "listening on" not in result.stdout
-    return result.returncode, result.stderr.strip().splitlines()[-1]
-
-
-def run_here(*arguments: str | Path) -> tuple[int, str]:
-    """As `run`, in this process: the same command line without the seconds that a process takes to start."""
-    result = click.testing.CliRunner().invoke(main, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output.strip().splitlines()[-1]
-
-
-def truncated(directory: Path, copy: Path) -> Path:
-    """A copy of a checkpoint whose weights end early."""
-    shutil.copytree(directory, copy)
-    weights = copy / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
-    return copy
-
-
-def test_missing_target_ends_the_verifier_with_one_line(tmp_path):
-    status, line = run_here("verifier", "--target", tmp_path / "nowhere")
-    assert status == 1
-    assert line.startswith("Error: ")
-    assert "nowhere' is not a directory" in line
-
-
-def test_truncated_target_ends_the_verifier_with_one_line(shelf, tmp_path):
-    directory = truncated(shelf.target("llama"), tmp_path / "cut")
-    status, line = run("verifier", "--target", directory, "--listen", "127.0.0.1:0")
-    assert status == 1
-    assert line.startswith(f"Error: {directory}: cannot be loaded: ")
-
-
-def test_missing_weights_end_the_verifier(tmp_path):
-    status, line = run_here("verifier", "--target", write_config(tmp_path / "bare"), "--listen", "127.0.0.1:0")
-    assert status == 1
-    assert line.startswith(f"Error: {tmp_path / 'bare'}: there are no weights (*.safetensors or *.bin)")
-
-
-def test_missing_head_ends_the_drafter_with_one_line(shelf, tmp_path):
-    status, line = run_here("drafter", "--head", tmp_path / "nowhere", "--target", shelf.target("llama"))
-    assert status == 1
-    assert "nowhere' is not a directory" in line
-
-
-def test_truncated_head_ends_the_drafter_with_one_line(shelf, tmp_path):
-    directory = truncated(shelf.head("llama", "good"), tmp_path / "cut")
-    status, line = run("drafter", "--head", directory, "--target", shelf.target("llama"), "--listen", "127.0.0.1:0")
-    assert status == 1
-    assert line.startswith("Error: ")
-    assert "model.safetensors" in line
-    assert "is damaged or not a checkpoint" in line
-
-
-@pytest.mark.parametrize(("key", "value", "own"), [("vocab_size", 310, VOCAB_SIZE), ("hidden_size", 96, HIDDEN_SIZE)])
-def test_head_that_does_not_fit_the_target_ends_the_drafter(shelf, tmp_path, key, value, own):
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_attention_heads": 4, key: value}
-    target = write_config(tmp_path / "target", **sizes)
-    status, line = run_here(
-        "drafter", "--head", shelf.head("llama", "good"), "--target", target, "--listen", "127.0.0.1:0"
-    )
-    assert status == 1
-    assert f"{key} {own}" in line
-    assert str(value) in line
-
-
-@pytest.mark.parametrize("command", ["verifier", "drafter"])
-def test_port_in_use_ends_the_service_with_one_line(llama, shelf, command):
-    head = ["--head", shelf.head("llama", "good")] if command == "drafter" else []
-    address = llama.verifier.address
-    status, line = run(command, *head, "--target", llama.target, "--device", "cpu", "--listen", address)
-    assert status == 1
-    assert line.startswith(f"Error: listen = '{address}': cannot be bound: the port is in use")
-    assert len(llama.client.complete(prompts_of("llama")[0], max_tokens=3).token_ids) == 3
-
-
-@pytest.mark.parametrize(
-    ("json_text", "message"),
-    [
-        ('{"num_spec_tokens": 4}', "speculative_config.num_spec_tokens = 4: unknown name; known: draft_logits, "),
-        ('{"num_speculative_tokens": 17}', "num_speculative_tokens = 17: allowed range [1, 16]"),
-        ('{"rejection_sample_method": "strict"}', "this name is retired"),
-        ('{"draft_logits": "dense"}', "logits travel with gumbel drafts alone"),
-        ("{", "is not valid JSON"),
-        ("no-such-file.json", "must be a JSON object or the path of a file with one"),
-    ],
-)
-def test_wrong_speculative_config_ends_the_verifier_early(shelf, json_text, message):
-    status, line = run_here("verifier", "--target", shelf.target("llama"), "--speculative-config", json_text)
-    assert status == 2
-    assert line.startswith("Error: speculative_config")
-    assert message in line
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--drafters", "localhost"], "drafters = 'localhost': must be HOST:PORT"),
-        (["--listen", "nonsense"], "listen = 'nonsense': must be HOST:PORT"),
-        (["--draft-deadline-ms", "soon"], 'allowed: "off" or milliseconds in [0, inf)'),
-        (["--device", "abacus"], "abacus"),
-        (["--max-model-len", str(CONTEXT + 1)], f"max_model_len = {CONTEXT + 1}"),
-        (["--kv-cache-tokens", "16"], f"must hold one request of max_model_len = {CONTEXT}"),
-        (["--kv-cache-tokens", "999999999999", "--device", "cpu"], "kv_cache_tokens = 999999999999: takes "),
-    ],
-)
-def test_wrong_option_ends_the_verifier(shelf, options, message):
-    status, line = run_here("verifier", "--target", shelf.target("llama"), "--listen", "127.0.0.1:0", *options)
-    assert status in (1, 2)
-    assert message in line
-
-
-def test_a_cache_larger_than_memory_ends_the_drafter(shelf):
-    options = ["--listen", "127.0.0.1:0", "--device", "cpu", "--kv-cache-tokens", "999999999999"]
-    head = shelf.head("llama", "good")
-    status, line = run_here("drafter", "--head", head, "--target", shelf.target("llama"), *options)
-    assert status == 2
-    assert line.startswith("Error: kv_cache_tokens = 999999999999: takes ")
-
-
-def test_a_damaged_generation_config_ends_the_verifier(shelf, tmp_path):
-    directory = tmp_path / "damaged"
-    shutil.copytree(shelf.target("llama"), directory)
-    (directory / "generation_config.json").write_text('{"eos_token_id": ', encoding="utf-8")
-    status, line = run_here("verifier", "--target", directory, "--listen", "127.0.0.1:0", "--device", "cpu")
-    assert status == 1
-    assert line.startswith(f"Error: {directory / 'generation_config.json'}: cannot be read: ")

@@ -1,12 +1,21 @@
-"""What the tests of several parts share."""
+"""Fixtures of the verifier's tests."""
 
 from __future__ import annotations
 
 import pytest
 from drafting_scene import Clock
 
+from verifier_service.drafters import connection
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Stands in for the real one."""
+    """Replace the real clock."""
     return Clock.stand_in(monkeypatch)
+
+
+@pytest.fixture
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let links connect again after milliseconds."""
+    monkeypatch.setattr(connection, "BACKOFF_S", (0.02, 0.05))
+    monkeypatch.setattr(connection, "REFUSED_RETRY_S", 0.05)

@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the step before them are known: when, and that no token changes."""
+"""Steps that are launched before the tokens of the step before them are known."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from async_scene import Watched, said
 from drafting_scene import RecordedStream
-from engine_scene import CONTEXT, VOCAB, K, Served, make_target
+from engine_scene import CONTEXT, VOCAB, K
 
-from draftwire.contract.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service.core.batch import FutureTokens, SampledTokens
-from verifier_service.core.step_times import StepMarks
-from verifier_service.core.stop_conditions import Piece
+from verifier_service.core.batch import FutureTokens
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
-from verifier_service.engine.outputs import RequestOutputs, response
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftCountPolicy
 from verifier_service.sampling.sampler import TokenSampler
-from verifier_service.target.target import Target
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -38,68 +33,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": [9, 15], "min_tokens": 3},
     {"logprobs": 2},
 )
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
-class Watched(Served):
-    """An engine whose launches and landings are written down: ("launch" or "land", what each of the rows follows)."""
-
-    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
-        super().__init__(target, config, **{"async_scheduling": True, **limits})
-        self.log: list[tuple[str, list[int | None], list[int]]] = []
-        self.decode: list[list[bool]] = []  # of each entry: whether a work does, or computes rows of a prompt
-        self.on_stage(Stage.SAMPLED, lambda step: self._note("launch", step.rows))
-        self.on_stage(Stage.COMMITTED, lambda step: self._note("land", step.rows))
-
-    def _note(self, what: str, works: Any) -> None:
-        self.log.append((what, [work.follows for work in works], [work.num_drafts for work in works]))
-        self.decode.append([work.is_decoding for work in works])
-
-    @property
-    def num_prompts_before(self) -> int:
-        """Launches of prompts alone while a step with decoding requests was in flight."""
-        flying: list[list[bool]] = []
-        count = 0
-        for (what, _, _), decode in zip(self.log, self.decode, strict=True):
-            if what == "land":
-                flying.pop(0)
-            else:
-                count += any(map(any, flying)) and not any(decode)
-                flying.append(decode)
-        return count
-
-    @property
-    def num_ahead(self) -> int:
-        """Launches while another step was in flight."""
-        flying, ahead = 0, 0
-        for what, _, _ in self.log:
-            ahead += what == "launch" and flying > 0
-            flying += 1 if what == "launch" else -1
-            assert 0 <= flying <= 2
-        return ahead
-
-
-def said(target: Target, requests: list[dict[str, Any]], *, is_async: bool, **limits: Any) -> tuple[list[Any], Watched]:
-    """Tokens and finish reasons of requests that arrive at once."""
-    own = Watched(target, async_scheduling=is_async, max_queue=100, **limits)
-    made = [own.submit(**options) for options in requests]
-    own.engine.start()
-    ends = []
-    for one in made:
-        tokens: list[int] = []
-        reason = generate_pb2.FINISH_REASON_UNSPECIFIED
-        while reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
-            item = own.next(one)
-            assert isinstance(item, generate_pb2.GenerateResponse), item
-            tokens += item.token_ids
-            reason = item.finish_reason
-        ends.append((tokens, reason))
-    own.engine.stop()
-    return ends, own
 
 
 def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
@@ -325,83 +258,6 @@ def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
     sent = [count for step in stream.steps for count in step.num_rows]
     assert sum(sent[:5]) == 40
     assert len(sent) > 5
-
-
-class Mark:
-    """An event that a GPU has passed, or has not yet."""
-
-    def __init__(self, *, is_passed: bool) -> None:
-        self.query = lambda: is_passed
-
-
-def executed(*, is_done: bool | None) -> Step:
-    """A step on a GPU, or (None) on a CPU."""
-    mark: Any = Mark(is_passed=bool(is_done))
-    return Step((), marks=None if is_done is None else StepMarks(mark, mark, mark))
-
-
-def test_output_waits_a_few_steps_while_the_device_waits_for_us():
-    nothing: Any = None
-    delivered: list[Any] = []
-    outputs = RequestOutputs(
-        *(nothing, nothing, nothing, delivered.append, nothing, torch.device("cpu")), is_synthetic=False
-    )
-
-    def is_held(step: Step | None, committing: Step) -> bool:
-        delivered.clear()
-        outputs.refuse(nothing, ServerError("an item"))
-        outputs.deliver_behind(step, committing)
-        return not delivered
-
-    late, early, on_cpu = (executed(is_done=one) for one in (True, False, None))
-    assert [is_held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
-    assert not is_held(early, early)
-    assert not is_held(None, late)  # nothing comes after it
-    assert not is_held(early, on_cpu)
-    assert [is_held(early, late) for _ in range(4)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])
-def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
-
-    def deliver_sometimes(outputs: RequestOutputs, *_: Any) -> None:
-        if own.engine.times.read().steps % 4 == 0:
-            outputs.deliver()
-
-    monkeypatch.setattr(RequestOutputs, "deliver_behind", deliver_sometimes)
-    requests = [{"max_tokens": 30, "k": 0, **kind}, {"prompt": [2, 7], "max_tokens": 22, "k": 0, **kind}]
-    own = Watched(target)
-    if "k" in kind:
-        own.connect()
-    made = [own.submit(**one) for one in requests]
-    own.engine.start()
-    messages = [[own.next(one)] for one in made]
-    for one, its in zip(made, messages, strict=True):
-        while its[-1].finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:  # type: ignore[union-attr]
-            its.append(own.next(one))
-    own.engine.stop()
-    monkeypatch.undo()
-    expected, _ = said(target, [{**one, "k": 0} for one in requests], is_async=False)
-    for one, its, (tokens, _) in zip(made, messages, expected, strict=True):
-        assert [token for item in its for token in item.token_ids] == tokens  # type: ignore[union-attr]
-        assert len(its) < one.verify_steps
-        statistics = its[-1].statistics  # type: ignore[union-attr]
-        assert statistics.verify_tokens == len(tokens) - 1
-        assert sum(flag for item in its for flag in item.drafted) == sum(statistics.accepted)  # type: ignore[union-attr]
-        if "logprobs" in kind:
-            assert sum(len(item.logprobs) for item in its) == len(tokens)  # type: ignore[union-attr]
-
-
-def test_a_message_may_have_the_tokens_of_several_steps():
-    def rows(tokens: list[int], num_drafts: int = 0, **end: Any) -> Any:
-        piece = Piece(tokens, **end)
-        return SimpleNamespace(num_drafts=num_drafts, sampled=SampledTokens(tokens), piece=piece, statistics=None)
-
-    last = rows([9], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_token_id=9)
-    message = response([rows([5]), rows([6, 7, 8], num_drafts=2), last])
-    assert list(message.token_ids) == [5, 6, 7, 8, 9]
-    assert list(message.drafted) == [False, True, True, False, False]
-    assert (message.finish_reason, message.stop_token_id) == (generate_pb2.FINISH_REASON_STOP, 9)
 
 
 def test_a_failed_step_ends_its_requests_and_not_the_next(target, monkeypatch):

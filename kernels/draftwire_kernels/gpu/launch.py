@@ -1,6 +1,6 @@
 """The launches of the sampling kernels: their buffers and compile-time constants."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -131,6 +131,89 @@ def rejection_sample(
     return RejectionResult(out.tokens, out.num_emitted)
 
 
+class _VerifyPlan(NamedTuple):
+    """How the verifying kernels share their work."""
+
+    first: Tuning
+    second: Tuning  # of the tests of block verification
+    shape: Shape
+    tested: Shape | None  # None without block verification
+    wave_rows: int
+    waves: int
+    tests: int
+    has_dense: bool
+    masses: torch.dtype
+
+
+def _plan_verify(
+    batch: Batch,
+    draft: Draft,
+    num_requests: int,
+    most_rows: int,
+    method: str,
+    use_fp64: bool,
+    chosen: Tuning | None,
+) -> _VerifyPlan:
+    is_block, is_sparse = method == "block", draft.token_ids is not None
+    has_dense = draft.logits is not None and not is_sparse
+    table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
+    first = chosen or tuning.choose(table, num_requests)
+    second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
+    count = most_rows if is_block else min(first.wave, most_rows)
+    count = max(count, triton.cdiv(most_rows, MAX_WAVES))
+    tests = most_rows - 1 if is_block else 0
+    if tests > MAX_WAVES:
+        raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
+    bytes_each = batch.logits.element_size()
+    return _VerifyPlan(
+        first=first,
+        second=second,
+        shape=Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first, GROUP),
+        tested=Shape.of(batch.vocab, bytes_each, 2 * num_requests, second, GROUP) if is_block else None,
+        wave_rows=count,
+        waves=triton.cdiv(most_rows, count),
+        tests=tests,
+        has_dense=has_dense,
+        masses=torch.float64 if use_fp64 else torch.float32,
+    )
+
+
+def _make_scratch(plan: _VerifyPlan, num_requests: int, num_rows: int, device: torch.device) -> Scratch:
+    """Return the memory that programs of the verifying kernels hand each other results in."""
+
+    def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shape, tested, masses, most = plan.shape, plan.tested, plan.masses, max(plan.waves, plan.tests)
+    begin = _aligned(2 * num_requests)
+    integers = counters.zeros(begin + most * num_requests, device)
+    is_block, num_parts = tested is not None, shape.num_splits * plan.first.tile
+    block = None
+    if tested is not None:
+        block = Block(
+            weight=buffer(num_rows, dtype=masses),
+            statistics=buffer(num_rows, 4, dtype=masses),
+            prefixes=buffer(num_requests, dtype=torch.int32),
+            group_mass=buffer(num_rows, tested.num_groups),
+            part_mass=buffer(num_rows, tested.num_splits * plan.second.tile, dtype=masses),
+        )
+    return Scratch(
+        group_top=buffer(num_rows, shape.num_groups),
+        group_mass=None if is_block else buffer(num_rows, shape.num_groups),
+        num_groups=shape.num_groups,
+        part_top=buffer(num_rows, num_parts) if is_block else None,
+        part_mass=buffer(num_rows, num_parts, dtype=masses) if is_block else None,
+        draft_top=buffer(num_rows - num_requests, num_parts) if plan.has_dense else None,
+        draft_mass=buffer(num_rows - num_requests, num_parts, dtype=masses) if plan.has_dense else None,
+        waves=Waves(
+            arrived=integers[begin:],
+            state=integers[: 2 * num_requests].view(torch.int64),
+            decision=buffer(num_requests, max(_capacity(plan.waves), plan.tests), 2, dtype=torch.int32),
+        ),
+        block=block,
+    )
+
+
 def _verify(
     batch: Batch,
     draft: Draft,
@@ -142,55 +225,11 @@ def _verify(
     use_fp64: bool,
     chosen: Tuning | None,
 ) -> None:
-    is_block, is_sparse = method == "block", draft.token_ids is not None
-    has_dense = draft.logits is not None and not is_sparse
-    device, bytes_each = batch.logits.device, batch.logits.element_size()
-    table = tuning.BLOCK_MASSES if is_block else tuning.REJECTION_DENSE if has_dense else tuning.REJECTION
-    first = chosen or tuning.choose(table, num_requests)
-    second = chosen or tuning.choose(tuning.BLOCK_TESTS, num_requests)
-    count = most_rows if is_block else min(first.wave, most_rows)
-    count = max(count, triton.cdiv(most_rows, MAX_WAVES))
-    waves = triton.cdiv(most_rows, count)
-    tests = most_rows - 1 if is_block else 0
-    if tests > MAX_WAVES:
-        raise ValueError(f"cu_rows: got {tests} drafts of a request with method 'block', expected at most {MAX_WAVES}")
-    shape = Shape.of(batch.vocab, bytes_each, num_requests * most_rows, first, GROUP)
-    masses = torch.float64 if use_fp64 else torch.float32
-
-    def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    most = max(waves, tests)
-    begin = _aligned(2 * num_requests)
-    integers = counters.zeros(begin + most * num_requests, device)
-    block, tested = None, None
-    if is_block:
-        tested = Shape.of(batch.vocab, bytes_each, 2 * num_requests, second, GROUP)
-        block = Block(
-            weight=buffer(num_rows, dtype=masses),
-            statistics=buffer(num_rows, 4, dtype=masses),
-            prefixes=buffer(num_requests, dtype=torch.int32),
-            group_mass=buffer(num_rows, tested.num_groups),
-            part_mass=buffer(num_rows, tested.num_splits * second.tile, dtype=masses),
-        )
-    num_parts = shape.num_splits * first.tile
-    scratch = Scratch(
-        group_top=buffer(num_rows, shape.num_groups),
-        group_mass=None if is_block else buffer(num_rows, shape.num_groups),
-        num_groups=shape.num_groups,
-        part_top=buffer(num_rows, num_parts) if is_block else None,
-        part_mass=buffer(num_rows, num_parts, dtype=masses) if is_block else None,
-        draft_top=buffer(num_rows - num_requests, num_parts) if has_dense else None,
-        draft_mass=buffer(num_rows - num_requests, num_parts, dtype=masses) if has_dense else None,
-        waves=Waves(
-            arrived=integers[begin:],
-            state=integers[: 2 * num_requests].view(torch.int64),
-            decision=buffer(num_requests, max(_capacity(waves), tests), 2, dtype=torch.int32),
-        ),
-        block=block,
-    )
+    plan = _plan_verify(batch, draft, num_requests, most_rows, method, use_fp64, chosen)
+    scratch = _make_scratch(plan, num_requests, num_rows, batch.logits.device)
+    first, second, shape, tested = plan.first, plan.second, plan.shape, plan.tested
     list_size = min(max(_power(draft.width), 16), 128)
-    lists = triton.cdiv(draft.width, list_size) if is_sparse else 0
+    lists = triton.cdiv(draft.width, list_size) if draft.token_ids is not None else 0
     is_wide = use_fp64 or draft.column_of is not None
     constants: dict[str, Any] = {
         "USE_FP64": use_fp64,
@@ -203,37 +242,26 @@ def _verify(
         **SAME_IN_ALL_THREADS,
     }
     with _on(batch.logits):
-        verify_kernel[(waves * num_requests * count * shape.num_splits,)](
-            batch,
-            draft,
-            scratch,
-            out,
-            num_requests,
-            count,
+        verify_kernel[(plan.waves * num_requests * plan.wave_rows * shape.num_splits,)](
+            *(batch, draft, scratch, out, num_requests, plan.wave_rows),
             METHOD=method,
             HAS_DRAFT_LOGITS=draft.logits is not None,
             TILE=first.tile,
             GROUPS=_groups(shape),
-            DRAFT_GROUP=_draft_group(draft, first) if has_dense else 1,
-            ROWS=_capacity(count),
+            DRAFT_GROUP=_draft_group(draft, first) if plan.has_dense else 1,
+            ROWS=_capacity(plan.wave_rows),
             SPLITS=shape.num_splits,
-            WAVES=_capacity(waves),
+            WAVES=_capacity(plan.waves),
             **constants,
             **first.limit(is_wide),
         )
         if tested is not None:
-            block_kernel[(tests * num_requests * tested.num_splits,)](
-                batch,
-                draft,
-                scratch,
-                out,
-                num_requests,
-                tested.num_groups,
-                tested.num_splits,
+            block_kernel[(plan.tests * num_requests * tested.num_splits,)](
+                *(batch, draft, scratch, out, num_requests, tested.num_groups, tested.num_splits),
                 TILE=second.tile,
                 GROUPS=_groups(tested),
                 SPLITS=_power(tested.num_splits),
-                WAVES=tests,
+                WAVES=plan.tests,
                 **constants,
                 **second.limit(is_wide),
             )

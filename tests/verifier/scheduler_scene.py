@@ -1,0 +1,104 @@
+"""A scheduler whose batch is computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwire.contract.validation import build_sampling_params, resolve_sampling_params
+from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.request import NoiseKeys, ReadyDrafts, Request
+from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.engine.prefix_cache import PrefixCache
+from verifier_service.engine.scheduler import Scheduler
+
+Ready = Callable[[Request], bool]
+
+
+def request(prompt_length: int = 4, max_tokens: int = 8, prompt: list[int] | None = None) -> Request:
+    prompt = list(range(prompt_length)) if prompt is None else prompt
+    params = resolve_sampling_params(build_sampling_params(max_tokens=max_tokens))
+    return Request(
+        request_id="r",
+        prompt=prompt,
+        params=params,
+        num_speculative_tokens=4,
+        keys=NoiseKeys(1, 2, 3),
+        stops=StopConditions(params, frozenset()),
+        max_length=len(prompt) + max_tokens,
+    )
+
+
+def give_drafts(one: Request, tokens: list[int], length_off: int = 0, last_off: int = 0) -> None:
+    """Drafts arrive for a request; with an offset, for something that it is not."""
+    committed, last = len(one.tokens) + length_off, one.tokens[-1] + last_off
+    one.drafts = ReadyDrafts(committed, last, tokens)
+
+
+@dataclass
+class Batch:
+    """A scheduler, and the engine played by hand."""
+
+    blocks: int = 100
+    max_num_seqs: int = 4
+    max_queue: int = 2
+    max_prefill_rows: int = 1000
+    prefix_caching: bool = False
+    preempted: list[Request] = field(default_factory=list)
+    useless: set[int] = field(default_factory=set)  # blocks that are of no use to any request
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.blocks + 1, is_enabled=self.prefix_caching)
+        self.scheduler = Scheduler(
+            self.cache,
+            self.max_num_seqs,
+            self.max_queue,
+            self.max_prefill_rows,
+            self.preempted.append,
+            lambda _, block: block not in self.useless,
+        )
+
+    @property
+    def running(self) -> list[Request]:
+        return self.scheduler.running
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self.scheduler.waiting)
+
+    def add(self, *requests: Request) -> None:
+        for one in requests:
+            self.scheduler.add(one)
+
+    def schedule(self, is_ready: Ready = lambda _: True) -> list[ScheduledRows]:
+        return self.scheduler.schedule(is_ready)
+
+    def run(self, works: list[ScheduledRows], num_accepted: int = 0) -> None:
+        """The rows of `works` run; each request that draws accepts so many drafts and draws 99."""
+        for work in works:
+            one = work.request
+            accepted = [] if work.drafts is None else work.drafts.tokens[:num_accepted]
+            one.num_computed = work.start + len(work.tokens) - work.num_drafts + len(accepted)
+            if work.samples:
+                one.tokens += [*accepted, 99]
+
+    def step(self, is_ready: Ready = lambda _: True) -> list[Request]:
+        """One step without drafts; the requests that it computed."""
+        works = self.schedule(is_ready)
+        self.run(works)
+        return [work.request for work in works]
+
+    def start(self, *prompt_lengths: int, max_tokens: int = 100) -> list[Request]:
+        """Requests that have drawn their first token."""
+        requests = [request(length, max_tokens) for length in prompt_lengths]
+        self.add(*requests)
+        self.step()
+        assert all(one.is_decoding for one in requests)
+        return requests
+
+
+def with_priority(priority: int, **options: Any) -> Request:
+    one = request(**options)
+    one.priority = priority
+    return one
