@@ -65,7 +65,7 @@ class Stack:
 
     def __init__(self, models: Path, given: Secrets | None) -> None:
         """Serves the models; with secrets the services run with TLS and tokens."""
-        self._command = _compose_command()
+        self._command = compose_command()
         self._files = [HERE / "docker-compose.yml"]
         # A busy machine has all the time that it needs to end its requests.
         drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
@@ -125,7 +125,7 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> st
     return done.stdout
 
 
-def _compose_command() -> list[str]:
+def compose_command() -> list[str]:
     """The plugin of version 2 where there is one, else docker-compose."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     if plugin.returncode == 0:

@@ -134,7 +134,7 @@ def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, b
 
 def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode) -> Callable[[], None]:
     """Replays the step that the inputs on the device describe."""
-    graphs = engine._graphs
+    graphs = engine.graphs
     assert graphs is not None
     shape = graphs.shape_for(mode, batch, batch, K)
     assert shape is not None

@@ -52,6 +52,11 @@ class LoopGraphs:
         self._most_drafts[mode] = k
         self._written[mode] = self._buffers.of(mode)
 
+    @property
+    def shapes(self) -> list[LoopShape]:
+        """The captured shapes."""
+        return list(self._graphs)
+
     def drop_stale(self) -> None:
         """Drops the graphs that write into buffers of logits that are no more."""
         for mode, written in list(self._written.items()):

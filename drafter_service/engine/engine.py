@@ -71,9 +71,9 @@ class DraftEngine:
         self._cache = allocate_cache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
         self._loop = DraftLoop(head, self._cache, self._buffers, limits, dtype, device)
-        self._graphs = make_graphs(self._loop, self._buffers, limits.max_num_seqs)
+        self.graphs = make_graphs(self._loop, self._buffers, limits.max_num_seqs)
         self._row_feed = make_row_feed(head, self._cache, limits, dtype, device)
-        self._proposer = Proposer(self._loop, self._graphs, self._table, self._buffers)
+        self._proposer = Proposer(self._loop, self.graphs, self._table, self._buffers)
         self.early = EarlyDrafts(head, self._loop, self._table, self._proposer)
 
     @property
@@ -116,9 +116,9 @@ class DraftEngine:
         """
         self.early.settle()  # what is captured clears the inputs
         self._keep_buffers(terms)
-        if self._graphs is not None:
+        if self.graphs is not None:
             try:
-                self._graphs.capture(terms.mode, terms.num_speculative_tokens)
+                self.graphs.capture(terms.mode, terms.num_speculative_tokens)
             except Exception:
                 self._keep_buffers()
                 raise
@@ -175,8 +175,8 @@ class DraftEngine:
         `track` is given what is captured, and shows how far it has come.
         """
         k = min(DEFAULT_SPECULATIVE_TOKENS, self.limits.max_num_speculative_tokens)
-        if self._graphs is not None:
-            self._graphs.capture(SamplingMode(), k, track)
+        if self.graphs is not None:
+            self.graphs.capture(SamplingMode(), k, track)
         self._row_feed.warm_up()
         session = self.open_session(SessionTerms("warm-up", SamplingMode(), k, 1), lambda _: None)
         one = np.ones(1, np.int64)
@@ -241,8 +241,8 @@ class DraftEngine:
 
     def _keep_buffers(self, *new: SessionTerms) -> None:
         self._buffers.keep([*new, *(session.terms for session in self._sessions)])
-        if self._graphs is not None:
-            self._graphs.drop_stale()
+        if self.graphs is not None:
+            self.graphs.drop_stale()
 
     def _feed(self, parts: list[StepRows]) -> None:
         """Computes rows, after which nothing is drafted; of a sequence in the order of its steps."""

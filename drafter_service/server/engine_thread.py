@@ -147,7 +147,7 @@ class EngineThread:
     def _serve(self) -> None:
         try:
             while self._run_commands():
-                self._iterate()
+                self.iterate()
                 self.times.end_step()
         except Exception as error:
             logger.exception("the draft engine failed")
@@ -186,7 +186,7 @@ class EngineThread:
             command()
             del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
 
-    def _iterate(self) -> None:
+    def iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
         self._guard(lambda: self.engine.iterate(self._catch_up))
 

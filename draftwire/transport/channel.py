@@ -50,6 +50,11 @@ class Channel:
         self._writer = writer
         self._reader = reader
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shared memory of both rings, uint8 [bytes]."""
+        return self._writer.segment.memory
+
     def fileno(self) -> int:
         """Readable when there are messages, or when the peer is gone."""
         return self._socket.fileno()

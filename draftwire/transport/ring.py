@@ -54,7 +54,7 @@ class _Ring:
             When the segment is too small.
         """
         whole = (segment.size - _FIRST) // 2 // ALIGNMENT * ALIGNMENT
-        self._segment = segment
+        self.segment = segment
         self._begin = _FIRST + number * whole + ALIGNMENT  # of the records, in the segment
         self._size = whole - ALIGNMENT
         if self._size < 2 * ALIGNMENT:
@@ -134,22 +134,22 @@ class RingWriter(_Ring):
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         self._try_device(stream, mark)
         self._words[mark // _WORD_BYTES] = 0
-        body = self._segment.tensor(mark + ALIGNMENT, torch.int32, tuple(numbers.shape))
+        body = self.segment.tensor(mark + ALIGNMENT, torch.int32, tuple(numbers.shape))
         body.copy_(numbers, non_blocking=True)
         if self._write_value is None:
             self._fence()
             self._words[mark // _WORD_BYTES] = self._stamp
         else:
-            self._write_value(stream, self._segment.memory.data_ptr() + mark, self._stamp)
+            self._write_value(stream, self.segment.memory.data_ptr() + mark, self._stamp)
 
     def _try_device(self, stream: int, mark: int) -> None:
         """Have the device write a mark once before numbers are on their way that a failure would leave without one."""
         if self._has_tried or self._device.type != "cuda":
             return
-        if not self._segment.memory.is_pinned():
+        if not self.segment.memory.is_pinned():
             raise SegmentError("the memory is not pinned")
         self._write_value = self._write_value or cuda_driver().write_value
-        self._write_value(stream, self._segment.memory.data_ptr() + mark, 0)
+        self._write_value(stream, self.segment.memory.data_ptr() + mark, 0)
         self._has_tried = True
 
     def _publish(self, length: int, body: int, size: int) -> None:

@@ -85,7 +85,7 @@ def test_a_step_without_drafts_ends_with_its_own_tokens():
     records = {name: np.empty((0, 2)) for name in NAMES}
     records["TokenSampler.finish"] = np.stack([starts - 1e-3, starts], 1)
     records["Executor.execute"] = np.stack([starts + 0.2e-3, starts + 0.9e-3], 1)
-    records["_Graph._launch"] = np.stack([starts + 0.3e-3, starts + 0.7e-3], 1)
+    records["StepGraph.launch"] = np.stack([starts + 0.3e-3, starts + 0.7e-3], 1)
     found = way(records, WAY_WITHOUT_DRAFTS, 100.5, 101.5)
     assert found == pytest.approx([0, 0.2e-3, 0.3e-3, 0.7e-3, 0.9e-3, 10e-3], abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""Files, functions and names of tests keep their limits."""
+"""Files, functions and names of tests keep their limits; tests touch nothing private of the code under test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 140
 """Of a Triton kernel, whose arguments and compile-time constants alone fill dozens of lines."""
 MAX_TEST_NAME = 60
+PACKAGES = ("draftwire", "drafter_service", "verifier_service", "kernels", "benchmarks", "training", "deploy", "proto")
+PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
+"""Public methods of named tuples."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -66,3 +69,50 @@ def test_names_of_tests_are_short():
         if one.name.startswith("test_") and path.startswith("tests/") and len(one.name) > MAX_TEST_NAME
     }
     assert names == {}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def defined(text: str) -> set[str]:
+    """Return the private names that a file gives to its functions, classes, variables and attributes."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case (
+                ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store())
+                | ast.Name(id=name, ctx=ast.Store())
+            ):
+                names.add(name)
+    return set(filter(is_private, names))
+
+
+def used(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each private attribute, import, or name in a call of setattr or getattr."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.ImportFrom(names=aliases):
+                yield from ((node.lineno, alias.name) for alias in aliases)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr") | ast.Name(id="setattr" | "getattr")):
+                texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                yield from ((node.lineno, one.rpartition(".")[2]) for one in texts)
+
+
+def test_tests_touch_no_private_name_of_the_code():
+    texts = dict(sources())
+    own = {name for path, text in texts.items() if path.startswith(PACKAGES) for name in defined(text)}
+    found = [
+        f"{path}:{line}: {name}"
+        for path, text in texts.items()
+        if path.startswith("tests/")
+        for line, name in used(text)
+        if is_private(name) and name in own - defined(text)
+    ]
+    assert found == []

@@ -13,6 +13,7 @@ import images
 import pytest
 from deployment import DEPLOY, ROOT, arguments, read, script, services
 
+from deploy.stack import Secrets, compose_command
 from draftwire_cli.health import health
 
 METRIC_SOURCES = (
@@ -21,7 +22,7 @@ METRIC_SOURCES = (
     "drafter_service/server/metrics.py",
     *("draftwire/server/step_histogram.py", "draftwire/transport/traffic.py"),
 )
-GENERATOR, CHECK = script("grafana/make_dashboard.py"), script("check.py")
+GENERATOR = script("grafana/make_dashboard.py")
 BOTH, OVERLAYS = ("drafter", "verifier"), ("gpu", "tls")
 
 
@@ -106,10 +107,10 @@ def test_prometheus_scrapes_the_same_with_tls():
     assert tls == plain
 
 
-def compose_command() -> list[str]:
+def own_compose() -> list[str]:
     """How compose is called here, by the check of the containers."""
     try:
-        return CHECK._compose_command()
+        return compose_command()
     except (click.ClickException, FileNotFoundError) as error:
         pytest.skip(f"compose files are validated by compose itself: {error}")
 
@@ -123,7 +124,7 @@ def test_no_documented_compose_command_omits_files_of_env(page):
 @pytest.mark.parametrize("overlays", [[], ["gpu"], ["tls"], ["gpu", "tls"]], ids="+".join)
 def test_compose_takes_its_files(overlays, profiles, tmp_path):
     files = [part for name in ["docker-compose", *overlays] for part in ("-f", str(DEPLOY / f"{name}.yml"))]
-    command = [*compose_command(), "--project-directory", str(DEPLOY), *files, *profiles, "config", "--quiet"]
+    command = [*own_compose(), "--project-directory", str(DEPLOY), *files, *profiles, "config", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -198,7 +199,7 @@ def test_secrets_are_files_and_neither_arguments_nor_environment(name):
 
 
 def test_the_check_makes_the_secrets_that_compose_asks_for(tmp_path):
-    CHECK.Secrets(tmp_path)
+    Secrets(tmp_path)
     clients = {"client.pem", "client.key"}
     assert {file.name for file in tmp_path.iterdir()} == read("tls.yml")["secrets"].keys() | clients
 

@@ -102,6 +102,10 @@ class VerifierStream:
         else:
             self._requests.put(pb.DraftRequest(step=message))
 
+    def send_request(self, request: pb.DraftRequest) -> None:
+        """Send a request of any kind."""
+        self._requests.put(request)
+
     def read(self) -> pb.DraftResponse:
         response: pb.DraftResponse = next(self.call)
         return response

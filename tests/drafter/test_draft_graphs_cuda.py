@@ -127,7 +127,7 @@ def test_graphs_of_logits_go_with_their_buffers() -> None:
         assert reply.logits.abs().sum(-1).min() > 0
         engine.close_session(stream.session)
         assert engine.logits_bytes == 0
-        assert not [shape for shape in engine._graphs._graphs if shape.mode == DENSE]
+        assert not [shape for shape in engine.graphs.shapes if shape.mode == DENSE]
 
 
 def test_sessions_with_logits_leave_no_memory_taken() -> None:

@@ -25,9 +25,7 @@ from draftwire.model.block_pool import BlockPool
 from draftwire.model.kv_cache import BLOCK_SIZE
 
 
-def test_while_drafts_are_computed_the_answer_is_begun(
-    head: TinyHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_drafts_are_computed_the_answer_is_begun(head: TinyHead, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(head)
     stream = connect(engine)
     thread = EngineThread(engine, lambda: None)
@@ -48,7 +46,7 @@ def test_while_drafts_are_computed_the_answer_is_begun(
     stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
     begun = stream.session.works[0]
     thread.later(lambda: order.append("counted"))
-    thread._iterate()
+    thread.iterate()
     assert order == ["launched", "counted", ("taken", [1], [6], [])]
     assert list(stream.answers[0].drafts.num_drafts) == [4]
 
@@ -60,13 +58,11 @@ def test_what_could_wait_is_done_where_nothing_is_drafted(head: TinyHead) -> Non
     done: list[int] = []
     stream.send([Rows(1, Text(1), 0, 5)], [opened(1)])
     thread.later(lambda: done.append(1))
-    thread._iterate()
+    thread.iterate()
     assert done == [1]
 
 
-def test_deferred_work_keeps_its_order_and_survives_errors(
-    head: TinyHead, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_deferred_work_keeps_its_order_and_survives_errors(head: TinyHead, caplog: pytest.LogCaptureFixture) -> None:
     thread = EngineThread(make_engine(head), lambda: None)
     done, is_done = [], threading.Event()
 

@@ -160,7 +160,7 @@ def test_a_commit_over_the_stream_is_taken_too(drafter: ServedDrafter) -> None:
     with connected(drafter) as direct:
         direct.ask(first_step(text))
         commit = direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]))
-        direct.stream._requests.put(pb.DraftRequest(commit=commit))
+        direct.stream.send_request(pb.DraftRequest(commit=commit))
         assert list(direct.read().num_drafts) == [4]
 
 
@@ -259,7 +259,7 @@ def test_a_verifier_that_announces_and_commits_nothing_is_ended(drafter: ServedD
 def test_nothing_is_announced_over_the_stream(drafter: ServedDrafter) -> None:
     stream = drafter.connect()
     stream.ask(first_step(Text(4)))
-    stream._requests.put(pb.DraftRequest(announce=pb.Announce(announced_id=1, sequence_ids=[1])))
+    stream.send_request(pb.DraftRequest(announce=pb.Announce(announced_id=1, sequence_ids=[1])))
     code, told = stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert "message = 'announce': must be a step after the hello" in told

@@ -171,9 +171,9 @@ def shifted_features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
     def shifted(read: Callable[..., None]) -> Callable[..., None]:
         def read_shifted(store: FeatureStore, *args: object) -> None:
-            rows, store._rows = store._rows, store._rows.roll(-request.param, 0)
+            rows, store.rows = store.rows, store.rows.roll(-request.param, 0)
             read(store, *args)
-            store._rows = rows
+            store.rows = rows
 
         return read_shifted
 

@@ -49,7 +49,7 @@ def test_drafts_that_do_not_match_their_logits_expel(
 
 
 def _is_expelled(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> bool:
-    """Whether it is, and for what its drafts belied."""
+    """Whether it is, and for what mismatch."""
     status = _status(statuses, relay)
     is_expelled = status.state == generate_pb2.DRAFTER_STATE_EXPELLED
     return is_expelled and "are not what its logits sample" in status.detail

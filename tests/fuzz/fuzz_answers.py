@@ -330,7 +330,7 @@ def _lie_in_the_ring(rng: Random, channel: Channel) -> None:
         numbers = torch.randint(-2, 2 * VOCAB_SIZE, (rng.choice((1, 2, 7)), rng.choice((1, 4))), dtype=torch.int32)
         channel.send(early.SerializeToString(), numbers if rng.random() < 0.8 else None)
         return
-    rings = channel._writer._segment.memory
+    rings = channel.memory
     at = rng.randrange(len(rings) // 2, len(rings) - 64)
     if rng.random() < 0.5:
         at = len(rings) // 2 + rng.randrange(-64, 512)

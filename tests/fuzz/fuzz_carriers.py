@@ -215,7 +215,7 @@ def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
         at = rng.randrange(len(memory) - 4096)
         memory[at : at + 4096] = torch.frombuffer(bytearray(rng.randbytes(4096)), dtype=torch.uint8)
     if shared.channel is not None and rng.random() < 0.5:
-        rings = shared.channel._writer._segment.memory
+        rings = shared.channel.memory
         at = rng.randrange(64, len(rings) // 2 if rng.random() < 0.5 else 4096)
         size = rng.choice((1, 4, 8, 64, 1000))
         rings[at : at + size] = torch.frombuffer(bytearray(rng.randbytes(size)), dtype=torch.uint8)

@@ -34,12 +34,12 @@ CASES = [
 ]
 
 
-def _name(case: Case) -> str:
+def case_name(case: Case) -> str:
     options = ",".join(f"{k}={v}" for k, v in vars(case.options).items() if v != type(case.options).__dict__[k])
     return " ".join(filter(None, [case.method, case.form, options, "fp64" if case.use_fp64 else ""]))
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_continuations_follow_the_target(case: Case) -> None:
     continuations, _ = simulate(case)
     assert chi_square_ratio(continuations, case.options) < 1

@@ -16,31 +16,27 @@ def _ratio(case: Case) -> float:
     return chi_square_ratio(simulate(case)[0], case.options)
 
 
-def _share_proposal(keys: StreamKeys) -> StreamKeys:
+def share_proposal(keys: StreamKeys) -> StreamKeys:
     return keys._replace(resample=keys.proposal)
 
 
 @pytest.mark.parametrize("form", ["one-hot", "dense", "reduced", "top-n"])
 def test_resampling_with_the_proposal_noise_fails(form: str) -> None:
-    assert _ratio(Case(form, edit_keys=_share_proposal)) > BLOWN
+    assert _ratio(Case(form, edit_keys=share_proposal)) > BLOWN
 
 
 def test_resampling_with_proposal_noise_at_offset_0_fails_block() -> None:
-    assert _ratio(Case("dense", "block", edit_keys=_share_proposal)) > BLOWN
+    assert _ratio(Case("dense", "block", edit_keys=share_proposal)) > BLOWN
 
 
 @pytest.mark.parametrize("form", ["greedy", "one-hot"])
-def test_sampling_p_for_the_residual_fails_without_draft_logits(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_p_for_the_residual_fails_without_draft_logits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "without_draft", lambda scores, _tokens: scores)
     assert _ratio(Case(form)) > BLOWN
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_sampling_p_for_the_residual_fails_with_draft_logits(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_p_for_the_residual_fails_with_draft_logits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, *_: p.clone())
     assert _ratio(Case("dense", method)) > BLOWN
 
@@ -50,7 +46,7 @@ def test_residual_without_its_weight_fails_block(monkeypatch: pytest.MonkeyPatch
     assert _ratio(Case("dense", "block")) > BLOWN
 
 
-def _previous_row(logits: DraftLogits) -> DraftLogits:
+def previous_row(logits: DraftLogits) -> DraftLogits:
     ids = logits.token_ids
     return DraftLogits(logits.logits.roll(1, 0), ids.roll(1, 0) if ids is not None and ids.ndim == 2 else ids)
 
@@ -58,7 +54,7 @@ def _previous_row(logits: DraftLogits) -> DraftLogits:
 @pytest.mark.parametrize("method", ["standard", "block"])
 @pytest.mark.parametrize("form", ["dense", "reduced"])
 def test_draft_logits_of_another_row_fail(form: str, method: str) -> None:
-    assert _ratio(Case(form, method, edit_draft_logits=_previous_row)) > BLOWN
+    assert _ratio(Case(form, method, edit_draft_logits=previous_row)) > BLOWN
 
 
 def test_noise_without_the_draft_offset_fails_block(monkeypatch: pytest.MonkeyPatch) -> None:

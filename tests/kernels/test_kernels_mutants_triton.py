@@ -7,7 +7,7 @@ import pytest
 import torch
 from markov import Case, chi_square_ratio, simulate
 from test_kernels_groups import law_ratio
-from test_kernels_mutants import BLOWN, _previous_row, _share_proposal
+from test_kernels_mutants import BLOWN, previous_row, share_proposal
 from test_kernels_rejection import Batch
 
 from draftwire_kernels import rejection_sample
@@ -120,12 +120,12 @@ def test_groups_with_the_noise_of_tokens_fail(method: str, form: str, broken: Ca
 @pytest.mark.parametrize(
     "case",
     [
-        Case("one-hot", edit_keys=_share_proposal),
-        Case("dense", edit_keys=_share_proposal),
-        Case("top-n", edit_keys=_share_proposal),
-        Case("dense", "block", edit_keys=_share_proposal),
-        Case("dense", edit_draft_logits=_previous_row),
-        Case("reduced", "block", edit_draft_logits=_previous_row),
+        Case("one-hot", edit_keys=share_proposal),
+        Case("dense", edit_keys=share_proposal),
+        Case("top-n", edit_keys=share_proposal),
+        Case("dense", "block", edit_keys=share_proposal),
+        Case("dense", edit_draft_logits=previous_row),
+        Case("reduced", "block", edit_draft_logits=previous_row),
     ],
 )
 def test_shared_noise_and_stale_logits_fail(case: Case) -> None:

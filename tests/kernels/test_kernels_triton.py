@@ -5,7 +5,7 @@ import sampling_oracle as oracle
 import torch
 from markov import Case, chi_square_ratio, simulate
 from test_kernels_coupled import emits_what_it_does_without_drafts
-from test_kernels_law import CASES, _name
+from test_kernels_law import CASES, case_name
 from test_kernels_rejection import COMBINATIONS, RATES, Batch
 from torch import Tensor
 
@@ -360,7 +360,7 @@ def _public(batch: Batch, logits: DraftLogits, method: str) -> RejectionResult:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_a_million_continuations_follow_the_target(case: Case) -> None:
     from dataclasses import replace
 

@@ -337,7 +337,7 @@ def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:
 
 def pace_of(own: Drafting) -> Pace:
     """That of its only drafter."""
-    (session,) = own._sessions.values()
+    (session,) = own.sessions.values()
     return session.pace
 
 

@@ -7,7 +7,7 @@ import torch
 from drafting_scene import Clock, RecordedStream, Scene, answer_to
 
 from draftwire.v1 import generate_pb2
-from verifier_service.drafters import audit as redraws
+from verifier_service.drafters import audit
 from verifier_service.drafters.breaker import (
     LEAST_LATE_S,
     OVERDUE_S,
@@ -162,7 +162,7 @@ def test_waiting_behind_an_earlier_answer_does_not_count(clock):
 
 
 def test_on_trial_all_is_redrawn_and_the_first_mismatch_expels(monkeypatch):
-    monkeypatch.setattr(redraws.random, "random", lambda: 0.999)  # none would be
+    monkeypatch.setattr(audit.random, "random", lambda: 0.999)  # none would be
     config = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
     for on_trial in (False, True):
         scene = Scene(config)

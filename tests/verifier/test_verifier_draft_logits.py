@@ -20,8 +20,8 @@ from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
 from verifier_service.core.request import AnswerLogits, ReadyDrafts
-from verifier_service.drafters import audit as redraws
-from verifier_service.drafters.answers import find_belied
+from verifier_service.drafters import audit
+from verifier_service.drafters.answers import find_mismatched
 
 TOP_N = {**GUMBEL, "draft_logits": {"top_n": 4}}
 
@@ -31,7 +31,7 @@ REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 
 def start_sampled(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], ids: torch.Tensor | None = None) -> Any:
     """(scene, stream, request) at temperature 0.8, where every draft is drawn again."""
-    monkeypatch.setattr(redraws, "REDRAW_SHARE", 1)
+    monkeypatch.setattr(audit, "REDRAW_SHARE", 1)
     scene = Scene(config)
     stream = scene.connect(draft_token_ids=ids, draft_vocab_size=VOCAB if ids is None else len(ids))
     one = scene.decode(temperature=0.8, max_tokens=1000)
@@ -93,7 +93,7 @@ def test_drafts_that_are_drawn_from_their_logits_never_expel(config, ids, monkey
 @pytest.mark.parametrize(("config", "ids"), [HONEST[0], HONEST[1], HONEST[3]], ids=["dense", "dense reduced", "top_n"])
 def test_drafts_not_drawn_from_logits_are_unused_and_expel(config, ids, monkeypatch):
     scene, stream, one = start_sampled(monkeypatch, config, ids)
-    for _ in range(redraws.TOO_MANY_MISMATCHES):
+    for _ in range(audit.TOO_MANY_MISMATCHES):
         assert stream.failure is None
         scene.answer(stream, replace_last(honest_answer(stream.last, one.keys.proposal, config, ids)))
         assert one.drafts is None
@@ -104,7 +104,7 @@ def test_drafts_not_drawn_from_logits_are_unused_and_expel(config, ids, monkeypa
 
 
 @pytest.mark.parametrize("form", ["dense", "dense reduced", "top_n"])
-def test_drafts_that_belie_logits_are_found_among_others(form):
+def test_drafts_that_mismatch_logits_are_found_among_others(form):
     scene, draw = Scene(DENSE), torch.Generator().manual_seed(1)
     counts, width = (3, 1, 4), 7 if form != "dense" else VOCAB
     values = 2 * torch.randn(sum(counts), width, generator=draw)
@@ -123,11 +123,11 @@ def test_drafts_that_belie_logits_are_found_among_others(form):
             tokens.append(int(column if ids is None else ids[column]))
         answers.append((one, ReadyDrafts(len(one.tokens), one.tokens[-1], tokens, logits, first)))
         first += count
-    assert find_belied(answers, use_fp64=False) == []
+    assert find_mismatched(answers, use_fp64=False) == []
     for request, drafts in answers:
         wrong = drafts._replace(tokens=[*drafts.tokens[:-1], (drafts.tokens[-1] + 1) % VOCAB])
         others = [(request, wrong) if one is request else (one, its) for one, its in answers]
-        (found,) = find_belied(others, use_fp64=False)
+        (found,) = find_mismatched(others, use_fp64=False)
         assert found is wrong
 
 
@@ -140,7 +140,7 @@ def replace_last(answer: pb.Drafts) -> pb.Drafts:
 
 
 def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
-    monkeypatch.setattr(redraws, "REDRAW_SHARE", 1)
+    monkeypatch.setattr(audit, "REDRAW_SHARE", 1)
     scene, stream, one = start(DENSE)
     for _ in range(5):
         scene.answer(stream, answer_to(stream.last, logits=torch.zeros(K, VOCAB)))

@@ -15,8 +15,7 @@ from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service.drafters import audit as redraws
-from verifier_service.drafters import features, placement
+from verifier_service.drafters import audit, features, placement
 from verifier_service.drafters.stream import Answered, Disconnected
 from verifier_service.engine import executor, outputs
 from verifier_service.pacing import DraftCountPolicy
@@ -324,7 +323,7 @@ def connect_briefly(served: Served) -> RecordedStream:
 
 
 def test_a_drafter_that_goes_before_the_step_fails_no_request(target, monkeypatch):
-    monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
+    monkeypatch.setattr(audit, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)
     requests = [own.submit(temperature=temperature) for temperature in (0.0, 1.0, 1.0)]
@@ -336,7 +335,7 @@ def test_a_drafter_that_goes_before_the_step_fails_no_request(target, monkeypatc
 
 
 def test_drafts_of_heads_of_different_vocabularies_share_a_step(target, monkeypatch):
-    monkeypatch.setattr(redraws, "REDRAW_SHARE", 0)
+    monkeypatch.setattr(audit, "REDRAW_SHARE", 0)
     own = Served(target, DENSE)
     brief = connect_briefly(own)
     other = own.connect(draft_token_ids=torch.arange(VOCAB - 1), draft_vocab_size=VOCAB - 1)

@@ -279,7 +279,7 @@ def test_a_gpu_has_an_engine_process_unless_told_otherwise(device, given, has):
 def test_an_error_in_the_process_is_on_stderr_and_in_its_status(capfd):
     ours, theirs = socket.socketpair()
     options = VerifierOptions("t", log_level="loud")
-    process = multiprocessing.get_context("spawn").Process(target=engine_process._run, args=(options, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=engine_process.run_engine, args=(options, theirs))
     process.start()
     process.join()
     ours.close()

@@ -11,7 +11,7 @@ from drafting_scene import VOCAB, Scene, answer_to
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire_kernels import gumbel_sample
 from verifier_service.core.request import AnswerLogits, ReadyDrafts
-from verifier_service.drafters import audit as redraws
+from verifier_service.drafters import audit
 
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 # Of a drafter that rounds otherwise than the verifier, at most: 16 drafts, each with a probability of 1e-5.
@@ -22,7 +22,7 @@ HONEST_MISMATCHES = 1.6e-4
 def choices(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     """What decides which answers are drawn again."""
     made = random.Random(0)
-    monkeypatch.setattr(redraws, "random", made)
+    monkeypatch.setattr(audit, "random", made)
     return made
 
 
@@ -43,7 +43,7 @@ class Drafter:
 
     @property
     def num_redrawn(self) -> int:
-        return self.scene.drafting.answers.audit._redraws[self.stream.address]._count
+        return self.scene.drafting.answers.audit.record_of(self.stream.address).count
 
     def answer(self, *are_lies: bool) -> None:
         """One message."""
@@ -52,13 +52,13 @@ class Drafter:
         self.answers += len(are_lies)
         self.lies += sum(are_lies)
         try:
-            audit = self.scene.drafting.answers.audit
-            belied = audit.find_unusable(self.stream.address, answered, is_on_trial=False)
+            answers = self.scene.drafting.answers
+            mismatched = answers.audit.find_unusable(self.stream.address, answered, is_on_trial=False)
         except InvalidArgumentError:
             self.is_expelled = True
         else:
-            assert all(drafts.tokens == self._lie.tokens for drafts in belied)
-            self.lies_used += sum(are_lies) - len(belied)
+            assert all(drafts.tokens == self._lie.tokens for drafts in mismatched)
+            self.lies_used += sum(are_lies) - len(mismatched)
 
     def be_honest(self, answers: int) -> None:
         """So many right answers, a thousand in a message."""
@@ -109,7 +109,7 @@ def test_once_a_lie_was_found_none_is_used(choices):
         while drafter.lies == drafter.lies_used:
             drafter.answer(True)
         used = drafter.lies_used
-        for _ in range(redraws.TOO_MANY_MISMATCHES - 2):
+        for _ in range(audit.TOO_MANY_MISMATCHES - 2):
             drafter.answer(False, True, False)
             drafter.be_honest(100)
         assert not drafter.is_expelled
@@ -120,19 +120,19 @@ def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used():
     drafter = Drafter()
     while drafter.lies == drafter.lies_used:
         used = drafter.lies_used
-        drafter.answer(*[True] * (redraws.TOO_MANY_MISMATCHES - 1), *[False] * 10)
+        drafter.answer(*[True] * (audit.TOO_MANY_MISMATCHES - 1), *[False] * 10)
     assert drafter.lies_used == used
     assert not drafter.is_expelled
 
 
 def test_a_message_with_too_many_lies_expels_and_is_not_used(monkeypatch):
     chances = iter([0.0, *[0.999] * 100])  # the first is drawn again, and then all
-    monkeypatch.setattr(redraws.random, "random", lambda: next(chances))
+    monkeypatch.setattr(audit.random, "random", lambda: next(chances))
     scene = Scene(DENSE)
     stream = scene.connect()
-    requests = [scene.decode(temperature=1.0) for _ in range(redraws.TOO_MANY_MISMATCHES)]
+    requests = [scene.decode(temperature=1.0) for _ in range(audit.TOO_MANY_MISMATCHES)]
     scene.flush()
-    scene.answer(stream, answer_to(stream.last, logits=_belied_logits()))
+    scene.answer(stream, answer_to(stream.last, logits=_mismatched_logits()))
     assert stream.is_expelled
     assert "are not what its logits sample" in str(stream.failure)
     assert all(request.drafts is None for request in requests)
@@ -150,9 +150,9 @@ def test_mismatches_as_frequent_as_rounding_do_not_expel():
 def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
     drafter = Drafter()
     for _ in range(3):
-        for _ in range(redraws.TOO_MANY_MISMATCHES - 1):
-            drafter.scene.drafting.answers.audit._redraws[drafter.stream.address].take(1, 1)
-        drafter.be_honest(redraws.RECENT_REDRAWS)
+        for _ in range(audit.TOO_MANY_MISMATCHES - 1):
+            drafter.scene.drafting.answers.audit.record_of(drafter.stream.address).add(1, 1)
+        drafter.be_honest(audit.RECENT_REDRAWS)
     assert not drafter.is_expelled
 
 
@@ -161,11 +161,11 @@ def test_after_a_mismatch_every_answer_is_redrawn_for_long():
     while drafter.lies == drafter.lies_used:
         drafter.answer(True)
     before = drafter.num_redrawn
-    for _ in range(redraws.RECENT_REDRAWS // 1000):
+    for _ in range(audit.RECENT_REDRAWS // 1000):
         drafter.be_honest(1000)
-    assert drafter.num_redrawn == before + redraws.RECENT_REDRAWS
+    assert drafter.num_redrawn == before + audit.RECENT_REDRAWS
     drafter.be_honest(8000)
-    assert 900 < drafter.num_redrawn - before - redraws.RECENT_REDRAWS < 1100
+    assert 900 < drafter.num_redrawn - before - audit.RECENT_REDRAWS < 1100
 
 
 def test_a_new_stream_does_not_clear_a_drafter():
@@ -173,7 +173,7 @@ def test_a_new_stream_does_not_clear_a_drafter():
     while drafter.lies == drafter.lies_used:
         drafter.answer(True)
     used = drafter.lies_used
-    for _ in range(redraws.TOO_MANY_MISMATCHES - 1):
+    for _ in range(audit.TOO_MANY_MISMATCHES - 1):
         assert not drafter.is_expelled
         drafter.scene.disconnect(drafter.stream)
         drafter.stream = drafter.scene.connect()
@@ -191,7 +191,7 @@ def test_an_expelled_drafter_is_judged_by_what_it_does_later():
     assert 900 < drafter.num_redrawn < 1100
 
 
-def _belied_logits() -> torch.Tensor:
+def _mismatched_logits() -> torch.Tensor:
     """Logits of three drafts that sample 4; `answer_to` says 5, 6, 7."""
     logits = torch.full((3, VOCAB), -100.0)
     logits[:, 4] = 100.0

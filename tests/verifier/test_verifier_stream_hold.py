@@ -26,7 +26,7 @@ class Waits:
 
 
 def word(hold: StreamHold) -> int:
-    return int(hold._word.item())
+    return int(hold.word.item())
 
 
 def test_the_word_gets_the_awaited_value_once_all_is_written():
@@ -35,7 +35,7 @@ def test_the_word_gets_the_awaited_value_once_all_is_written():
     for _ in range(3):
         hold.stop()
         address, value = waits.asked[-1]
-        assert address == hold._word.data_ptr()
+        assert address == hold.word.data_ptr()
         assert word(hold) != value
         assert hold.release(lambda: seen.append(word(hold)))
         assert word(hold) == value

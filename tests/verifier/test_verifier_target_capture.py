@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from draftwire.contract.errors import CheckpointError
-from verifier_service.target import runner as target_runner
 from verifier_service.target.graph_inputs import GraphInputs
 from verifier_service.target.graph_sizes import Bucket
+from verifier_service.target.step_graph import capture_graph
 from verifier_service.target.target import Target
 
 BUCKET = Bucket(num_sequences=1, max_rows=2, num_rows=2, num_logit_rows=2)
@@ -64,5 +64,5 @@ def test_what_ended_the_capture_is_told(
     inputs = GraphInputs([BUCKET], 1, torch.device("cpu"))
     stream: Any = SimpleNamespace(wait_stream=lambda _: None)
     with pytest.raises(raised, match=message):
-        target_runner._Graph(target, cast("Any", None), inputs, BUCKET, None, stream)
+        capture_graph(target, cast("Any", None), inputs, BUCKET, None, stream)
     assert not graph.is_capturing

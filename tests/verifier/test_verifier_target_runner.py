@@ -50,7 +50,7 @@ def runner(kind, target) -> TargetRunner:
     cache = KVCache(target.layer_shapes, 200, target.dtype, target.device)
     runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, PREFILL, blocks_for(CONTEXT))
     if kind == "played":
-        play_graphs(runner)
+        play_graphs(target, runner)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_products, "LEAST_GAIN", -math.inf if kind == "cublaslt" else math.inf)
         runner.capture()
@@ -313,6 +313,6 @@ def test_on_a_gpu_what_no_graph_computes_is_not_prelaunched(target, runner):
 
 
 def test_on_a_gpu_the_time_of_a_pass_is_known_by_its_rows(target, runner):
-    rows = {bucket.num_rows for bucket in runner._buckets.decoding}
+    rows = {bucket.num_rows for bucket in runner.buckets.decoding}
     assert runner.pass_seconds.keys() == (rows if target.device.type == "cuda" else set())
     assert all(seconds > 0 for seconds in runner.pass_seconds.values())

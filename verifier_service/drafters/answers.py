@@ -114,7 +114,7 @@ def _check_range(low: int, high: int, name: str, vocab_size: int) -> None:
         raise InvalidArgumentError(name, low if low < 0 else high, f"token ids must be in [0, {vocab_size})")
 
 
-def find_belied(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
+def find_mismatched(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
     """Those of the drafts that are not what the logits sent with them sample under their request's proposal noise.
 
     Parameters

@@ -30,6 +30,11 @@ class FeatureStore:
     Rows have none that were written before the store was made, or in steps of requests that want no drafts. With a
     fusion the rows are what it makes of the layers' features, in its type and width; without one they are as the target
     has them.
+
+    Attributes
+    ----------
+    rows
+        The features by slot of the cache, [num_blocks * BLOCK_SIZE, width], on the target's device.
     """
 
     def __init__(
@@ -42,13 +47,13 @@ class FeatureStore:
         width, dtype = len(layers) * target.hidden_size, target.dtype
         if fusion is not None:
             width, dtype = len(fusion.weight), fusion.weight.dtype
-        self._rows = zeros_for_cache((num_blocks * BLOCK_SIZE, width), dtype, target.device)
+        self.rows = zeros_for_cache((num_blocks * BLOCK_SIZE, width), dtype, target.device)
         self._compile()
 
     @property
     def num_bytes(self) -> int:
         """Memory allocated, bytes."""
-        return self._rows.nbytes
+        return self.rows.nbytes
 
     def first_row(self, request: Request) -> int:
         """First row of the request from which on all have features."""
@@ -63,8 +68,8 @@ class FeatureStore:
         """Keeps the features of the forward pass that has just run."""
         features = output.features(self._layers)
         if self._fusion is not None:
-            features = self._fusion(features.to(self._rows.dtype))
-        self._rows.index_copy_(0, output.slots, features)
+            features = self._fusion(features.to(self.rows.dtype))
+        self.rows.index_copy_(0, output.slots, features)
         self._is_written[output.slots_on_host] = True
 
     def drop(self, output: ForwardOutput) -> None:
@@ -85,30 +90,30 @@ class FeatureStore:
             the order of the current stream, and the host does not wait.
         """
         slots = slots_of(spans)
-        device = self._rows.device
+        device = self.rows.device
         if device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
             (places,) = upload([slots], device)
-            out.copy_(self._rows.index_select(0, places), non_blocking=True)
+            out.copy_(self.rows.index_select(0, places), non_blocking=True)
         else:
-            copy_runs(self._rows, slots, out)
+            copy_runs(self.rows, slots, out)
 
     def read_true_rows(
         self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Copies the features of verified rows, true ones first; `out` as for `read`, the others as for
         `gather_true_rows`, where `slots` are places in the cache."""
-        is_direct = out.device == self._rows.device and out.dtype == self._rows.dtype
-        gathered = out if is_direct else self._rows.new_empty(out.shape)
-        gather_true_rows(self._rows, slots, cu_rows, places, drawn, gathered)
+        is_direct = out.device == self.rows.device and out.dtype == self.rows.dtype
+        gathered = out if is_direct else self.rows.new_empty(out.shape)
+        gather_true_rows(self.rows, slots, cu_rows, places, drawn, gathered)
         if gathered is not out:
             out.copy_(gathered, non_blocking=True)
 
     def _compile(self) -> None:
         """Runs the kernels for features of this width and type, so that no step waits for compilation or loading."""
         zero, ends, one = np.zeros(1, np.int64), np.array([0, 1], np.int32), np.ones((1, 1), np.int64)
-        slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self._rows.device)
-        self.read_true_rows(slots, cu_rows, places, drawn, self._rows.new_empty(1, self._rows.shape[1]))
-        self.read([([0], 0, 1)], self._rows.new_empty(1, self._rows.shape[1]))
+        slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self.rows.device)
+        self.read_true_rows(slots, cu_rows, places, drawn, self.rows.new_empty(1, self.rows.shape[1]))
+        self.read([([0], 0, 1)], self.rows.new_empty(1, self.rows.shape[1]))
 
 
 class FeatureStores:

@@ -72,7 +72,7 @@ class EngineProcess:
         """Starts it, without waiting for anything."""
         self.connection, engine_end = socket.socketpair()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_run, args=(options, engine_end), name="engine")
+        self._process = context.Process(target=run_engine, args=(options, engine_end), name="engine")
         resource_tracker.ensure_running()  # its start would let the signals through again
         # A signal to a whole group of processes is for this one alone to answer, from the very beginning.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -119,7 +119,7 @@ class EngineProcess:
             self._process.join()
 
 
-def _run(options: VerifierOptions, connection: socket.socket) -> None:
+def run_engine(options: VerifierOptions, connection: socket.socket) -> None:
     """The engine's process.
 
     It ends without the interpreter's own end: there NCCL waits until every CUDA graph with a collective in it is gone,

@@ -26,6 +26,11 @@ class StreamHold:
     device where nobody expects it, a guard in a thread of its own lets the stream go on.
 
     Source: CUDA Driver API, "Stream Memory Operations".
+
+    Attributes
+    ----------
+    word
+        The awaited word, int32 [1], pinned if the device is a GPU.
     """
 
     def __init__(self, device: torch.device, wait_for_value: WaitForValue | None = None) -> None:
@@ -38,8 +43,8 @@ class StreamHold:
         """
         self._device = device
         self._wait_for_value = wait_for_value or cuda_driver().wait_for_value
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._view = self._word.numpy().view(np.uint32)
+        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._view = self.word.numpy().view(np.uint32)
         self._value = 0
         self._since: float | None = None  # monotonic time at which the stream was stopped; None when it runs
         self._lock = threading.Lock()
@@ -54,7 +59,7 @@ class StreamHold:
         with self._lock:
             assert self._since is None
             self._value = (self._value + 1) % 2**32
-            self._wait_for_value(stream, self._word.data_ptr(), self._value)
+            self._wait_for_value(stream, self.word.data_ptr(), self._value)
             self._since = time.monotonic()
 
     def release(self, fill: Callable[[], object]) -> bool:

@@ -30,13 +30,14 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GENERATION_CONFIG = "generation_config.json"
 
 
-class ForwardOutput(NamedTuple):
+class TargetOutput(NamedTuple):
     """What a forward pass over T rows computes."""
 
     logits: Tensor
     """[R, vocab_size] of the rows asked for, in the model's dtype."""
     states: tuple[Tensor, ...]
     """num_layers + 1 of [T, hidden_size]: the state entering each layer, and the last one after the final norm."""
+
 
 class Target:
     """A decoder-only model of transformers over a paged cache.
@@ -80,7 +81,7 @@ class Target:
         self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not look at it
         layers = _find_layers(model, self.num_layers)
         self._register_captures(layers)
-        self._run: Callable[[Tensor, Tensor, Tensor], ForwardOutput] = self._run_model
+        self._run: Callable[[Tensor, Tensor, Tensor], TargetOutput] = self._run_model
         # A model that cannot be served is refused here, at start, and not at the first request.
         self.layer_shapes = self._measure_layers()
         merge_projections(find_projections(model, self._probe))
@@ -144,7 +145,7 @@ class Target:
             raise CheckpointError(f"{self.name}: its forward pass is not served: {error}") from error
 
     @torch.inference_mode()
-    def _run_rows(self, num_rows: int, num_logit_rows: int) -> ForwardOutput:
+    def _run_rows(self, num_rows: int, num_logit_rows: int) -> TargetOutput:
         """Runs rows of no sequence, within `attending` or `measuring`."""
         # Tensors of their own: what is compiled for a view, or for one tensor twice, serves nothing else.
         token_ids, positions, rows = (
@@ -174,7 +175,7 @@ class Target:
     @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
-    ) -> ForwardOutput:
+    ) -> TargetOutput:
         """Runs a step's rows and fills the cache.
 
         Parameters
@@ -189,14 +190,14 @@ class Target:
         with attention_hook.attending(cache, batch):
             return self._run(token_ids, positions, rows)
 
-    def _run_model(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> ForwardOutput:
+    def _run_model(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> TargetOutput:
         self._states.clear()
         output = self._model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
         )
         states = tuple(self._states)
         self._states.clear()
-        return ForwardOutput(output.logits[0], states)
+        return TargetOutput(output.logits[0], states)
 
 
 def _vocab_size(model: Any) -> int:
@@ -360,9 +361,7 @@ def _read_generation_config(directory: Path) -> dict[str, Any] | None:
     return read_config(directory, _GENERATION_CONFIG) if (directory / _GENERATION_CONFIG).is_file() else None
 
 
-def _eos_token_ids(
-    directory: Path, config: Any, generation: dict[str, Any] | None, vocab_size: int
-) -> frozenset[int]:
+def _eos_token_ids(directory: Path, config: Any, generation: dict[str, Any] | None, vocab_size: int) -> frozenset[int]:
     """Return the end-of-sequence ids that transformers' generate has: of generation_config.json, else of config.json.
 
     Ids outside of the vocabulary, which a target cannot draw, are left out and logged.

@@ -24,7 +24,7 @@ CALLS = {
         "Prelaunch.release",
         "Prelaunch.release_with_known_drafts",
     ),
-    "verifier_service.target.runner": ("_Graph._launch",),
+    "verifier_service.target.step_graph": ("StepGraph.launch",),
     "verifier_service.sampling.sampler": ("TokenSampler.launch", "TokenSampler.finish"),
     "drafter_service.server.stream": ("DraftStream._take_record", "DraftStream.deliver", "DraftStream._send_directly"),
     "drafter_service.server.step_decoder": ("StepDecoder.decode",),
@@ -83,8 +83,8 @@ WAYS_BOTH_EARLY = (
 WAY_WITHOUT_DRAFTS = (
     WAY[0],
     Mark("Executor.execute", "begin"),
-    Mark("_Graph._launch", "begin"),
-    Mark("_Graph._launch", "end"),
+    Mark("StepGraph.launch", "begin"),
+    Mark("StepGraph.launch", "end"),
     Mark("Executor.execute", "end"),
     Mark("TokenSampler.finish", "end"),
 )
