@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafter_service.heads.spec import Head, HeadSpec
+from drafter_service.draft_loop.logits_buffers import LogitsBuffers
+from drafter_service.draft_loop.loop import DraftLoop, LoopShape
+from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
+from drafter_service.heads.spec import Head, HeadSpec, Rows
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS, DrafterOptions
 from draftwire.contract.errors import InvalidArgumentError
@@ -16,7 +20,6 @@ from draftwire.model.checkpoints import read_config
 from draftwire.model.devices import GpuMemory, upload
 from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows, token_bytes
 from draftwire.server.memory import check_cache_fits
-from draftwire_kernels import gumbel_sample
 
 CPU_KV_CACHE_TOKENS = 65536
 
@@ -87,21 +90,38 @@ def _choose_max_model_len(options: DrafterOptions, spec: HeadSpec, target_dir: P
 def run_largest_step(
     head: Head, options: DrafterOptions, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """One pass over as many rows as a step may have, and the dense logits of the default number of drafts."""
-    count = options.max_num_seqs
-    num_rows = max(options.max_batch_rows, count * (options.max_num_speculative_tokens + 1))
-    whole, rest = divmod(num_rows, max_model_len)
-    counts = [max_model_len] * whole + [rest] * (rest > 0)
+    """Compute as many rows as a batch may have, then a step of the most sequences with the default number of drafts."""
+    limits = EngineLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_speculative_tokens=options.max_num_speculative_tokens,
+        max_batch_rows=options.max_batch_rows,
+        max_sessions=options.max_sessions,
+    ).fit(head.spec.max_drafts)
+    cache = KVCache(head.spec.layer_shapes, 2, dtype, device)
+    _enter_most_rows(head, cache, limits, dtype, device)
+    k = min(DEFAULT_SPECULATIVE_TOKENS, limits.max_num_speculative_tokens)
+    mode, count = SamplingMode(gumbel=True, dense=True), limits.max_num_seqs
+    buffers = LogitsBuffers(count, head.spec.draft_vocab_size, device)
+    buffers.keep([SessionTerms("largest step", mode, k, count)])
+    loop = DraftLoop(head, cache, buffers, limits, dtype, device)
+    num_rows = count * (k + 1)
+    features = torch.zeros(num_rows, head.spec.feature_width, dtype=dtype, device=device)
+    loop.states[:num_rows] = head.fuse(features)
+    loop.inputs.clear(count, num_rows)
+    loop.run(LoopShape(mode, count, num_rows, k + 1, k))
+
+
+def _enter_most_rows(
+    head: Head, cache: KVCache, limits: EngineLimits, dtype: torch.dtype, device: torch.device
+) -> None:
+    most = max(limits.max_batch_rows, limits.max_num_seqs * (limits.max_num_speculative_tokens + 1))
+    whole, rest = divmod(most, limits.max_model_len)
+    counts = [limits.max_model_len] * whole + [rest] * (rest > 0)
     # All write to the same block: what the rows hold is of no interest.
     batch = RaggedBatch([SequenceRows([1] * blocks_for(rows), 0, rows) for rows in counts], device)
-    tokens, positions = upload(
-        [np.zeros(num_rows, np.int64), np.concatenate([np.arange(rows) for rows in counts])], device
-    )
-    cache = KVCache(head.spec.layer_shapes, 2, dtype, device)
-    features = torch.zeros(num_rows, head.spec.feature_width, dtype=dtype, device=device)
-    states = head.forward(tokens, head.fuse(features), positions, cache, batch)
-    logits = head.logits(states[:count])
-    kept = torch.empty(count, DEFAULT_SPECULATIVE_TOKENS, logits.shape[1], dtype=torch.float32, device=device)
-    kept[: len(logits), 0] = logits
-    zeros = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    gumbel_sample(kept[: len(logits), 0], zeros.float(), zeros, zeros)
+    positions = np.concatenate([np.arange(rows) for rows in counts])
+    tokens, given_positions = upload([np.zeros(len(positions), np.int64), positions], device)
+    rows = Rows(tokens, given_positions, batch)
+    features = torch.zeros(len(positions), head.spec.feature_width, dtype=dtype, device=device)
+    head.enter(rows, head.fuse(features), cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafter_service.options import MAX_SPECULATIVE_TOKENS
 from draftwire.contract.errors import InvalidArgumentError
@@ -35,6 +35,11 @@ class EngineLimits:
     max_num_speculative_tokens: int = 16
     max_batch_rows: int = 2048
     max_sessions: int = 64
+
+    def fit(self, max_drafts: int | None) -> EngineLimits:
+        """Return the limits with no more drafts than a head makes; None is a head without a bound."""
+        most = self.max_num_speculative_tokens
+        return self if max_drafts is None else replace(self, max_num_speculative_tokens=min(most, max_drafts))
 
     def __post_init__(self) -> None:
         """Raises InvalidArgumentError, which names the limit."""

@@ -30,17 +30,17 @@ class LoopInputs(NamedTuple):
     new_blocks: Any  # [N, C] int32, blocks from that of the first place on; 0 for none
 
 
-def num_new_blocks(max_drafts: int) -> int:
-    """Blocks that hold max_drafts + 1 rows, from any place of the first one on, and all but the last of the drafts."""
-    return (BLOCK_SIZE - 1 + 2 * max_drafts - 1) // BLOCK_SIZE + 1
+def num_new_blocks(rows_each: int) -> int:
+    """Return how many blocks hold so many rows, from any place of the first one on."""
+    return (BLOCK_SIZE - 1 + rows_each - 1) // BLOCK_SIZE + 1
 
 
 class PackedInputs:
     """The same memory for every step; what a step uses of it depends on N and T alone, so that it can be captured."""
 
-    def __init__(self, max_sequences: int, max_rows: int, max_drafts: int, device: torch.device) -> None:
-        """Room for so many sequences, of up to max_drafts + 1 rows and max_drafts drafts each, and rows."""
-        self.num_new_blocks = num_new_blocks(max_drafts)
+    def __init__(self, max_sequences: int, max_rows: int, rows_each: int, device: torch.device) -> None:
+        """Make room for so many sequences and true rows; `rows_each` as of `HeadSpec.rows_of_step`."""
+        self.num_new_blocks = num_new_blocks(rows_each)
         size = self._layout(max_sequences, max_rows)[-1]
         is_cuda = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from drafter_service.draft_loop.inputs import LoopInputs
-from drafter_service.draft_loop.state import LoopState
+from drafter_service.draft_loop.state import BlockState, LoopState
 from draftwire.model.kv_cache import BLOCK_SIZE as _BLOCK_SIZE
 from draftwire_kernels.gpu import counters
 from draftwire_kernels.gpu.batch import is_last
@@ -77,6 +77,36 @@ def _begin_kernel(
             tl.store(given, tl.where(is_new, new, known), mask=column < end)
             tl.store(tables + slot * tables_width + column, new, mask=is_new & (new > 0))
             first_column += TABLE_BLOCK
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _begin_block_kernel(
+    inputs,
+    state,
+    block,
+    num_sequences,
+    NUM_ROWS: tl.constexpr,
+    NEW_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK rows."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence, offset = row // NUM_ROWS, row % NUM_ROWS
+    inside = sequence < num_sequences
+    wanted = tl.load(inputs.num_drafts + sequence, mask=inside, other=0)
+    length = tl.load(state.lengths + sequence, mask=inside, other=0)
+    first_place = tl.load(inputs.first_places + sequence, mask=inside, other=0)
+    first_position = tl.load(inputs.first_positions + sequence, mask=inside, other=0)
+    has_room = wanted > 0
+    place = length + offset
+    index = place // BLOCK_SIZE - first_place // BLOCK_SIZE
+    new_block = tl.load(inputs.new_blocks + sequence * NEW_BLOCKS + index, mask=inside & has_room, other=0)
+    slot = tl.where(has_room, new_block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE, row % BLOCK_SIZE)
+    position = tl.where(has_room, first_position + place - first_place, 0)
+    tl.store(block.tokens + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+    tl.store(block.positions + row, position.to(tl.int64), mask=inside)
+    tl.store(block.slots + row, slot, mask=inside)
+    tl.store(block.lengths + sequence, tl.where(wanted > 0, length, 0) + NUM_ROWS, mask=inside & (offset == 0))
 
 
 @triton.jit(do_not_specialize=["num_sequences", "offset", "results_width"])
@@ -197,6 +227,20 @@ def begin(inputs: LoopInputs, tables: Tensor, state: LoopState) -> None:
         ROWS=triton.next_power_of_2(num_new_blocks * _BLOCK_SIZE),  # the new blocks hold a sequence's rows
         TABLE_BLOCK=_TABLE_BLOCK,
         num_warps=4,
+    )
+
+
+def begin_block(inputs: LoopInputs, state: LoopState, block: BlockState, num_rows: int) -> None:
+    num_sequences, num_new_blocks = inputs.new_blocks.shape
+    _begin_block_kernel[(triton.cdiv(num_sequences * num_rows, _RECORD_BLOCK),)](
+        inputs,
+        state,
+        block,
+        num_sequences,
+        NUM_ROWS=num_rows,
+        NEW_BLOCKS=num_new_blocks,
+        BLOCK=_RECORD_BLOCK,
+        num_warps=2,
     )
 
 

@@ -1,4 +1,4 @@
-"""A draft step on the device: one pass over the true rows, then one row of each sequence for every further draft."""
+"""A draft step on the device: its true rows enter the head's cache, and the head drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from drafter_service.draft_loop import state as loop_state
-from drafter_service.draft_loop.confidence import max_probability
+from drafter_service.draft_loop.context import LoopContext, LoopMemory
 from drafter_service.draft_loop.inputs import PackedInputs
 from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.sampling import DraftSampler
@@ -17,7 +17,7 @@ from drafter_service.draft_loop.state import LoopState
 from drafter_service.heads.spec import Head
 from drafter_service.limits import EngineLimits
 from draftwire.model.block_pool import blocks_for
-from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch
+from draftwire.model.kv_cache import BLOCK_SIZE, KVCache
 
 
 class LoopShape(NamedTuple):
@@ -58,14 +58,17 @@ class DraftLoop:
         device: torch.device,
     ) -> None:
         self._head = head
-        self._cache = cache
         count, k = limits.max_num_seqs, limits.max_num_speculative_tokens
         max_rows, max_blocks = count * (k + 1), blocks_for(limits.max_model_len)
-        self._sampler = DraftSampler(count, head.draft_token_ids, buffers, device)
         self._state = LoopState.allocate(count, max_rows, max_blocks, k, device)
-        self._single_rows = torch.arange(count + 1, dtype=torch.int32, device=device)
-        self._max_length = max_blocks * BLOCK_SIZE
-        self.inputs = PackedInputs(count, max_rows, k, device)
+        self._memory = LoopMemory(
+            cache=cache,
+            sampler=DraftSampler(count, head.draft_token_ids, buffers, device),
+            draft_token_ids=head.draft_token_ids,
+            row_ends=torch.arange(count + 1, dtype=torch.int32, device=device),
+            max_length=max_blocks * BLOCK_SIZE,
+        )
+        self.inputs = PackedInputs(count, max_rows, head.spec.rows_of_step(k), device)
         self.states = torch.zeros(max_rows, head.spec.hidden_size, dtype=dtype, device=device)
         self.tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
         self._results = torch.zeros(count, k, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -92,33 +95,7 @@ class DraftLoop:
         inputs = self.inputs.device(shape.num_sequences, shape.num_rows)
         state = self._state.view(shape.num_sequences, shape.num_rows)
         loop_state.begin(inputs, self.tables, state)
-        batch = RaggedBatch.from_tensors(
-            state.slot_mapping,
-            inputs.cu_rows,
-            state.lengths,
-            state.block_tables,
-            max_rows=shape.max_rows,
-            max_length=self._max_length,
-        )
         states = self.states[: shape.num_rows]
-        states = self._head.forward(state.tokens, states, state.positions, self._cache, batch)[state.last_rows]
-        for offset in range(shape.num_drafts):
-            if offset > 0:
-                states = self._draft_pass(states, state)
-            logits = self._head.logits(states)
-            columns = self._sampler.draw(logits, shape.mode, offset, inputs, state)
-            confidences = max_probability(logits) if shape.mode.confidences else None
-            loop_state.record(columns, offset, inputs, state, self._head.draft_token_ids, confidences)
+        context = LoopContext(self._memory, shape.mode, inputs, state, states, shape.max_rows)
+        self._head.draft(context, shape.num_drafts)
         self._results[: shape.num_sequences].copy_(state.results, non_blocking=True)
-
-    def _draft_pass(self, states: torch.Tensor, state: LoopState) -> torch.Tensor:
-        """States of the rows of the drafts just noted, which take the head's own states as their g."""
-        batch = RaggedBatch.from_tensors(
-            state.next_slots,
-            self._single_rows[: len(states) + 1],
-            state.next_lengths,
-            state.block_tables,
-            max_rows=1,
-            max_length=self._max_length,
-        )
-        return self._head.forward(state.next_tokens, states, state.next_positions, self._cache, batch)

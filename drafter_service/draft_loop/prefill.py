@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter_service.heads.spec import Head
+from drafter_service.heads.spec import Head, Rows
 from drafter_service.limits import EngineLimits
 from draftwire.model.batch_sizes import row_counts
 from draftwire.model.block_pool import blocks_for
@@ -69,7 +69,7 @@ class RowFeed:
             own, num_rows = RaggedBatch(sequences, _CPU), len(states)
             batch = self._buffers.load(own, num_rows, self._max_num_seqs, max_rows=num_rows)
         given_tokens, given_positions = upload(arrays, self._device)
-        self._head.forward(given_tokens, states, given_positions, self._cache, batch)
+        self._head.enter(Rows(given_tokens, given_positions, batch), states, self._cache)
 
     def warm_up(self) -> None:
         """Runs every size once, of padding alone: else the first prompts would wait for their kernels."""

@@ -24,7 +24,7 @@ class DraftSampler:
     def draw(
         self, logits: torch.Tensor, mode: SamplingMode, offset: int, inputs: LoopInputs, state: LoopState
     ) -> torch.Tensor:
-        """Draws the drafts at place `offset` of the step from `logits` [N, V_draft].
+        """Draw the drafts at place `offset` of the step from `logits` [N, V_draft].
 
         Returns
         -------

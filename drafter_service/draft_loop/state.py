@@ -70,6 +70,15 @@ class LoopState(NamedTuple):
         return LoopState(*(part[:num_rows] for part in self[:3]), *(part[:num_sequences] for part in self[3:]))
 
 
+class BlockState(NamedTuple):
+    """R rows of each of N sequences, behind their true rows."""
+
+    tokens: Any  # [N * R] int64, 0
+    positions: Any  # [N * R] int64
+    slots: Any  # [N * R] int64
+    lengths: Any  # [N] int32, rows in the cache, these included
+
+
 def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
     """Sets the state for the pass over the true rows.
 
@@ -109,6 +118,36 @@ def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
     known = inputs.slots.long()[:, None].expand_as(columns)
     tables[known[is_new], columns[is_new].long()] = inputs.new_blocks[is_new]
     state.block_tables[:] = torch.where(inputs.slots[:, None] >= 0, tables[inputs.slots.clamp_min(0).long()], 0)
+
+
+def begin_block(inputs: LoopInputs, state: LoopState, num_rows: int) -> BlockState:
+    """Return `num_rows` rows of each sequence behind its true rows.
+
+    Parameters
+    ----------
+    state
+        What `begin` has set. A sequence that wants drafts has room for the rows; those of a sequence that wants none
+        are padding, in block 0: nothing reads what they get.
+    """
+    columns = torch.empty(3, len(inputs.slots) * num_rows, dtype=torch.int64, device=state.lengths.device)
+    block = BlockState(columns[0], columns[1], columns[2], torch.empty_like(state.lengths))
+    if uses_triton(state.lengths):
+        from drafter_service.draft_loop import kernels
+
+        kernels.begin_block(inputs, state, block, num_rows)
+        return block
+    sequence = torch.arange(len(inputs.slots), device=state.lengths.device)[:, None]
+    offset = torch.arange(num_rows, device=state.lengths.device)
+    has_room = inputs.num_drafts[:, None] > 0
+    place = state.lengths[:, None] + offset
+    position = inputs.first_positions[:, None] + place - inputs.first_places[:, None]
+    slots = _slots_of(place, sequence.expand_as(place), inputs)
+    row = sequence * num_rows + offset
+    block.tokens.zero_()
+    block.positions[:] = torch.where(has_room, position, 0).flatten()
+    block.slots[:] = torch.where(has_room, slots, row % BLOCK_SIZE).flatten()
+    block.lengths[:] = torch.where(inputs.num_drafts > 0, state.lengths, 0) + num_rows
+    return block
 
 
 def record(

@@ -138,16 +138,11 @@ class EarlyDrafts:
         self._has_tried = True
 
     def _has_room(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> bool:
-        """Return whether the sequences are open and have, or can get, the blocks for these rows and their drafts.
-
-        Rows that may not be drawn take no blocks that other sequences need.
-        """
+        """Return whether the sequences are open and have, or can get, the blocks for these rows and their drafts."""
         slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids])
         if min(slots.tolist()) < 0:
             return False
-        num_rows = counts + step.num_drafts - 1
-        self._table.reserve_ahead(slots, num_rows)
-        return bool(self._table.has_room(slots, step.first_rows + num_rows).all())
+        return self._table.has_draft_room(slots, step.first_rows, counts, step.num_drafts)
 
     def _prepare(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> Prepared | None:
         """Write all inputs that do not depend on the tokens; None when the step does not fit its sequences.
@@ -159,7 +154,7 @@ class EarlyDrafts:
         slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(counts))
         if np.count_nonzero(step.first_rows != table.next_row[slots]):
             return None
-        num_drafts = table.reserve_drafts(slots, counts + step.num_drafts) - counts
+        num_drafts = table.reserve_drafts(slots, np.full(len(counts), step.num_drafts), counts)
         if min(num_drafts.tolist()) < 1:
             return None
         num_rows = min(int(counts.sum()), len(step.features.tensor))

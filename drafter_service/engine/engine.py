@@ -60,13 +60,13 @@ class DraftEngine:
     ) -> None:
         """`make_graphs` makes the graphs of draft steps, or None; `make_row_feed` what computes rows without drafts."""
         self.head = head
-        self.limits = limits
+        self.limits = limits = limits.fit(head.spec.max_drafts)
         self.device = device
         self._dtype = dtype
         self._sessions: list[Session] = []
         num_blocks = limits.kv_cache_tokens // BLOCK_SIZE + 1  # block 0 is padding
         self._pool = BlockPool(num_blocks)
-        self._table = SequenceTable(limits, self._pool)
+        self._table = SequenceTable(limits, self._pool, head.spec.block_rows)
         self._scheduler = Scheduler(limits, self._table)
         self._cache = allocate_cache(head.spec.layer_shapes, num_blocks, dtype, device)
         self._buffers = LogitsBuffers(limits.max_num_seqs, head.spec.draft_vocab_size, device)
@@ -300,8 +300,7 @@ class DraftEngine:
         _finish_features(parts)
         for part in parts:
             part.announce()
-        # The next step's: the last token and accepted drafts, and all but the last of as many drafts again.
-        self._table.reserve_ahead(slots, 2 * num_drafts)
+        self._table.reserve_next_step(slots, num_drafts)
         meanwhile()
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:

@@ -112,7 +112,8 @@ class Proposer:
         num_rows, max_rows
             Most rows that there will be, of all sequences and of one.
         """
-        count, most = len(slots), max(num_drafts.tolist())
+        # No sequence may have room for a block: then one draft is computed that nobody wants.
+        count, most = len(slots), max(1, *num_drafts.tolist())
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_for(mode, count, num_rows, most)

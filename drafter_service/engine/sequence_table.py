@@ -32,12 +32,15 @@ class SequenceTable:
         blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
     """
 
-    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: EngineLimits, pool: BlockPool, block_rows: int = 0) -> None:
+        """`block_rows` as in `HeadSpec`."""
         self._pool = pool
+        self._block_rows = block_rows
         self._max_num_seqs = max_num_seqs = limits.max_num_seqs
         self._max_model_len = limits.max_model_len
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        width = blocks_for(limits.max_model_len) + num_new_blocks(limits.max_num_speculative_tokens)
+        k = limits.max_num_speculative_tokens
+        width = blocks_for(limits.max_model_len) + num_new_blocks(k + 1 + max(block_rows, k - 1))
         self.first_row = np.zeros(max_num_seqs, np.int64)
         self.next_row = np.zeros(max_num_seqs + 1, np.int64)
         self.next_row[-1] = -1
@@ -109,16 +112,45 @@ class SequenceTable:
             self.end_row[slot] = min(room, self._max_model_len)
         return True
 
-    def reserve_drafts(self, slots: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-        """Makes room for the rows of up to `num_drafts` drafts, at least 1 each; how many there is room for.
+    def reserve_drafts(
+        self, slots: np.ndarray, num_drafts: np.ndarray, rows_before: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """Make room for the rows that up to `num_drafts` drafts write; return for how many there is room, int64 [n].
 
-        A sequence's first draft needs no row of its own: its last true row predicts it.
+        Parameters
+        ----------
+        num_drafts
+            Int64 [n], at least 1 each.
+        rows_before
+            Rows that come between a sequence's true ones and those of its drafts.
         """
-        has_room = self.has_room(slots, self.next_row[slots] + num_drafts - 1)
+        behind = rows_before + self._rows_behind(num_drafts)
+        has_room = self.has_room(slots, self.next_row[slots] + behind)
         if np.count_nonzero(has_room) == len(slots):
             return num_drafts
-        self._extend(slots[~has_room], num_drafts[~has_room] - 1)
-        return np.minimum(num_drafts, self.end_row[slots] - self.next_row[slots] + 1)
+        self._extend(slots[~has_room], behind[~has_room])
+        left = self.end_row[slots] - self.next_row[slots] - rows_before
+        if self._block_rows:
+            return np.where(left >= self._block_rows, num_drafts, 0)
+        # A sequence's first draft needs no row of its own: its last true row predicts it.
+        return np.minimum(num_drafts, left + 1)
+
+    def reserve_next_step(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
+        """Make room for a next step that accepts and wants as many drafts; see `reserve_ahead`."""
+        self.reserve_ahead(slots, num_drafts + 1 + self._rows_behind(num_drafts))
+
+    def has_draft_room(self, slots: np.ndarray, first_rows: np.ndarray, counts: np.ndarray, num_drafts: int) -> bool:
+        """Return whether all sequences have, or can get, room for true rows from `first_rows` on and their drafts.
+
+        Rows that may not come take no blocks that other sequences need.
+        """
+        num_rows = counts + self._rows_behind(np.full(len(slots), num_drafts))
+        self.reserve_ahead(slots, num_rows)
+        return bool(self.has_room(slots, first_rows + num_rows).all())
+
+    def _rows_behind(self, num_drafts: np.ndarray) -> np.ndarray:
+        """As `HeadSpec.rows_behind`, of several sequences."""
+        return np.full(len(num_drafts), self._block_rows) if self._block_rows else num_drafts - 1
 
     def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
         """Makes room for so many rows after the sequences' true ones; one block for each open sequence stays free.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from drafter_service.heads.config import HeadConfig
-from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm
+from drafter_service.heads.chain import ChainHead
+from drafter_service.heads.eagle_config import EagleConfig
+from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm, Span
 from drafter_service.heads.rope import RotaryEmbedding
-from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import TensorSource
 from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
-class Eagle1Head(Head):
+class Eagle1Head(ChainHead):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858).
 
     The first layer has no input norm and there is no final norm: the head predicts the target's normed state, so the
@@ -21,7 +21,7 @@ class Eagle1Head(Head):
     """
 
     def __init__(
-        self, config: HeadConfig, source: TensorSource, fingerprint: str, dtype: torch.dtype, device: torch.device
+        self, config: EagleConfig, source: TensorSource, fingerprint: str, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.spec, self.fingerprint, self.draft_token_ids = config.spec, fingerprint, None
         spec, hidden = config.spec, config.spec.hidden_size
@@ -29,7 +29,7 @@ class Eagle1Head(Head):
         rotary = RotaryEmbedding(config.rope, dtype, device)
         self._fc = Linear(source, ["fc"], [hidden], 2 * hidden, bias=bool(config.fc_bias))
         self._layers = [
-            DecoderLayer(source, config.layer, rotary, hidden, index, window)
+            DecoderLayer(source, config.layer, rotary, hidden, index, Span(window))
             for index, window in enumerate(config.windows)
         ]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
@@ -43,7 +43,7 @@ class Eagle1Head(Head):
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """See `Head.forward`."""
+        """See `ChainHead.forward`."""
         hidden = self._fc(torch.cat((F.embedding(tokens, self._embedding), g), -1))
         hidden = self._layers[0](hidden, hidden, positions, cache, batch)
         for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
@@ -51,5 +51,5 @@ class Eagle1Head(Head):
         return hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        """See `Head.logits`."""
+        """See `ChainHead.logits`."""
         return F.linear(g, self._output)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from drafter_service.heads.config import HeadConfig
-from drafter_service.heads.layers import DecoderLayer, RMSNorm
+from drafter_service.heads.chain import ChainHead
+from drafter_service.heads.eagle_config import EagleConfig
+from drafter_service.heads.layers import DecoderLayer, RMSNorm, Span
 from drafter_service.heads.operations import first_input, rms_norm
 from drafter_service.heads.rope import RotaryEmbedding
-from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import TensorSource
 from draftwire.model.fusion import FeatureFusion
 from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
-class Eagle3Head(Head):
-    """An EAGLE-3 head (arXiv 2503.01840), with the options of `HeadConfig`.
+class Eagle3Head(ChainHead):
+    """An EAGLE-3 head (arXiv 2503.01840), with the options of `EagleConfig`.
 
     The state that a pass returns has not gone through the final norm, and skips `fuse` in the next pass.
     """
 
     def __init__(
-        self, config: HeadConfig, source: TensorSource, fingerprint: str, dtype: torch.dtype, device: torch.device
+        self, config: EagleConfig, source: TensorSource, fingerprint: str, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.spec, self.fingerprint = config.spec, fingerprint
         spec, hidden, eps = config.spec, config.spec.hidden_size, config.layer.norm_eps
@@ -40,7 +40,7 @@ class Eagle3Head(Head):
         self._embedding_norm = RMSNorm(source.take("layers.0.input_layernorm.weight", hidden), eps)
         self._state_norm = RMSNorm(source.take("layers.0.hidden_norm.weight", hidden), eps)
         self._layers = [
-            DecoderLayer(source, config.layer, rotary, hidden if index else 2 * hidden, index, window)
+            DecoderLayer(source, config.layer, rotary, hidden if index else 2 * hidden, index, Span(window))
             for index, window in enumerate(config.windows)
         ]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
@@ -57,7 +57,7 @@ class Eagle3Head(Head):
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """See `Head.forward`."""
+        """See `ChainHead.forward`."""
         norms = [(norm.weight, norm.eps) for norm in (self._embedding_norm, self._state_norm)]
         joined = first_input(tokens, self._embedding, norms[0], g, norms[1])
         residual = joined[:, g.shape[1] :] if self._norm_before_residual else g
@@ -67,5 +67,5 @@ class Eagle3Head(Head):
         return self._norm(hidden) if self._norm_output else hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        """See `Head.logits`."""
+        """See `ChainHead.logits`."""
         return F.linear(g if self._norm_output else self._norm(g), self._output)

@@ -90,6 +90,48 @@ def _rotate_kernel(
 
 
 @triton.jit
+def _store_keys_kernel(
+    kv,  # [T, 2, KV, 2 * half]
+    row_stride,
+    positions,  # [T] int64
+    slots,  # [T] int64
+    cosines,  # [positions, half]
+    sines,
+    weight,  # [2 * half], or None: not normed
+    keys,  # [cache slots, KV, 2 * half]
+    values,
+    num_heads,
+    eps,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row and key-value head."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    place = kv + row * row_stride + head * 2 * HALF + column
+    first = tl.load(place, mask=inside, other=0.0)
+    second = tl.load(place + HALF, mask=inside, other=0.0)
+    if weight is not None:
+        wide, wide_2 = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide + wide_2 * wide_2, 0) / (2 * HALF) + eps)
+        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        w_2 = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)
+        first = ((wide * scale).to(first.dtype).to(tl.float32) * w).to(first.dtype)
+        second = ((wide_2 * scale).to(second.dtype).to(tl.float32) * w_2).to(second.dtype)
+    angle = tl.load(positions + row) * HALF + column
+    cosine = tl.load(cosines + angle, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    to = (tl.load(slots + row) * num_heads + head) * 2 * HALF + column
+    tl.store(keys + to, first * cosine - second * sine, mask=inside)
+    tl.store(keys + to + HALF, second * cosine + first * sine, mask=inside)
+    from_values = place + num_heads * 2 * HALF
+    tl.store(values + to, tl.load(from_values, mask=inside, other=0.0), mask=inside)
+    tl.store(values + to + HALF, tl.load(from_values + HALF, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
 def _silu_mul_kernel(x, out, size, BLOCK: tl.constexpr):
     """One program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -154,6 +196,25 @@ def rotate_(
     if rows:
         _rotate_kernel[(rows, heads)](
             x, x.stride(0), positions, cosines, sines, q_weight, k_weight, num_q_heads, eps,
+            HALF=size // 2, BLOCK=triton.next_power_of_2(size // 2), num_warps=1,
+        )  # fmt: skip
+
+
+def store_keys_(
+    kv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    norm: tuple[Tensor, float] | None,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    rows, _, heads, size = kv.shape
+    weight, eps = norm or (None, 0.0)
+    if rows:
+        _store_keys_kernel[(rows, heads)](
+            kv, kv.stride(0), positions, slots, cosines, sines, weight, keys, values, heads, eps,
             HALF=size // 2, BLOCK=triton.next_power_of_2(size // 2), num_warps=1,
         )  # fmt: skip
 

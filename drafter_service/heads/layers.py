@@ -30,6 +30,15 @@ class LayerConfig:
     qk_norm: bool
 
 
+@dataclass(frozen=True)
+class Span:
+    """What the rows of a layer see; as of `draftwire_kernels.paged_attention`."""
+
+    window: int | None = None
+    causal: bool = True
+    anchored: bool = False
+
+
 class RMSNorm:
     """Root-mean-square norm of rows [T, H]."""
 
@@ -41,21 +50,35 @@ class RMSNorm:
 
 
 class Linear:
-    """A projection, its parts stacked along the output: x @ cat(weights).T + cat(biases)."""
+    """A projection, its parts stacked along the output: x @ cat(weights).T + cat(biases).
+
+    Attributes
+    ----------
+    weight, bias
+        [out, in] and [out], or None.
+    """
 
     def __init__(
         self, source: TensorSource, names: list[str], out_features: list[int], in_features: int, *, bias: bool
     ) -> None:
         parts = list(zip(names, out_features, strict=True))
-        self._weight = torch.cat([source.take(f"{name}.weight", size, in_features) for name, size in parts])
-        self._bias = torch.cat([source.take(f"{name}.bias", size) for name, size in parts]) if bias else None
+        self.weight = torch.cat([source.take(f"{name}.weight", size, in_features) for name, size in parts])
+        self.bias = torch.cat([source.take(f"{name}.bias", size) for name, size in parts]) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Attention:
-    """Grouped-query attention through the paged cache."""
+    """Grouped-query attention through the paged cache.
+
+    Attributes
+    ----------
+    qkv
+        The projection of queries, keys and values.
+    qk_norms
+        Weights of the norms of queries and keys, [D] each, and their eps; None where there are none.
+    """
 
     def __init__(
         self,
@@ -65,25 +88,25 @@ class Attention:
         rotary: RotaryEmbedding,
         in_features: int,
         index: int,
-        window: int | None,
+        span: Span,
     ) -> None:
         self._rotary = rotary
         self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self._head_dim, self._index, self._window = config.head_dim, index, window
+        self._head_dim, self._index, self._span = config.head_dim, index, span
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
         widths = [heads * config.head_dim for heads in self._sizes]
-        self._qkv = Linear(source, names, widths, in_features, bias=config.qkv_bias)
+        self.qkv = Linear(source, names, widths, in_features, bias=config.qkv_bias)
         self._out = Linear(source, [f"{prefix}.o_proj"], [config.hidden_size], widths[0], bias=config.output_bias)
-        self._qk_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self.qk_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if config.qk_norm:
             q_weight, k_weight = (source.take(f"{prefix}.{name}_norm.weight", config.head_dim) for name in "qk")
-            self._qk_norms = (q_weight, k_weight, config.norm_eps)
+            self.qk_norms = (q_weight, k_weight, config.norm_eps)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch) -> torch.Tensor:
         num_heads, num_kv_heads, _ = self._sizes
-        heads = self._qkv(x).unflatten(-1, (-1, self._head_dim))
+        heads = self.qkv(x).unflatten(-1, (-1, self._head_dim))
         rotated = heads[:, : num_heads + num_kv_heads]
-        rotate_(rotated, num_heads, positions, self._rotary.cosines, self._rotary.sines, self._qk_norms)
+        rotate_(rotated, num_heads, positions, self._rotary.cosines, self._rotary.sines, self.qk_norms)
         q, k, v = heads.split(self._sizes, 1)
         attended = paged_attention(
             q,
@@ -93,7 +116,9 @@ class Attention:
             cache.values[self._index],
             batch,
             scale=self._head_dim**-0.5,
-            window=self._window,
+            window=self._span.window,
+            causal=self._span.causal,
+            anchored=self._span.anchored,
         )
         return self._out(attended.flatten(1))
 
@@ -112,7 +137,13 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """Attention and MLP with their residuals; what attention reads is the caller's choice."""
+    """Attention and MLP with their residuals; what attention reads is the caller's choice.
+
+    Attributes
+    ----------
+    attention
+        The layer's attention.
+    """
 
     def __init__(
         self,
@@ -121,10 +152,10 @@ class DecoderLayer:
         rotary: RotaryEmbedding,
         in_features: int,
         index: int,
-        window: int | None,
+        span: Span,
     ) -> None:
         prefix = f"layers.{index}"
-        self._attention = Attention(source, f"{prefix}.self_attn", config, rotary, in_features, index, window)
+        self.attention = Attention(source, f"{prefix}.self_attn", config, rotary, in_features, index, span)
         weight = source.take(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self._mlp_norm = RMSNorm(weight, config.norm_eps)
         self._mlp = GatedMLP(source, f"{prefix}.mlp", config)
@@ -138,6 +169,6 @@ class DecoderLayer:
         batch: RaggedBatch,
     ) -> torch.Tensor:
         """[T, in_features] normed input of attention and [T, hidden] residual -> [T, hidden]."""
-        attended = self._attention(x, positions, cache, batch)
+        attended = self.attention(x, positions, cache, batch)
         hidden, normed = add_rms_norm(residual, attended, self._mlp_norm.weight, self._mlp_norm.eps)
         return hidden + self._mlp(normed)

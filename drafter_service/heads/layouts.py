@@ -5,6 +5,7 @@ The names used here are those of the `speculators` EAGLE-3 layout: `layers.<i>.*
 
 - EAGLE-3 of SafeAILab writes its one layer as `midlayer.*`; vLLM reads `layers.0.*` as well, and a prefix `model.`.
 - EAGLE-1/2 of SafeAILab writes `layers.<i>.*`.
+- SpecForge's older DSpark heads have `markov_head` and `confidence_head` below `logit_head`.
 - `speculators` writes EAGLE-1's layer as `transformer.*` and its fc as `fusion_fc.*`.
 """
 
@@ -21,6 +22,7 @@ _REPLACED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
     (re.compile(r"^fusion_fc\."), "fc."),
+    (re.compile(r"^logit_head\."), ""),
 )
 
 

@@ -8,17 +8,21 @@ from pathlib import Path
 
 import torch
 
+from drafter_service.heads.block_config import BlockConfig
 from drafter_service.heads.config import read_head_config
+from drafter_service.heads.dflash import DFlashHead
 from drafter_service.heads.eagle1 import Eagle1Head
 from drafter_service.heads.eagle3 import Eagle3Head
+from drafter_service.heads.eagle_config import EagleConfig
 from drafter_service.heads.layouts import canonical_names
+from drafter_service.heads.peagle import PEagleHead
 from drafter_service.heads.spec import Head
-from drafter_service.heads.tensors import CheckpointTensors, RandomTensors
+from drafter_service.heads.tensors import CheckpointTensors, RandomTensors, TensorSource, load_mask_embedding
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.checkpoints import fingerprint, load_tensors, weight_files
 from draftwire.model.quantised import refuse_quantised_files, refuse_quantised_names
 
-_CLASSES = {"eagle": Eagle1Head, "eagle3": Eagle3Head}
+_EAGLE: dict[str, type[Eagle1Head | Eagle3Head]] = {"eagle": Eagle1Head, "eagle3": Eagle3Head, "peagle": PEagleHead}
 
 
 def load_head(
@@ -30,7 +34,7 @@ def load_head(
     dummy: bool = False,
     seed: int = 0,
 ) -> Head:
-    """Loads an EAGLE-3 or EAGLE-1/2 head in its published layout or in that of `speculators`.
+    """Load an EAGLE-1/2/3, P-EAGLE, DFlash or DSpark head in a published layout or in that of `speculators`.
 
     Parameters
     ----------
@@ -62,20 +66,34 @@ def load_head(
     if dummy:
         config = read_head_config(head_dir, target_dir)
         identity = fingerprint(b"dummy", config_bytes, str(seed).encode())
-        return _CLASSES[config.spec.method](config, RandomTensors(seed, dtype, device), identity, dtype, device)
+        return _make(config, RandomTensors(seed, dtype, device), identity, dtype, device)
     refuse_quantised_files(weight_files(head_dir))
     loaded = load_tensors(head_dir)
     refuse_quantised_names(loaded, head_dir)
     originals = canonical_names(loaded)
     config = read_head_config(head_dir, target_dir, originals)
-    if config.fc_bias is None:
+    if isinstance(config, EagleConfig) and config.fc_bias is None:
         config = replace(config, fc_bias="fc.bias" in originals)
     tensors = {name: loaded[original] for name, original in originals.items()}
+    if isinstance(config, BlockConfig):
+        load_mask_embedding(head_dir, config.mask_token_id, tensors, originals)
     source = CheckpointTensors(head_dir, target_dir, tensors, originals, dtype, device)
     identity = fingerprint(config_bytes, *(_file_digest(path) for path in weight_files(head_dir)))
-    head = _CLASSES[config.spec.method](config, source, identity, dtype, device)
+    head = _make(config, source, identity, dtype, device)
     source.finish()
     return head
+
+
+def _make(
+    config: EagleConfig | BlockConfig,
+    source: TensorSource,
+    identity: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Head:
+    if isinstance(config, BlockConfig):
+        return DFlashHead(config, source, identity, dtype, device)
+    return _EAGLE[config.spec.method](config, source, identity, dtype, device)
 
 
 def _config_bytes(directory: Path) -> bytes:

@@ -85,6 +85,42 @@ def rotate_(
     x[:] = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
+def store_keys_(
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Write rows that no row of the batch attends to into one layer of a paged cache: keys normed and rotated.
+
+    Parameters
+    ----------
+    kv
+        [T, 2, KV, D] of unit stride within a row: keys and values as they are projected.
+    positions, slots
+        [T] int64: rotary positions, and places in the cache.
+    cosines, sines
+        [positions, D / 2].
+    norm
+        Weight [D] and eps of the keys' root-mean-square norm; None for none.
+    keys, values
+        [cache slots, KV, D]; changed in place.
+    """
+    if uses_triton(kv):
+        from drafter_service.heads import kernels
+
+        kernels.store_keys_(kv, positions, slots, cosines, sines, norm, keys, values)
+        return
+    key = kv[:, 0].clone()
+    rotate_(key, 0, positions, cosines, sines, None if norm is None else (norm[0], *norm))
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, kv[:, 1])
+
+
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [T, 2 I] rows [gate, up]."""
     if uses_triton(x):

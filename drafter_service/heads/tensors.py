@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
@@ -16,6 +17,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TARGET_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
+MASK_EMBEDDING = "mask_embedding"
+_MASK_FILE = "mask_embedding.pt"
 
 
 class TensorSource(Protocol):
@@ -23,6 +26,14 @@ class TensorSource(Protocol):
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of that name, which must have that shape."""
+        ...
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """[size], the tensor of that name, which may have leading dimensions of 1."""
+        ...
+
+    def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:
+        """[hidden_size], the embedding of mask tokens where the head has one of its own."""
         ...
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
@@ -74,6 +85,17 @@ class CheckpointTensors:
                 f"{list(shape)}"
             )
         return self._placed(tensor, f"{self._head_dir}: tensor {original}")
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """See `TensorSource`."""
+        tensor = self._tensors.get(name)
+        if tensor is not None and tensor.numel() == size == tensor.shape[-1]:
+            self._tensors[name] = tensor.flatten()
+        return self.take(name, size)
+
+    def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:
+        """See `TensorSource`."""
+        return self.vector(MASK_EMBEDDING, hidden_size) if MASK_EMBEDDING in self._tensors else None
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
         """See `TensorSource`."""
@@ -149,6 +171,31 @@ class CheckpointTensors:
         return tensor.to(self._device, self._dtype)
 
 
+def load_mask_embedding(
+    head_dir: Path, mask_token_id: int | None, tensors: dict[str, torch.Tensor], originals: dict[str, str]
+) -> None:
+    """Add the tensor of mask_embedding.pt, as vLLM reads it, where the head has that file.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is damaged or of another mask token.
+    """
+    path = head_dir / _MASK_FILE
+    if not path.is_file():
+        return
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(loaded, dict):
+            made_for, loaded = loaded.get("mask_token_id", mask_token_id), loaded["embedding"]
+            if made_for != mask_token_id:
+                raise CheckpointError(f"{path} is of mask_token_id {made_for}, config.json has {mask_token_id}")
+        tensors[MASK_EMBEDDING] = loaded.reshape(-1)
+    except (UnpicklingError, OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is damaged or holds no embedding: {error}") from error
+    originals[MASK_EMBEDDING] = _MASK_FILE
+
+
 class RandomTensors:
     """Random weights of the right shapes, for measuring speed without a checkpoint."""
 
@@ -162,6 +209,14 @@ class RandomTensors:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
         return drawn.normal_(std=0.02, generator=self._generator)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """See `TensorSource`."""
+        return self.take(name, size)
+
+    def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:  # noqa: ARG002
+        """See `TensorSource`."""
+        return None
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
         """See `TensorSource`."""

@@ -9,6 +9,8 @@ from draftwire_kernels.ragged_batch import RaggedBatch
 from draftwire_kernels.reference import attention as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_BLOCK_ROWS = 32
+"""Most rows of a sequence in a batch whose rows see each other in both directions, or whose windows are anchored."""
 
 
 @torch.no_grad()
@@ -23,9 +25,11 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
+    anchored: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Writes the rows' keys and values into the cache and attends causally over each row's own sequence.
+    """Write the rows' keys and values into the cache and attend over each row's own sequence.
 
     A row that this call writes is seen by its own sequence alone: sequences may share blocks once an earlier call has
     filled them. Nothing is read from the device; a CUDA graph may capture the call and replay it with other values in
@@ -47,6 +51,12 @@ def paged_attention(
         Size of a sliding window in positions, the row's own included; None for full attention.
     softcap
         Scores become softcap * tanh(score / softcap); None for none.
+    causal
+        Whether a row sees the rows before it and itself; False: all rows of its sequence, those of this batch that come
+        after it too, of which there may be at most `MAX_BLOCK_ROWS` in a sequence.
+    anchored
+        Whether the window of every row is that of its sequence's first row in this batch. So the rows of a block of
+        drafts see the same context.
     backend
         "triton" needs CUDA tensors, or Triton's interpreter; "reference" is torch; "auto" takes Triton on CUDA where it
         is installed, torch elsewhere.
@@ -73,7 +83,9 @@ def paged_attention(
         raise ValueError(f"window: got {window}, expected at least 1 position, or None for full attention")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: got {softcap}, expected a number above 0, or None for none")
-    arguments = (query, key, value, keys, values, batch, scale, window, softcap)
+    if (anchored or not causal) and batch.max_rows > MAX_BLOCK_ROWS:
+        raise ValueError(f"batch: got up to {batch.max_rows} rows of a sequence, expected at most {MAX_BLOCK_ROWS}")
+    arguments = (query, key, value, keys, values, batch, scale, window, softcap, causal, anchored)
     if validation.choose_backend(backend, query.device) == "triton":
         from draftwire_kernels.gpu import paged_attention_launch
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
     """Three sequences with 5, 1 and 2 rows at places 14, 31 and 4785, padded to four with ten rows; their tables."""
-    packed = PackedInputs(8, 40, MAX_DRAFTS, device)
+    packed = PackedInputs(8, 40, 2 * MAX_DRAFTS, device)
     for column in packed.host(4, 10):
         column[:] = 99  # of an earlier step
     fill(

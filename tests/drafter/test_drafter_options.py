@@ -77,15 +77,16 @@ def test_a_gpu_that_leaves_no_room_for_a_sequence_is_refused(target_dir: Path) -
         limits(target_dir, Memory(ROW_BYTES * 79))
 
 
-def test_the_largest_step_has_the_rows_of_a_full_batch() -> None:
+def test_the_largest_step_has_a_full_batch_and_drafts() -> None:
     for options, most in (({"max_num_seqs": 3, "max_batch_rows": 100}, 100), ({"max_num_seqs": 8}, 2048)):
         head = TinyHead()
         run_largest_step(head, DrafterOptions("head", "target", **options), 64, torch.float32, CPU)
-        assert head.rows_of_forwards == [most]
+        count = options["max_num_seqs"]
+        assert head.rows_of_forwards == [most, count * 5, count, count, count]
     head = TinyHead()
     given = DrafterOptions("head", "target", max_num_seqs=8, max_batch_rows=100, max_num_speculative_tokens=16)
     run_largest_step(head, given, 64, torch.float32, CPU)
-    assert head.rows_of_forwards == [8 * 17]
+    assert head.rows_of_forwards[0] == 8 * 17
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_speculative_tokens", "max_sessions", "max_batch_rows"])

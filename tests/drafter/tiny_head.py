@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from drafter_service.heads.spec import Head, HeadSpec
+from drafter_service.heads.chain import ChainHead
+from drafter_service.heads.spec import HeadSpec
 from draftwire.model.fusion import FeatureFusion
 from draftwire.model.kv_cache import KVCache, RaggedBatch
 from draftwire_kernels import paged_attention
@@ -18,7 +19,7 @@ DRAFT_VOCAB = 24
 MAX_POSITIONS = 96
 
 
-class TinyHead(Head):
+class TinyHead(ChainHead):
     """Two attention layers: a state depends on the token, the feature, the position and every earlier row, and what it
     leaves in the cache does too."""
 

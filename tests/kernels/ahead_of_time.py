@@ -112,7 +112,7 @@ def attention(
         torch.empty(total, kv_heads, size, dtype=dtype),
     )
     cache = torch.empty(64, kv_heads, size, dtype=dtype)
-    paged_attention_launch.paged_attention(query, key, key, cache, cache, ragged, 0.1, window, softcap)
+    paged_attention_launch.paged_attention(query, key, key, cache, cache, ragged, 0.1, window, softcap, True, False)
 
 
 def calls() -> dict[str, Callable[[], None]]:

@@ -22,6 +22,8 @@ class Shape:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    causal: bool = True
+    anchored: bool = False
 
     @property
     def scale(self) -> float:
@@ -53,9 +55,9 @@ class Sequence:
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         query, key = torch.arange(self.length - count, self.length)[:, None], torch.arange(self.length)
-        seen = key <= query
+        seen = (key <= query) if shape.causal else (key >= 0).expand(count, -1)
         if shape.window is not None:
-            seen &= key > query - shape.window
+            seen = seen & (key > (query[:1] if shape.anchored else query) - shape.window)
         return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 

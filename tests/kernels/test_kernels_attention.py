@@ -25,7 +25,14 @@ PROMPT = Tuning(32, 16, warps=4, stages=2, programs_each=1)
 def attend(scene: Scene, batch: RaggedBatch, inputs: tuple[Tensor, ...], backend: str) -> Tensor:
     shape = scene.shape
     return paged_attention(
-        *inputs, batch, scale=shape.scale, window=shape.window, softcap=shape.softcap, backend=backend
+        *inputs,
+        batch,
+        scale=shape.scale,
+        window=shape.window,
+        softcap=shape.softcap,
+        causal=shape.causal,
+        anchored=shape.anchored,
+        backend=backend,
     )
 
 
@@ -38,7 +45,17 @@ def run(scene: Scene, backend: str) -> Tensor:
 
 def run_tuned(scene: Scene, batch: RaggedBatch, short: Tuning | None = None, long: Tuning | None = None) -> Tensor:
     shape, inputs = scene.shape, scene.inputs(batch.num_rows)
-    return launch.paged_attention(*inputs, batch, shape.scale, shape.window, shape.softcap, short, long)
+    return launch.paged_attention(
+        *inputs,
+        batch,
+        shape.scale,
+        shape.window,
+        shape.softcap,
+        shape.causal,
+        shape.anchored,
+        short,
+        long,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,6 +92,27 @@ def test_shapes(shape, backend) -> None:
     if backend == "triton" and shape.dtype == torch.bfloat16 and DEVICE == CPU:
         pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
     run(Scene(shape, [(40, 5), (3, 3), (36, 34)]), backend)
+
+
+BLOCKS = [
+    Shape(causal=False),
+    Shape(causal=False, heads=7, kv_heads=1, window=9),
+    Shape(causal=False, anchored=True, window=6),
+    Shape(anchored=True, window=6),
+    Shape(anchored=True, window=20, heads=3, kv_heads=1, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+def test_blocks_whose_rows_see_each_other(shape, backend) -> None:
+    run(Scene(shape, [(40, 5), (33, 17), (36, 32), (5, 5)]), backend)
+
+
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+def test_blocks_over_a_context_in_shares(shape) -> None:
+    scene = Scene(shape, [(130, 5), (16, 1), (100, 17)])
+    check_close(run_tuned(scene, scene.batch(), FINE), scene.expected())
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -156,6 +194,10 @@ def test_random_batches(backend) -> None:
 
 
 GOOD = Scene(Shape(), [(20, 3), (4, 1)])
+_GOOD = GOOD.batch()
+LONG = RaggedBatch.from_tensors(
+    _GOOD.slot_mapping, _GOOD.cu_rows, _GOOD.lengths, _GOOD.block_tables, max_rows=33, max_length=20
+)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +213,8 @@ GOOD = Scene(Shape(), [(20, 3), (4, 1)])
         ({"values": torch.zeros(80, 2, 16)}, "values: got shape"),
         ({"window": 0}, "window: got 0"),
         ({"softcap": -1.0}, "softcap: got -1.0"),
+        ({"causal": False, "batch": LONG}, "batch: got up to 33 rows of a sequence, expected at most 32"),
+        ({"anchored": True, "window": 4, "batch": LONG}, "batch: got up to 33 rows"),
         ({"backend": "cuda"}, "backend: got 'cuda'"),
     ],
 )

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drafter_service.heads import load_head
+from drafter_service.heads import ChainHead, load_head
 from draftwire.contract import validation as cfg
+from draftwire.contract.errors import MismatchError
 from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.v1 import config_pb2
 from draftwire_kernels import derive_stream_keys, gumbel_sample
@@ -83,7 +84,10 @@ class Models:
     def __init__(self, target_dir: Path, head_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")
         self._model = model.to(device).eval()
-        self._head = load_head(head_dir, target_dir, dtype, device)
+        head = load_head(head_dir, target_dir, dtype, device)
+        if not isinstance(head, ChainHead):
+            raise MismatchError(f"head {head_dir}: steps of a {head.spec.method} head cannot be computed again")
+        self._head = head
         self._device, self._dtype = device, dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
 

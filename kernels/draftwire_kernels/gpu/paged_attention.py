@@ -218,6 +218,8 @@ def attention_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_NEW: tl.constexpr,  # holds all new rows of a sequence if ALL_NEW, else those of a tile
     ALL_NEW: tl.constexpr,
+    CAUSAL: tl.constexpr,  # without it, and with ANCHORED, ALL_NEW
+    ANCHORED: tl.constexpr,
     SEARCHED: tl.constexpr,
     WIDE: tl.constexpr,  # the cache or the batch has more elements than 32 bits count
     STAGES: tl.constexpr,
@@ -275,17 +277,21 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     begin = (first_step + share * of_share) * BLOCK_N
     end = tl.minimum(begin + of_share * BLOCK_N, start)
+    first_position = start if ANCHORED else start + tile * ROWS
+    position = start + row * 0 if ANCHORED else start + row
     if window is not None:
-        begin = tl.maximum(begin, tl.maximum(start + tile * ROWS - window + 1, 0) // BLOCK_N * BLOCK_N)
+        begin = tl.maximum(begin, tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N)
     top, mass, acc = _attend_cached(
-        top, mass, acc, q, start + row, keys, values, batch.block_tables + sequence.to(tl.int64) * tables_stride,
+        top, mass, acc, q, position, keys, values, batch.block_tables + sequence.to(tl.int64) * tables_stride,
         begin, end, start, scale, window, softcap,
         KV_HEADS, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WIDE, STAGES,
     )  # fmt: skip
     if is_last:
         if ALL_NEW:
-            seen = new[None, :] <= row[:, None]
-            if window is not None:
+            seen = (new[None, :] < count) & (row[:, None] >= 0)
+            if CAUSAL:
+                seen = new[None, :] <= row[:, None]
+            if window is not None and not ANCHORED:
                 seen = seen & (new[None, :] > row[:, None] - window)
             top, mass, acc = _weigh(top, mass, acc, q, k_new, v_new, seen, scale, softcap)
             inside = (new < count) & ((tile + 1) * ROWS >= count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from draftwire_kernels.gpu.paged_attention_plan import Launch, Problem, Tuning, 
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, RaggedBatch
 
 _SHARES_AT_ONCE = 8
+
+
+class Mask(NamedTuple):
+    """What a row sees, and how its scores are bounded; as of `draftwire_kernels.paged_attention`."""
+
+    causal: bool
+    anchored: bool
+    softcap: float | None
 
 
 def paged_attention(
@@ -24,6 +33,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    causal: bool,
+    anchored: bool,
     short: Tuning | None = None,
     long: Tuning | None = None,
 ) -> Tensor:
@@ -50,7 +61,8 @@ def paged_attention(
     with torch.cuda.device(query.device if query.is_cuda else -1):
         for launch in plan(problem, multiprocessors(query.device), short, long):
             shares = _shares(launch, out) if launch.most_shares > 1 else None
-            _attend(query, key, value, keys, values, batch, out, problem, launch, shares, scale, softcap)
+            mask = Mask(causal, anchored, softcap)
+            _attend(query, key, value, keys, values, batch, out, problem, launch, shares, scale, mask)
             if shares is not None:
                 _combine(batch, out, problem, launch, shares)
     return out
@@ -68,7 +80,7 @@ def _attend(
     launch: Launch,
     shares: Shares | None,
     scale: float,
-    softcap: float | None,
+    mask: Mask,
 ) -> None:
     tuning, overlap = launch.tuning, overlaps(out.device)
     size, size_v = keys.shape[2], values.shape[2]
@@ -93,7 +105,7 @@ def _attend(
         launch.rows_each,
         scale,
         problem.window,
-        softcap,
+        mask.softcap,
         KV_HEADS=problem.kv_heads,
         GROUP=problem.group,
         D=size,
@@ -107,6 +119,8 @@ def _attend(
         BLOCK_WIDTH=power_of_2(problem.group * size_v),
         BLOCK_NEW=_block(launch.most_rows if launch.is_short else tuning.block_m // problem.group),
         ALL_NEW=launch.is_short,
+        CAUSAL=mask.causal,
+        ANCHORED=mask.anchored,
         SEARCHED=launch.is_searched,
         WIDE=max(keys.numel(), values.numel(), problem.num_rows * max(key.stride(0), value.stride(0))) >= 2**31,
         STAGES=tuning.stages,

@@ -18,6 +18,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    causal: bool,
+    anchored: bool,
 ) -> torch.Tensor:
     keys.index_copy_(0, batch.slot_mapping, key)
     values.index_copy_(0, batch.slot_mapping, value)
@@ -26,7 +28,7 @@ def paged_attention(
         q = query[group.rows].transpose(1, 2)
         k = keys[group.context].transpose(1, 2)
         v = values[group.context].transpose(1, 2)
-        mask = group.mask(window)
+        mask = group.mask(window, causal, anchored)
         if softcap is None:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         else:

@@ -16,18 +16,23 @@ class Group:
     context: torch.Tensor  # [B, L] int64, slot of the cache; padding repeats the sequence's first slot
     query_positions: torch.Tensor  # [B, Q, 1] int64, place in the sequence
     key_positions: torch.Tensor  # [1, 1, L] int64
+    starts: torch.Tensor  # [B, 1, 1] int64, place of the sequence's first row here
+    lengths: torch.Tensor  # [B, 1, 1] int64, of the sequences, these rows included
     valid: torch.Tensor  # [n] int64, the places of [B * Q] that are rows
     valid_rows: torch.Tensor  # [n] int64, the rows that they are
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, bool, bool], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """[B, 1, Q, L] bool, True where a query sees a key."""
-        if window not in self.masks:
+    def mask(self, window: int | None, causal: bool, anchored: bool) -> torch.Tensor:
+        """[B, 1, Q, L] bool, True where a query sees a key; arguments as of `draftwire_kernels.paged_attention`."""
+        kind = window, causal, anchored
+        if kind not in self.masks:
             seen = self.key_positions <= self.query_positions
+            if not causal:
+                seen = (self.key_positions < self.lengths).expand_as(seen)
             if window is not None:
-                seen = seen & (self.key_positions > self.query_positions - window)
-            self.masks[window] = seen[:, None]
-        return self.masks[window]
+                seen = seen & (self.key_positions > (self.starts if anchored else self.query_positions) - window)
+            self.masks[kind] = seen[:, None]
+        return self.masks[kind]
 
 
 def groups_of(
@@ -69,6 +74,8 @@ def _group(
         context=on_device(blocks * block_size + place % block_size),
         query_positions=on_device(((lengths - counts)[:, None] + offset)[:, :, None].astype(np.int64)),
         key_positions=on_device(key[None, None]),
+        starts=on_device((lengths - counts)[:, None, None].astype(np.int64)),
+        lengths=on_device(lengths[:, None, None].astype(np.int64)),
         valid=on_device(np.flatnonzero(is_row)),
         valid_rows=on_device(rows[is_row]),
     )
