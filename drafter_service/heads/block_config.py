@@ -6,8 +6,8 @@
 
 What a layer sees: DeepSpec knows full attention alone. In `dflash_config` layouts vLLM's rules hold
 (vllm/model_executor/models/qwen3_dflash.py): `causal` holds for all layers; without it the sliding layers of a head
-that has full ones too are causal. In speculators (models/dflash/attention.py) the window of a whole block is that of its
-anchor, and sliding layers are causal unless `sliding_window_non_causal`.
+that has full ones too are causal. In speculators (models/dflash/attention.py) the window of a whole block is that of
+its anchor, and sliding layers are causal unless `sliding_window_non_causal`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ MAX_BLOCK_SIZE = 32
 _FLAT = ("Qwen3DSparkModel",)
 _NESTED = ("DFlashDraftModel", "DSparkDraftModel")
 _SPECULATORS = {"DFlashSpeculator": "dflash", "DSparkSpeculator": "dspark"}
+# Of the library's configurations, for keys that are not there.
+_SPECULATORS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 8},
+    "dspark": {
+        "block_size": 8,
+        "markov_rank": 256,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
 # Options that change the head's arithmetic and are not implemented: refused when they differ from this value.
 _REFUSED = {
     "logit_scale": 1.0,
@@ -129,6 +139,8 @@ def read_block_config(raw: Mapping[str, Any], where: str, target: Reader) -> Blo
         When the head was made for another target.
     """
     kind = _layout(raw, where)
+    if kind == "speculators":
+        raw = {**_SPECULATORS_DEFAULTS["dspark" if _is_dspark(raw, kind) else "dflash"], **raw}
     head = Reader(raw, where, nested=None if kind == "speculators" else "dflash_config")
     layer = Reader(speculators_layer_values(raw, "qwen3", where), where) if kind == "speculators" else head
     for key, allowed in _REFUSED.items():
@@ -225,8 +237,9 @@ def _spans(head: Reader) -> tuple[Span, ...]:
 def _speculators_spans(head: Reader, layer: Reader) -> tuple[Span, ...]:
     kinds = layer_kinds(layer)
     causal = not head.flag("sliding_window_non_causal")
-    for key in ("sliding_window", "use_sliding_window"):
-        layer.get(key)
+    layer.get("sliding_window")
+    if not layer.flag("use_sliding_window") and "sliding_attention" in kinds:
+        raise CheckpointError(f"{layer.where}: use_sliding_window = False, but layer_types = {kinds!r}")
     # The context of a block is the window's size of rows before the anchor, and the anchor is in the window too.
     return tuple(
         Span(layer.integer("sliding_window") + 1, causal, anchored=True)

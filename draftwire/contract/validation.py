@@ -26,7 +26,7 @@ SYNTHETIC = pb.REJECTION_SAMPLE_METHOD_SYNTHETIC
 BLOCK = pb.REJECTION_SAMPLE_METHOD_BLOCK
 COUPLED = pb.REJECTION_SAMPLE_METHOD_COUPLED
 
-HEAD_METHODS = ("eagle", "eagle3")
+HEAD_METHODS = ("eagle", "eagle3", "peagle", "dflash", "dspark")
 
 
 def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = None) -> pb.SamplingParams:

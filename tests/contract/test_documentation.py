@@ -147,7 +147,7 @@ def test_words_give_the_default_of_the_limits(path):
 @pytest.mark.parametrize("path", LIMITED)
 def test_words_give_the_sizes_of_the_limits(path):
     limit, comment = limits(path), COMMENTS[path]
-    names_its_values = '"eagle" or "eagle3"' in comment
+    names_its_values = '"eagle", "eagle3"' in comment
     if limit.HasField("max_bytes") and not names_its_values:
         assert f"{limit.max_bytes} bytes" in comment
     if limit.HasField("max_items"):

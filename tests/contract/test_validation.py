@@ -267,7 +267,7 @@ BAD_CONFIGS = [
         "synthetic_acceptance_rates = [1.0, 1.0, 1.0, 1.0]: needs rejection_sample_method synthetic",
     ),
     ({"use_fp64_gumbel": 1}, "use_fp64_gumbel = 1: must be true or false"),
-    ({"method": "medusa"}, "method = 'medusa': allowed: eagle, eagle3"),
+    ({"method": "medusa"}, "method = 'medusa': allowed: eagle, eagle3, peagle, dflash, dspark"),
     ({"method": ""}, "method = '': allowed length 1 to 64 bytes, got 0"),
     ({"model": 5}, "model = 5: must be text"),
     ({"rejection_sample_method": "strict"}, """'strict': this name is retired: use "standard" """),

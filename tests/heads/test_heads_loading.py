@@ -227,7 +227,7 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps = 'tiny'"),
         ({"attention_bias": 1}, "attention_bias = 1: must be true or false"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported; must be 1.0 or absent"),
-        ({"parallel_drafting": True}, "parallel_drafting = True is not supported"),
+        ({"parallel_drafting": True}, "lacks mask_token_id"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by .fp8. .* are not served"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
         ({"eagle_config": {"return_hidden_post_norm": True}}, "return_hidden_post_norm = True is not supported"),
@@ -272,8 +272,8 @@ def test_refused_options(make: Callable[..., Pair], config: Config, message: str
 @pytest.mark.parametrize(
     ("case", "config", "layer", "message"),
     [
-        ("speculators_eagle3", {"speculators_model_type": "dflash"}, {}, "speculators_model_type = 'dflash'"),
-        ("speculators_eagle3", {"speculators_model_type": ..., "architectures": ["X"]}, {}, "must be eagle or eagle3"),
+        ("speculators_eagle3", {"speculators_model_type": "mtp"}, {}, "speculators_model_type = 'mtp'"),
+        ("speculators_eagle3", {"speculators_model_type": ..., "architectures": ["X"]}, {}, "must be eagle, eagle3"),
         ("speculators_eagle3", {}, {"model_type": "gpt_oss"}, "transformer_layer_config.model_type = 'gpt_oss'"),
         ("speculators_eagle3", {}, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("speculators_eagle1", {"layernorms": True}, {}, "layernorms = True is not supported"),

@@ -1,0 +1,150 @@
+"""DFlash, DSpark and P-EAGLE heads give the states, logits and confidences that the peers' own code gave.
+
+block_reference.npz holds those numbers for the checkpoints of block_checkpoints.py, made with torch 2.13.0 (CPU,
+float32) and transformers 5.23.0 by the models of
+
+- deepseek-ai/DeepSpec, commit afdfa7c9382a3341a3e6f17756dd816da79f132c: `Qwen3DSparkModel._forward_backbone`,
+  `markov_head.apply_block_logits` and `predict_confidence_step`
+- sgl-project/SpecForge, commit a6b6b0230009d15ec2a97a57384e6f53f0f96946: `DFlashDraftModel.forward`, with
+  `create_dflash_sdpa_mask` where there are windows, and the same heads of `DSparkDraftModel`
+- vllm-project/speculators, commit c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b: `DFlashDraftModel._backbone_forward` with
+  the loss mask set at the anchors alone, `MarkovHead.block_bias`, `ConfidenceHead`, and `PEagleDraftModel.forward` for
+  the depths 0 of all rows and 1 to 3 of those in front of the anchors
+
+For each case and each anchor n of `ANCHORS`: `hidden` [A, 4, 32] of the block's slots behind the final norm (before it
+for P-EAGLE), `logits` [A, N, V_draft] and `confidences` [A, N] of the slots that predict, each behind the tokens of
+`inputs` and not behind the head's own drafts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_checkpoints import ANCHORS, CASES, inputs, write_case
+
+from drafter_service.heads import Head, load_head
+from drafter_service.heads.dflash import DFlashHead
+from drafter_service.heads.spec import DraftContext, Rows
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
+
+CPU = torch.device("cpu")
+BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@cache
+def loaded(name: str) -> Head:
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
+
+
+@cache
+def numbers() -> dict[str, torch.Tensor]:
+    with np.load(Path(__file__).with_name("block_reference.npz")) as file:
+        return {name: torch.from_numpy(file[name]) for name in file}
+
+
+def rows_of(tokens: torch.Tensor, pieces: list[tuple[int, int, int]]) -> Rows:
+    """Rows start .. start + count - 1 of each (sequence, start, count)."""
+    batch = RaggedBatch([SequenceRows(BLOCKS[which], start, count) for which, start, count in pieces], CPU)
+    places = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
+    return Rows(tokens[places + 1], places, batch)
+
+
+class Scene(DraftContext):
+    """Three sequences in front of their anchors; what is drawn is what `inputs` has next, and is kept."""
+
+    def __init__(self, name: str, held_back: int = 1) -> None:
+        """The last `held_back` rows of each sequence come with the step, the others before it."""
+        self.head = loaded(name)
+        self.tokens, features = inputs(CASES[name])
+        self.cache = KVCache(self.head.spec.layer_shapes, 8, torch.float32, CPU)
+        self.wants_confidences = True
+        first = [max(n - held_back, 0) for n in ANCHORS]
+        before = [(which, 0, count) for which, count in enumerate(first) if count]
+        fused = self.head.fuse(features)
+        if before:
+            rows = rows_of(self.tokens, before)
+            self.head.enter(rows, fused[rows.positions], self.cache)
+        pieces = [(which, start, n - start) for which, (start, n) in enumerate(zip(first, ANCHORS, strict=True))]
+        self.rows = rows_of(self.tokens, pieces)
+        self.states = fused[self.rows.positions]
+        self.last_rows = self.rows.batch.cu_rows[1:].long() - 1
+        self.logits: list[torch.Tensor] = []
+        self.confidences: list[Any] = []
+
+    def draw(self, offset: int, logits: torch.Tensor, confidences: torch.Tensor | None = None) -> torch.Tensor:
+        assert offset == len(self.logits)
+        self.logits.append(logits)
+        self.confidences.append(confidences)
+        return self.tokens[torch.tensor(ANCHORS) + 1 + offset]
+
+    def next_rows(self) -> Rows:
+        raise NotImplementedError
+
+    def block(self, num_rows: int) -> Rows:
+        rows = rows_of(self.tokens, [(which, n, num_rows) for which, n in enumerate(ANCHORS)])
+        return rows._replace(tokens=torch.zeros_like(rows.tokens))
+
+    def check(self, name: str, num_drafts: int) -> None:
+        """Compares what was drawn from with the reference."""
+        expected = numbers()[f"{name}.logits"][:, :num_drafts]
+        torch.testing.assert_close(torch.stack(self.logits, 1), expected, **TOLERANCE)
+        if f"{name}.confidences" in numbers():
+            expected = numbers()[f"{name}.confidences"][:, :num_drafts]
+            torch.testing.assert_close(torch.stack(self.confidences, 1), expected, **TOLERANCE)
+        else:
+            assert self.confidences == [None] * num_drafts
+
+
+@pytest.mark.parametrize("held_back", [1, 3, 20])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_confidences(name: str, held_back: int) -> None:
+    scene = Scene(name, held_back)
+    most = numbers()[f"{name}.logits"].shape[1]
+    assert scene.head.spec.max_drafts in (most, 16)
+    scene.head.draft(scene, most)
+    scene.check(name, most)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fewer_drafts_are_the_first_ones(name: str) -> None:
+    scene = Scene(name)
+    scene.head.draft(scene, 2)
+    scene.check(name, 2)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.layout != "peagle"])
+def test_states_of_a_block(name: str) -> None:
+    scene = Scene(name)
+    assert isinstance(scene.head, DFlashHead)
+    scene.head.enter(scene.rows, scene.states, scene.cache)
+    block = scene.block(4)
+    hidden = scene.head.forward(scene.tokens[list(ANCHORS)], block.positions, scene.cache, block.batch)
+    torch.testing.assert_close(hidden, numbers()[f"{name}.hidden"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["deepseek_dspark", "speculators_windows", "peagle"])
+def test_rejected_drafts_leave_nothing_behind(name: str) -> None:
+    """A block in front of each row: the rows that come next overwrite it."""
+    scene = Scene(name)
+    scene.head.draft(scene, 3)
+    again = Scene(name)
+    again.cache = scene.cache
+    again.head.draft(again, 3)
+    again.check(name, 3)
+
+
+def test_the_comparison_notices_a_context_of_one_row_less() -> None:
+    scene = Scene("deepseek_dspark", held_back=20)
+    scene.rows = scene.rows._replace(positions=scene.rows.positions + 1)
+    scene.head.draft(scene, 4)
+    with pytest.raises(AssertionError, match="not close"):
+        scene.check("deepseek_dspark", 4)
