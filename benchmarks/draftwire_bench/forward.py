@@ -5,8 +5,8 @@
 A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
 graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
 CUDA graph, measured in the same process; their ratio. Then the same of steps with prompts alone, which have no graph
-where they are longer than the largest step, the kernels of one step, every graph's time with the products of either
-library, and what the start takes with an empty and with a filled cache of compiled code.
+where they are longer than the largest step, the kernels of one step, every graph's time, and
+what the start takes with an empty and with a filled cache of compiled code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from draftwire.model.kv_cache import KVCache, SequenceRows
 from draftwire_bench.environment import describe
 from verifier_service.core.batch import ForwardInput
 from verifier_service.target.compile_cache import use_compile_cache
-from verifier_service.target.graph_products import LIBRARIES
 from verifier_service.target.runner import TargetRunner
 from verifier_service.target.target import load_target
 
@@ -97,9 +96,9 @@ def main(
                 f"{count}x{rows}": _kernels(runner, decode_step(count, rows, context))
                 for count, rows in parse_batches(profiled)
             }
-        result["seconds_by_library"] = [
-            {"sequences": bucket.num_sequences, "rows": bucket.num_rows, **seconds}
-            for bucket, seconds in runner.seconds_by_library.items()
+        result["graphs"] = [
+            {"sequences": bucket.num_sequences, "rows": bucket.num_rows, "seconds": seconds}
+            for bucket, seconds in runner.seconds.items()
         ]
         if not skip_warm_start:
             result["start"]["warm"] = _warm_start()
@@ -297,11 +296,11 @@ def _print(result: dict[str, Any], console: Console) -> None:
         for row in rows:
             table.add_row(f"{row['us']:.0f}", str(row["launches"]), row["kernel"][:90])
         console.print(table)
-    table = Table(title="graphs by the library of their products, padding alone, milliseconds")
-    for column in ("sequences", "rows", *LIBRARIES):
+    table = Table(title="graphs, padding alone")
+    for column in ("sequences", "rows", "milliseconds"):
         table.add_column(column, justify="right")
-    for row in result["seconds_by_library"]:
-        table.add_row(str(row["sequences"]), str(row["rows"]), *(f"{row[name] * 1e3:.3f}" for name in LIBRARIES))
+    for row in result["graphs"]:
+        table.add_row(str(row["sequences"]), str(row["rows"]), f"{row['seconds'] * 1e3:.3f}")
     console.print(table)
     for name, start in result["start"].items():
         console.print(f"{name} start:", ", ".join(f"{part} {value:.2f}" for part, value in start.items()))

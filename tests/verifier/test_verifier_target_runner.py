@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from draftwire.model.block_pool import BlockPool, blocks_for
 from draftwire.model.kv_cache import KVCache, SequenceRows
 from verifier_service.core.batch import ForwardInput, ForwardOutput
-from verifier_service.target import graph_products
 from verifier_service.target.runner import TargetRunner
 from verifier_service.target.target import Target, load_target
 
@@ -26,18 +24,17 @@ K = 4
 MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
-GPU = [pytest.param(library, marks=pytest.mark.gpu) for library in graph_products.LIBRARIES]
 
 
-@pytest.fixture(scope="module", params=["cpu", "played", *GPU])
+@pytest.fixture(scope="module", params=["cpu", "played", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kind(request) -> str:
-    """What computes: of a GPU, the library of its graphs' products."""
+    """What computes."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def target(kind) -> Target:
-    device = torch.device("cuda" if kind in graph_products.LIBRARIES else "cpu")
+    device = torch.device("cuda" if kind == "cuda" else "cpu")
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
         torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
@@ -51,9 +48,7 @@ def runner(kind, target) -> TargetRunner:
     runner = TargetRunner(target, cache, MAX_NUM_SEQS, K + 1, PREFILL, blocks_for(CONTEXT))
     if kind == "played":
         play_graphs(target, runner)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_products, "LEAST_GAIN", -math.inf if kind == "cublaslt" else math.inf)
-        runner.capture()
+    runner.capture()
     return runner
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +18,6 @@ from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, allocate_
 from draftwire.transport.segment import SegmentError
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.target.graph_inputs import GraphInputs
-from verifier_service.target.graph_products import with_faster_products
 from verifier_service.target.graph_sizes import LEAST_ROWS, Bucket, Buckets
 from verifier_service.target.step_graph import StepGraph, capture_graph
 from verifier_service.target.stream_hold import StreamHold
@@ -46,8 +43,8 @@ class TargetRunner:
         Most blocks of the cache that a sequence has.
     graphs
         The captured graphs, by size. A step without a graph is computed eagerly.
-    seconds_by_library
-        Of each bucket's graph, the time of padding alone with each library's products; empty before they are captured.
+    seconds
+        Of each bucket's graph, the time of padding alone; empty before the graphs are captured.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class TargetRunner:
         self.graphs: dict[Bucket, StepGraph] = {}
         self._hold: StreamHold | None = None
         self._release: Callable[[np.ndarray], ForwardOutput | None] | None = None  # of the prelaunched forward pass
-        self.seconds_by_library: dict[Bucket, Mapping[str, float]] = {}
+        self.seconds: dict[Bucket, float] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -99,15 +96,11 @@ class TargetRunner:
         for buckets in (self.buckets.with_prompts, self.buckets.decoding):
             inputs = GraphInputs(buckets, self.max_blocks, self._target.device)  # a step copies what the largest holds
             every += [(bucket, inputs) for bucket in buckets]
-        libraries = Counter[str]()
         for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
-            capture = partial(capture_graph, self._target, self.cache, inputs, bucket, pool, stream)
-            chosen = with_faster_products(capture)
-            self.graphs[bucket], self.seconds_by_library[bucket] = chosen.graph, chosen.seconds
-            libraries[chosen.library] += 1
+            graph = capture_graph(self._target, self.cache, inputs, bucket, pool, stream)
+            self.graphs[bucket], self.seconds[bucket] = graph, graph.seconds()
         taken = free - torch.cuda.mem_get_info(self._target.device)[0]
-        counts = ", ".join(f"{count} with products of {library}" for library, count in sorted(libraries.items()))
-        logger.info("CUDA graphs in %.1f s and %.2f GiB: %s", time.monotonic() - began, taken / 2**30, counts)
+        logger.info("%d CUDA graphs in %.1f s and %.2f GiB", len(every), time.monotonic() - began, taken / 2**30)
 
     @property
     def device(self) -> torch.device:
@@ -117,8 +110,7 @@ class TargetRunner:
     @property
     def pass_seconds(self) -> dict[int, float]:
         """Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured."""
-        measured = (bucket for bucket in self.buckets.decoding if bucket in self.seconds_by_library)
-        return {bucket.num_rows: min(self.seconds_by_library[bucket].values()) for bucket in measured}
+        return {bucket.num_rows: self.seconds[bucket] for bucket in self.buckets.decoding if bucket in self.seconds}
 
     # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
     @torch.inference_mode()
