@@ -24,9 +24,10 @@ K = 4
 MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(scope="module", params=["cpu", "played", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", "played", GPU])
 def kind(request) -> str:
     """What computes."""
     return request.param
@@ -176,7 +177,7 @@ def test_a_steps_logits_and_features_are_each_sequences_alone(model, target, run
         assert output.logits.shape[0] == begin
 
 
-@pytest.mark.parametrize("kind", GPU, indirect=True)
+@pytest.mark.parametrize("kind", [GPU], indirect=True)
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_steps_with_prompts_are_graphs_with_compiled_kernels(target, runner, monkeypatch):
