@@ -22,13 +22,13 @@ from draftwire.server.stop_signals import STOP_SIGNALS, end_at_signals
 
 logger = logging.getLogger(__name__)
 
-# What is left to a call that has its end or its error to be sent.
+# Seconds that a call has, when the server stops, to send its end or its error.
 STOP_GRACE_S = 1.0
-# Connections that never become HTTP/2 are closed after so long; gRPC's own default is two minutes.
+# Connections that never become HTTP/2 are closed after this time; the default of gRPC is two minutes.
 CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
-# Of the port for probes.
+# Limits of the port for probes.
 _PROBE_LIMITS = ReadingLimits(4096, max_readers=8, max_readers_of_peer=4, max_unread=64, max_unread_of_peer=32)
-# An engine's thread that wakes up must not wait for the event loop as long as Python's default of 5 ms.
+# Seconds after which a waking engine thread gets the interpreter from the event loop; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.0002
 
 
@@ -45,7 +45,7 @@ async def serve(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     health_listen: str | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, drains, and ends. A second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
 
     Parameters
     ----------
@@ -56,25 +56,25 @@ async def serve(
     register
         Adds the service to the server.
     security
-        Who is let in; tokens are asked for by the service, not by health and reflection.
+        TLS and tokens. Health and reflection need no token.
     reader
         Reads the messages of the service's unary calls.
     stop
         Set by the first signal; the caller may set it too.
     drain
-        Called then, when health says NOT_SERVING and calls still come: refuses new work, and returns when what runs has
-        ended or has had its time.
+        Called after the stop, when health says NOT_SERVING and clients may still call. Refuses new requests, and
+        returns when all requests have ended or the time to drain is over.
     on_stop
-        Called once no call is left.
+        Called after the last call has ended.
     interceptors
-        Of the service's own.
+        Interceptors of the service.
     health_listen
         HOST:PORT of the health service alone, in plain text, for probes without a certificate; None opens no such port.
 
     Raises
     ------
     InvalidArgumentError
-        When it would be plain text outside of loopback without having been asked for.
+        When the address is outside of loopback, without TLS and without `insecure`.
     ServerError
         When the address cannot be bound, or a certificate or token file cannot be read.
     """
@@ -103,12 +103,12 @@ async def serve(
         await each.start()
     for name in ("", service_name):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    # With its end in one write, so that no log line of another thread comes between the two where output is unbuffered.
+    # One write for the text and its newline, so that no log line of another thread comes between them.
     print(f"listening on {host}:{port}\n", end="", flush=True)
     await stop.wait()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)
-    end_at_signals()  # whatever hangs, the second one ends the process
+    end_at_signals()  # from here on the next signal ends the process, whatever hangs
     logger.info("draining")
     await health_servicer.enter_graceful_shutdown()
     await drain()

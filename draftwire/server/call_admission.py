@@ -1,7 +1,7 @@
-"""Serves every method as one with a stream of requests, so that its message is read within limits.
+"""Serve every method as one with a stream of requests, so that the server limits how its message is read.
 
-grpc.aio reads the message of a unary call before it calls the method, without a limit of time, calls or bytes. It calls
-a method with a stream of requests once it has the metadata, and that method reads.
+grpc.aio reads the message of a unary call before it calls the method, and limits neither time, calls nor bytes. A
+method with a stream of requests is called after the metadata and reads its messages itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from draftwire.contract.retry import retry_metadata
 from draftwire.server.message_reading import MessageReader
 from draftwire.server.method_handlers import Behaviour, Refusal, rebuild_handler
 
-# A call that was cancelled ends like one without a message; gRPC tells the cancellation within this time.
+# Seconds within which gRPC reports a cancelled call, which otherwise looks like a call without a message.
 CANCELLATION_S = 0.1
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):
-    """Reads the messages of one service's methods with `reader`, those of other services with `others`.
+    """Reads the messages of one service's methods with `reader`, and of other services' methods with `others`.
 
-    Methods of that service which take a stream read it themselves. What cannot be decoded is INVALID_ARGUMENT.
+    Methods of the service that take a stream read the stream themselves. Bytes that are no message are
+    INVALID_ARGUMENT.
     """
 
     def __init__(self, service_name: str, reader: MessageReader, others: MessageReader) -> None:
@@ -62,7 +63,7 @@ def _decoding(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 
 def _reading_handler(handler: Any, decode: Callable[[bytes], Any], reader: MessageReader) -> Any:
-    """Return a handler that takes a stream and has `handler`'s method serve what `reader` reads of it."""
+    """Return a handler that takes a stream, and calls the method of `handler` with the message that `reader` reads."""
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(
             _reading_all(handler.stream_stream, reader), decode, handler.response_serializer
@@ -128,7 +129,8 @@ async def _read_one(reader: MessageReader, context: Any) -> tuple[Any, Refusal |
 
 
 async def _read(reader: MessageReader, context: Any) -> tuple[Any, Refusal | None]:
-    """Return a message, or why the call is refused. No error leaves: gRPC would keep it, and all that it refers to."""
+    """Return a message, or the reason of a refusal. Raise nothing: gRPC keeps an exception and all that it refers
+    to."""
     try:
         return await reader.read(context), None
     except InvalidArgumentError as error:

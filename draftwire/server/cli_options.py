@@ -78,7 +78,7 @@ _OPTIONS = (
 
 
 def service_options(command: F) -> F:
-    """Adds device, dtype, load format, metrics, health, carriers and the log's options to a command."""
+    """Add device, dtype, load format, metrics, health, carriers and the log's options to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -107,21 +107,21 @@ _CLIENT_SECURITY = (
 
 
 def server_security_options(command: F) -> F:
-    """Adds the options of `ServerSecurity` but for the tokens."""
+    """Add the options of `ServerSecurity` but for the tokens."""
     for option in reversed(_SERVER_SECURITY):
         command = option(command)
     return command
 
 
 def client_security_options(command: F) -> F:
-    """Adds the options of `ClientSecurity`."""
+    """Add the options of `ClientSecurity`."""
     for option in reversed(_CLIENT_SECURITY):
         command = option(command)
     return command
 
 
 def client_security(given: dict[str, Any]) -> ClientSecurity:
-    """Takes the options of `client_security_options` out of a command's options."""
+    """Take the options of `client_security_options` out of a command's options."""
     return ClientSecurity(
         tls=given.pop("tls"),
         ca=given.pop("tls_ca"),

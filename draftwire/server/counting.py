@@ -1,4 +1,4 @@
-"""Counts messages where gRPC encodes and decodes them: anywhere else their size takes another encoding to find."""
+"""Count messages where gRPC encodes and decodes them; elsewhere their size would take a second encoding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from draftwire.server.method_handlers import rebuild_handler
 from draftwire.transport.encoding import Encoded
 from draftwire.transport.traffic import Direction
 
-# Is told the bytes of a message before it is sent, or before who reads it has it. What cannot be decoded is not told.
+# Called with the bytes of a message before the message is sent, or before its reader gets it; not with wrong bytes.
 Count = Callable[[Direction, Message, int], None]
 
 
 class CountingChannel:
-    """A channel for a stub, which counts what the stub's methods send and receive. They also take encoded messages."""
+    """A channel that counts the messages of a stub's methods. The methods also take encoded messages."""
 
     def __init__(self, channel: grpc.aio.Channel, count: Count) -> None:
         def counting(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ class CountingChannel:
 
 
 class CountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts what the methods of one service receive and send, in the task that reads or writes. They may send encoded
+    """Counts the messages of one service's methods, in the task that reads or writes. The methods may send encoded
     messages."""
 
     def __init__(self, service_name: str, count: Count) -> None:

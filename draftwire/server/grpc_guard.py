@@ -1,12 +1,12 @@
 """A server of grpc.aio that no method name can stop.
 
-grpc.aio decodes the name of a method that nobody has registered in the loop that accepts calls. A name that is not
-UTF-8 raises there, and the port is closed for good: one HTTP/2 frame of anybody who can connect. All methods here
-are registered, so calls of others are refused before that, whatever they are called.
+grpc.aio decodes the name of an unregistered method in the loop that accepts calls. A name that is not UTF-8 raises an
+exception there and closes the port for good, so one HTTP/2 frame of any peer stops the server. This server registers
+all methods, and refuses calls of other methods before their name is decoded.
 
-grpcio has no public way: interceptors and generic handlers run after that loop, and it asks for calls of methods
-that are not registered even where there are none. So pyproject.toml fixes the version of grpcio, and
-tests/contract/test_grpc_guard.py fails when the private class is another one.
+grpcio has no public way: interceptors and generic handlers run after that loop, which also accepts calls of
+unregistered methods if there are no generic handlers. So pyproject.toml pins the version of grpcio, and
+tests/contract/test_grpc_guard.py fails when the private class changes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class _Accepting(cygrpc.AioServer):
         refusal = asyncio.get_running_loop().create_task(_refuse(context))
         _refusals.add(refusal)
         refusal.add_done_callback(_refusals.discard)
-        raise cygrpc._RequestCallError  # nothing to be handled: the loop asks for the next call
+        raise cygrpc._RequestCallError  # the loop asks for the next call
 
 
-_refusals: set[asyncio.Task[None]] = set()  # the event loop itself holds no task
+_refusals: set[asyncio.Task[None]] = set()  # keeps a reference: the event loop holds none
 
 
 async def _refuse(context: Any) -> None:
-    with contextlib.suppress(Exception):  # it raises once the status is sent, and when the peer has gone
+    with contextlib.suppress(Exception):  # raised after the status was sent, and when the peer has gone
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 class GuardedServer(_server.Server):
-    """As `grpc.aio.server` makes them, for the running event loop; every service must register its methods."""
+    """Create a server as `grpc.aio.server` does, for the running event loop. Every service must register its
+    methods."""
 
     def __init__(
         self, options: Sequence[tuple[str, Any]] = (), interceptors: Sequence[grpc.aio.ServerInterceptor] = ()

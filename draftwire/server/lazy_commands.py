@@ -17,8 +17,8 @@ INTERRUPTED = 130
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For the import of what a service needs, torch and transformers among it. All of it stays for as long as the
-    process, so the collector of garbage looks at it neither while it is imported nor later.
+    """Import a service's modules, torch and transformers among them, without garbage collection. The modules stay for
+    the life of the process, so the garbage collector does not traverse them later either.
     """
     gc.disable()
     try:
@@ -29,7 +29,7 @@ def importing() -> Iterator[None]:
 
 
 class Source(NamedTuple):
-    """Where a command lives and what the list of commands says of it."""
+    """Module and short help of a command."""
 
     module: str
     attribute: str
@@ -37,13 +37,13 @@ class Source(NamedTuple):
 
 
 class WrongCommand(click.ClickException):
-    """A value that was given is not allowed."""
+    """A given value is not allowed."""
 
     exit_code = 2
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when the command is used, and tells errors as a command line should."""
+    """Import a command's module when the command is used; print errors in one line."""
 
     def __init__(self, *args: Any, sources: Mapping[str, Source], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

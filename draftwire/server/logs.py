@@ -1,7 +1,7 @@
 """Log lines of both services: a message and named fields, as text or as one JSON object a line.
 
-Fields are given as `logger.info("request finished", extra=fields(request_id=..., output_tokens=...))`. Prompts, output,
-tokens and secrets are no fields and in no message.
+Fields are given as `logger.info("request finished", extra=fields(request_id=..., output_tokens=...))`. No field or
+message contains prompts, output, tokens or secrets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """The `extra` of a log call: named values, which JSON can hold."""
+    """Return the `extra` of a log call with named values, which must be JSON values."""
     return {"fields": values}
 
 
 def start_logging(level: str, form: str = "text") -> None:
-    """Logs to standard error from `level` on, and Python's warnings too; `form` is one of `FORMATS`."""
+    """Log to standard error from `level` on, and Python's warnings too; `form` is one of `FORMATS`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -32,10 +32,10 @@ def start_logging(level: str, form: str = "text") -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL LOGGER: MESSAGE NAME=VALUE ...`; nothing that others chose can begin a line of its own."""
+    """`TIME LEVEL LOGGER: MESSAGE NAME=VALUE ...`; line breaks in values are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; a traceback follows on lines of its own."""
+        """Return the line; a traceback follows on lines of its own."""
         shown = [f"{name}={_text(value)}" for name, value in _fields(record).items()]
         message = " ".join([_escape(record.getMessage()), *shown])
         line = f"{self.formatTime(record)} {record.levelname} {record.name}: {message}"
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, the fields, and exception where there was one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

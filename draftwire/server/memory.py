@@ -1,4 +1,4 @@
-"""What a service's process takes of memory, as its info call tells."""
+"""The memory of a service's process, as its info call reports it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process so far; 0 where that cannot be read, as when it has no descriptor left.
+    """Return the peak resident set of this process in bytes; 0 if /proc cannot be read, for example without free
+    descriptors.
 
-    Not getrusage's ru_maxrss: a process that was started by a large one begins with that one's.
+    ru_maxrss of getrusage does not do: a new process inherits the peak of its parent.
     """
     try:
         found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
@@ -29,12 +30,12 @@ def peak_host_bytes() -> int:
 
 
 def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a number of cache positions for which the whole memory of the device would be too small.
+    """Refuse a number of cache positions that exceeds the whole memory of the device.
 
     Raises
     ------
     InvalidArgumentError
-        Names `kv_cache_tokens`, what it takes and what the device has.
+        Names `kv_cache_tokens`, the bytes needed and the bytes of the device.
     """
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[1]
@@ -47,14 +48,14 @@ def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dt
 
 
 def keep_what_is_loaded() -> None:
-    """Has the collector of garbage, for which all threads wait, look no more at what is there now: a model and what it
-    was compiled with stay for as long as the process."""
+    """Exclude all present objects from garbage collection, which stops all threads: a model stays for the life of the
+    process."""
     gc.collect()
     gc.freeze()
 
 
 def measure_memory(cache: KVCache, device: torch.device, *, draft_logits: int = 0, features: int = 0) -> pb.MemoryUse:
-    """What the process of a service with that cache takes; `draft_logits` and `features` in bytes."""
+    """Return the memory of a service's process with this cache; `draft_logits` and `features` in bytes."""
     use = pb.MemoryUse(
         kv_cache_token_bytes=cache.token_bytes,
         kv_cache_tokens=cache.num_tokens,
@@ -63,7 +64,7 @@ def measure_memory(cache: KVCache, device: torch.device, *, draft_logits: int = 
         peak_host_bytes=peak_host_bytes(),
     )
     if device.type == "cuda":
-        # What max_memory_allocated and max_memory_reserved give, without their sorting of all figures, twice.
+        # As max_memory_allocated and max_memory_reserved, which sort all statistics at each call.
         figures = torch.cuda.memory_stats_as_nested_dict(device)
         use.peak_gpu_allocated_bytes = figures["allocated_bytes"]["all"]["peak"]
         use.peak_gpu_reserved_bytes = figures["reserved_bytes"]["all"]["peak"]

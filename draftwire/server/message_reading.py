@@ -1,7 +1,7 @@
 """Bounds on the calls whose message a server has not read yet: how many, for how long, and how many bytes of them.
 
-gRPC's flow control lets a call send its whole message only once the server reads it; before that a call holds one
-window. So a server that reads few messages at once holds few large ones, however many calls are open.
+By gRPC's flow control a call sends one window until the server reads its message, and the rest afterwards. So a server
+that reads few messages at once holds few large messages, however many calls are open.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from draftwire.contract.errors import QueueFullError
 
 logger = logging.getLogger(__name__)
 
-# A message must be there so long after its call began.
+# Seconds from the start of a call within which its message must arrive.
 MESSAGE_S = 10.0
-# While another call waits and no reader is free, the slowest read may last so long.
+# Seconds that the slowest read may last while another call waits and no reader is free.
 CONTENDED_S = 1.0
-# When a refused client may try again: by then the slowest reads have ended.
+# Seconds after which a refused client may try again; the slowest reads have ended by then.
 RETRY_S = 1.0
-# Refusals of this long make one line in the log.
+# Refusals within this many seconds are one line in the log.
 LOG_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReadingLimits:
-    """How much of unread messages a server holds.
+    """Limits of the unread messages that a server holds.
 
     Attributes
     ----------
     max_message_bytes
-        Larger messages are refused before they are read, as RESOURCE_EXHAUSTED.
+        Longest message, bytes; longer messages are refused unread with RESOURCE_EXHAUSTED.
     max_readers, max_readers_of_peer
-        Messages that are read at once, in all and of one peer; each may take `max_message_bytes`.
+        Most messages that are read at once, in all and of one peer; each takes up to `max_message_bytes`.
     max_unread, max_unread_of_peer
-        Calls whose message has not come, those that are being read included; each may take `window_bytes`.
+        Most calls whose message has not arrived, in all and of one peer; each takes up to `window_bytes`.
     window_bytes
-        What a call may send before its message is read.
+        Bytes that a call may send before its message is read.
     """
 
     max_message_bytes: int
@@ -55,16 +55,16 @@ class ReadingLimits:
 
     def options(self) -> list[tuple[str, int]]:
         """Return the options of a gRPC server with these limits."""
-        # A connection's calls may all be answered slowly, so it may have more of them than unread ones.
+        # A connection may have more calls than unread messages, because answers may take long.
         max_streams = 2 * self.max_unread + 64
-        # By default gRPC cancels calls at random once 1000 wait to be accepted, which says nothing to the client.
+        # By default gRPC cancels random calls without a reason when 1000 calls wait to be accepted.
         max_pending = 4 * max_streams
         return [
             *receiving_at_most(self.max_message_bytes),
             ("grpc.max_concurrent_streams", max_streams),
             ("grpc.server.max_pending_requests", max_pending),
             ("grpc.server.max_pending_requests_hard_limit", max_pending),
-            # gRPC would otherwise enlarge the window of every call of a fast connection.
+            # Otherwise gRPC enlarges the window of every call of a fast connection.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", self.window_bytes),
         ]
@@ -93,7 +93,7 @@ class _Read:
 class MessageReader:
     """Reads the messages of calls within `limits`. Used on one event loop.
 
-    Peers are connections, or hosts with `by_host`. `on_refused` is called for each call that is refused.
+    Peers are connections, or hosts with `by_host`. `on_refused` is called for each refused call.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MessageReader:
         self._reads: dict[_Read, None] = {}  # the longest first
         self._reads_of_peer: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[None], str] = {}  # peers; first come, first served
-        self._untold: Counter[str] = Counter()  # what the log is not told yet
+        self._untold: Counter[str] = Counter()  # refusals that are not logged yet, by reason
 
     async def read(self, context: Readable) -> Any:
         """Return the next message of a call, or grpc.aio.EOF.
@@ -114,11 +114,11 @@ class MessageReader:
         Raises
         ------
         QueueFullError
-            When too many calls wait for their message already, or this one found no reader in time.
+            When too many calls wait for their message, or no reader was free in time.
         TimeoutError
-            When the message has not come in time.
+            When the message did not arrive in time.
         InvalidArgumentError
-            When it cannot be decoded, where the context's decoder says so.
+            When the context's decoder cannot decode the message.
         """
         peer = context.peer()
         if self._by_host:
@@ -132,7 +132,7 @@ class MessageReader:
                 self._reads[read] = None
                 return await context.read()
         except TimeoutError:
-            pass  # what follows raises errors that do not keep this one
+            pass  # errors below must not refer to this exception
         finally:
             _subtract(self._unread, peer)
             if read is not None:
@@ -158,7 +158,7 @@ class MessageReader:
         return QueueFullError(text, RETRY_S * random.uniform(0.75, 1.25))
 
     def _tell(self, text: str) -> None:
-        """Log it, with all that is alike of the next second."""
+        """Log a refusal, with all equal refusals of the next second."""
         if not self._untold:
             asyncio.get_running_loop().call_later(LOG_S, self._log)
         self._untold[text] += 1
@@ -186,7 +186,7 @@ class MessageReader:
                 if not turn.done():
                     self._end_slowest()
         except asyncio.CancelledError:
-            if self._waiting.pop(turn, None) is None:  # it was given the turn meanwhile
+            if self._waiting.pop(turn, None) is None:  # the turn was given meanwhile
                 self._end_turn(peer)
             raise
 
@@ -198,9 +198,9 @@ class MessageReader:
             following.set_result(None)
 
     def _end_slowest(self) -> None:
-        """End the read that has lasted longest, if others wait for its place and it had its time."""
+        """End the longest read if another call waits for its place and the read had its time."""
         if self._reads_of_peer.total() < self.limits.max_readers:
-            return  # who waits has the most reads of its own
+            return  # the waiting peer has the most reads itself
         now = time.monotonic()
         for read in self._reads:
             when = read.limit.when()

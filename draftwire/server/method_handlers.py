@@ -1,4 +1,4 @@
-"""Methods of a server with something put around them, whatever their kind."""
+"""Wrappers around the methods of a server, of any kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rebuild_handler(
     encode: Callable[[Any], bytes],
     wrap: Callable[[Behaviour], Behaviour] = lambda behaviour: behaviour,
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The handler of the same kind of method that decodes and encodes so, and runs what `wrap` makes of the method."""
+    """Return a handler of the same kind with this decoder and encoder, whose method is `wrap` of the given method."""
     streams = handler.request_streaming, handler.response_streaming
     name = "_".join("stream" if is_stream else "unary" for is_stream in streams)
     rebuilt: grpc.RpcMethodHandler[Any, Any] = getattr(grpc, f"{name}_rpc_method_handler")(

@@ -25,16 +25,16 @@ from draftwire.server.security import ServerSecurity
 
 logger = logging.getLogger(__name__)
 
-# Connections at once. Each has a thread.
+# Most connections at once; each has a thread.
 MAX_CONNECTIONS = 16
-# How long a connection may last, with its handshake.
+# Seconds that a connection may last, handshake included.
 TIMEOUT_S = 10.0
-# How long the thread of a connection that was cut may take to end.
+# Seconds within which the thread of a closed connection must end.
 CUT_TIMEOUT_S = 1.0
 
 
 def with_model_name(metrics: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """The metrics with the label that those of vLLM have, after their own."""
+    """Yield the metrics with the label that vLLM's metrics have, after their own labels."""
     for metric in metrics:
         metric.samples = [
             sample._replace(labels={**sample.labels, "model_name": model_name}) for sample in metric.samples
@@ -46,14 +46,15 @@ def with_model_name(metrics: Iterable[Metric], model_name: str) -> Iterator[Metr
 def serving_metrics(
     listen: str | None, collectors: Sequence[Collector], security: ServerSecurity
 ) -> Iterator[int | None]:
-    """Within it, /metrics answers with the collectors' metrics and those of the process.
+    """Serve /metrics with the collectors' metrics and the process metrics while the context lasts.
 
     Parameters
     ----------
     listen
         HOST:PORT, port 0 for a free one; None serves nothing.
     security
-        With a certificate it is HTTPS, with authorities for their clients alone; tokens are not asked for.
+        With a certificate the server speaks HTTPS, with `client_ca` only to clients of these authorities. Tokens are
+        not needed.
 
     Yields
     ------
@@ -63,7 +64,7 @@ def serving_metrics(
     Raises
     ------
     InvalidArgumentError
-        When it would be plain text outside of loopback without having been asked for.
+        When the address is outside of loopback, without TLS and without `insecure`.
     ServerError
         When the address cannot be bound, or a file of `security` cannot be read.
     """
@@ -95,7 +96,7 @@ def serving_metrics(
 
 
 def _forgiving(app: Any) -> Any:
-    """The application, which by itself fails at an Accept header that it cannot read; it counts as none."""
+    """Return the WSGI application, which ignores an Accept header that prometheus_client cannot parse."""
 
     def forgiving(environ: dict[str, Any], start_response: Any) -> Any:
         try:
@@ -109,15 +110,15 @@ def _forgiving(app: Any) -> Any:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not told."""
+        """Log no scrapes."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, which shakes hands there: a client that is slow at it holds up nobody. The oldest
-    connection is cut when there is one too many, so that a scrape gets in beside any number of slow ones.
+    """Serves each connection in its own thread, handshake included, so that a slow client delays no other client. When
+    there are too many connections the oldest is closed, so that slow connections cannot block a scrape.
 
-    Not prometheus_client's `start_wsgi_server`: it shakes hands in the thread that accepts, bounds neither the number
-    of connections nor their time, and reads certificates once.
+    prometheus_client's `start_wsgi_server` does not do: it shakes hands in the accepting thread, limits neither the
+    number nor the time of connections, and reads certificates once.
     """
 
     daemon_threads = True
@@ -127,7 +128,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._tls_context = tls_context
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._begun: dict[socket.socket, float] = {}  # when each connection has begun, oldest first
+        self._begun: dict[socket.socket, float] = {}  # start of each connection, oldest first
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, address = found[0]
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]  # a port is a number
@@ -150,7 +151,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._begun[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # no thread can start
             self._forget(request)
             self._places.release()
             raise
@@ -188,12 +189,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         logger.debug("a client of the metrics failed: %s: %s", client_address[0], sys.exc_info()[1])
 
     def _cut(self, count: int) -> None:
-        """Ends so many of the oldest connections, whatever their threads are waiting for."""
+        """End the `count` oldest connections, whatever their threads wait for."""
         with self._lock:
             for connection in list(self._begun)[:count]:
                 del self._begun[connection]
                 with suppress(OSError):
-                    # Not that of SSLSocket, which takes the state away that its thread is using.
+                    # socket.shutdown, not SSLSocket.shutdown, which removes state that the connection's thread uses.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _forget(self, connection: socket.socket) -> None:

@@ -10,7 +10,7 @@ import time
 # With this set, `python -m draftwire_cli` ends when its standard input does: the kernel closes that pipe however the
 # parent ends, on every system.
 PARENT_PIPE = "DRAFTWIRE_PARENT_PIPE"
-STOP_TIMEOUT_S = 10.0  # of an orderly stop
+STOP_TIMEOUT_S = 10.0  # seconds of an orderly stop
 
 
 def watch_parent() -> None:

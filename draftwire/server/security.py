@@ -1,4 +1,4 @@
-"""Who may talk to whom: TLS in both directions, bearer tokens, and plain text only where it is asked for.
+"""Security of connections: TLS in both directions, bearer tokens, and plain text only if allowed.
 
 Files are read again when they change, so that certificates and tokens are renewed without a restart.
 """
@@ -31,17 +31,17 @@ _SCHEME = "Bearer "
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """How a server lets others in.
+    """A server's certificate, and the clients that it accepts.
 
     Attributes
     ----------
     certificate, key
         PEM files of the server's certificate chain and private key; both or neither.
     client_ca
-        PEM file of the authorities whose clients are let in (mutual TLS); needs a certificate of one's own.
+        PEM file of the authorities of accepted clients (mutual TLS); needs `certificate`.
     token_file
-        Text file with one bearer token a line, any of which lets a client in; empty lines and lines that begin with #
-        are ignored. A file without any is an error at start, and leaves the tokens of before in force later.
+        Text file with one accepted bearer token a line; empty lines and lines that begin with # are ignored. A file
+        without tokens is an error at start; later it leaves the previous tokens in force.
     insecure
         Whether plain text is allowed outside of the loopback interface.
     """
@@ -64,7 +64,7 @@ class ServerSecurity:
         Raises
         ------
         InvalidArgumentError
-            When a token cannot be sent by any client.
+            When no client could send a token of the file.
         ServerError
             When the file cannot be read or has no token.
         """
@@ -72,20 +72,20 @@ class ServerSecurity:
             raise ServerError(f"token_file = {str(self.token_file)!r}: there is no token in it")
 
     def credentials(self, listen: str) -> grpc.ServerCredentials | None:
-        """Credentials for a gRPC port at `listen`; None for plain text.
+        """Return the credentials for a gRPC port at `listen`; None for plain text.
 
         Raises
         ------
         InvalidArgumentError
-            When it would be plain text outside of loopback without having been asked for.
+            When the address is outside of loopback, without TLS and without `insecure`.
         ServerError
-            When a file cannot be read or is not what it should be.
+            When a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
             _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
             return None
-        # Tried by Python beforehand: of files that are wrong gRPC says that the port cannot be bound, and with wrong
-        # authorities that come later it turns everybody away.
+        # Python checks the files first: for wrong files gRPC reports that the port cannot be bound, and with wrong
+        # authorities it later refuses every client.
         tried = _RenewedContext(self.certificate, self.key, self.client_ca)
         files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
         watched = _Watched(files)
@@ -96,14 +96,15 @@ class ServerSecurity:
         )
 
     def tls_context(self, listen: str, field: str) -> Callable[[], ssl.SSLContext] | None:
-        """What tells the context for the next connection to another port at `listen`; None for plain text.
+        """Return a function that gives the TLS context for the next connection to a port at `listen`; None for plain
+        text.
 
         Raises
         ------
         InvalidArgumentError
-            Names `field` when it would be plain text outside of loopback without having been asked for.
+            Names `field` when the address is outside of loopback, without TLS and without `insecure`.
         ServerError
-            When a file cannot be read or is not what it should be.
+            When a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
             _refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
@@ -113,18 +114,18 @@ class ServerSecurity:
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """How a client shows who it is and checks who answers.
+    """A client's certificate and token, and the servers that it trusts.
 
     Attributes
     ----------
     tls
-        Whether the connection is encrypted; set by any of the files.
+        Whether the connection uses TLS; any of the files implies it.
     ca
-        PEM file of the authorities that are trusted; None for the system's.
+        PEM file of the trusted authorities; None for those of the system.
     certificate, key
         PEM files of the client's own certificate and key, for mutual TLS; both or neither.
     token_file
-        Text file whose first token is sent; a server's own file will do.
+        Text file whose first token is sent; the server's token file works too.
     insecure
         Whether plain text is allowed outside of the loopback interface.
     """
@@ -142,16 +143,16 @@ class ClientSecurity:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the client connects with TLS."""
+        """Return whether the client connects with TLS."""
         return bool(self.tls or self.ca or self.certificate)
 
     def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:
-        """Credentials for a channel to `address`, read from the files now; None for plain text.
+        """Return the credentials for a channel to `address`, read from the files now; None for plain text.
 
         Raises
         ------
         InvalidArgumentError
-            Names `field` when it would be plain text outside of loopback without having been asked for.
+            Names `field` when the address is outside of loopback, without TLS and without `insecure`.
         ServerError
             When a file cannot be read.
         """
@@ -164,12 +165,12 @@ class ClientSecurity:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of a call: the bearer token, if there is to be one.
+        """Return the metadata of a call: the bearer token, if there is a token file.
 
         Raises
         ------
         InvalidArgumentError
-            When the file has no token, or one that cannot be sent.
+            When the file has no token, or its first token cannot be sent.
         ServerError
             When the file cannot be read.
         """
@@ -181,12 +182,12 @@ class ClientSecurity:
         return ((AUTHORIZATION, _SCHEME + tokens[0]),)
 
 
-# Plain text, on loopback alone.
+# Plain text, only on loopback.
 LOOPBACK = ClientSecurity()
 
 
 def open_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to `address`; see `ClientSecurity.credentials` for the errors."""
+    """Return a channel to `address`; see `ClientSecurity.credentials` for the errors."""
     credentials = security.credentials(address)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
@@ -194,7 +195,7 @@ def open_channel(address: str, security: ClientSecurity, options: Sequence[tuple
 
 
 def open_async_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    """A channel of the running event loop to `address`; see `ClientSecurity.credentials` for the errors."""
+    """Return a channel of the running event loop to `address`; see `ClientSecurity.credentials` for the errors."""
     credentials = security.credentials(address)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -202,14 +203,14 @@ def open_async_channel(address: str, security: ClientSecurity, options: Sequence
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls of one service through that carry a token of the file; others are UNAUTHENTICATED, unread."""
+    """Refuses calls of one service without a token of the file, as UNAUTHENTICATED and unread."""
 
     def __init__(self, token_file: Path, service_name: str) -> None:
         """
         Raises
         ------
         InvalidArgumentError
-            When a token cannot be sent by any client.
+            When no client could send a token of the file.
         ServerError
             When the file cannot be read or has no token.
         """
@@ -246,12 +247,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 if digests:
                     self._digests = digests
                     logger.info("the tokens were read again: %d", len(digests))
-                else:  # perhaps about to be written
+                else:  # the file may be half written
                     logger.warning("the tokens of before stay in force: there is none in the file")
         if not isinstance(given, str) or not given.startswith(_SCHEME):
             return False
         digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all, whichever is equal
+        # Compare all digests, so that the time tells nothing about them.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
     def _digest(self, text: bytes) -> list[bytes]:
         return [hashlib.sha256(token.encode()).digest() for token in _tokens(self._token_file, text)]
@@ -265,12 +267,12 @@ class _Watched:
         self._stamps: list[tuple[int, int, int]] | None = None
 
     def read(self) -> list[bytes]:
-        """The contents."""
+        """Return the contents."""
         self._stamps = [_stamp(path) for path in self._paths]
         return [_read(path) for path in self._paths]
 
     def changed(self) -> list[bytes] | None:
-        """The contents, if they have changed since they were read; None too while they cannot be read."""
+        """Return the contents if they changed since the last read; None if not, or if a file cannot be read."""
         try:
             if [_stamp(path) for path in self._paths] == self._stamps:
                 return None
@@ -281,7 +283,7 @@ class _Watched:
 
 
 class _RenewedContext:
-    """A server's TLS context, made again when its files have changed; for any number of threads."""
+    """A server's TLS context, created anew when its files have changed; thread-safe."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
@@ -294,14 +296,14 @@ class _RenewedContext:
             raise ServerError(f"tls_cert = {str(certificate)!r}, or a file beside it: {error}") from error
 
     def current(self) -> ssl.SSLContext:
-        """The context of what the files hold now, or of what they held when they were last right."""
+        """Return the context of the files' present contents, or of their last valid contents."""
         with self._lock:
             if self._watched.changed() is not None:
                 self._try()
             return self._context
 
     def is_right(self) -> bool:
-        """Whether a context can be made of what the files hold now; which is told in the log."""
+        """Create a context from the files' present contents, log the result, and return whether it worked."""
         with self._lock:
             return self._try()
 
@@ -316,7 +318,7 @@ class _RenewedContext:
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A password, which no key may need, keeps OpenSSL from asking the terminal for one.
+        # An empty password keeps OpenSSL from asking for one at the terminal; keys must need none.
         context.load_cert_chain(self._certificate, self._key, password="")
         if self._client_ca is not None:
             context.load_verify_locations(self._client_ca)
@@ -325,7 +327,7 @@ class _RenewedContext:
 
 
 def _renewed(watched: _Watched, tried: _RenewedContext) -> grpc.ServerCertificateConfiguration | None:
-    """A new configuration when the files have changed and are right; None keeps the old one."""
+    """Return a new configuration if the files have changed and are valid; None keeps the old one."""
     contents = watched.changed()
     if contents is None or not tried.is_right():
         return None
@@ -338,7 +340,8 @@ def _certificate_configuration(contents: list[bytes]) -> grpc.ServerCertificateC
 
 
 def _tokens(path: Path, text: bytes) -> list[str]:
-    """Bearer tokens of a file, one a line; empty lines and those that begin with # are none. No error quotes them."""
+    """Return the bearer tokens of a file, one a line; empty lines and lines that begin with # are ignored. Errors quote
+    no token."""
     lines = [line.strip() for line in text.splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
     if any(not 0x20 <= byte <= 0x7E for token in tokens for byte in token):
@@ -369,12 +372,12 @@ def _refuse_plain_text(field: str, address: str, insecure: bool, instead: str) -
 
 
 def is_loopback(address: str, field: str = "address") -> bool:
-    """Whether HOST:PORT is of this machine's loopback interface; an error about its form names `field`."""
+    """Return whether HOST:PORT is on the loopback interface; a malformed address gives an error that names `field`."""
     return _is_loopback_host(parse_address(address, field)[0].strip("[]"))
 
 
 def is_plain_url_outside(url: str) -> bool:
-    """Whether the URL is of http and its host outside of loopback."""
+    """Return whether the URL is of http and its host outside of loopback."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not _is_loopback_host(parts.hostname or "")
 

@@ -8,14 +8,14 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 
-# Seconds of a phase of a step: from a look at an empty queue to the forward pass of a long prompt.
+# Bounds in seconds: from a look at an empty queue to the forward pass of a long prompt.
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class StepHistogram:
-    """Counts steps by the time that each phase took: the engine's thread observes, any thread collects.
+    """Counts steps by the time of each phase. The engine's thread observes; any thread collects.
 
-    It has no lock, and costs a step some microseconds.
+    Has no lock, and costs some microseconds a step.
     """
 
     def __init__(self, phases: Iterable[str]) -> None:
@@ -24,7 +24,8 @@ class StepHistogram:
         self._seconds = dict.fromkeys(self._counts, 0.0)
 
     def observe(self, seconds: Mapping[str, float]) -> None:
-        """At the end of a step: the time of each phase so far, of which this step's is what the last call had not."""
+        """Count a step that ends now. `seconds` are the total times of the phases so far; the step's are the
+        differences to the last call."""
         for phase, counts in self._counts.items():
             counts[bisect_left(_BOUNDS, seconds[phase] - self._seconds[phase])] += 1
             self._seconds[phase] = seconds[phase]

@@ -1,4 +1,4 @@
-"""The signals that end a service, and what they do while it is not serving."""
+"""The signals that end a service, and their effect while the service does not serve."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_signals() -> None:
-    """Has each of them end this process at once. A container's first process does it by itself, with the status that a
-    shell gives: the kernel spares it signals that have no handler."""
+    """Let each of the signals end this process at once. Process 1 of a container exits in a handler, with a shell's
+    status, because the kernel ignores its signals without a handler."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end if is_first_process() else signal.SIG_DFL)
 
 
 def is_first_process() -> bool:
-    """Whether this is process 1 of a container."""
+    """Return whether this is process 1 of a container."""
     return os.getpid() == 1
 
 

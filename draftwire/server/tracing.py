@@ -1,4 +1,4 @@
-"""Optional OpenTelemetry traces; the extra `tracing` brings the libraries, and without them nothing here does anything.
+"""Optional OpenTelemetry traces. The extra `tracing` installs the libraries; without them this module does nothing.
 
 A request is one trace: the client's span, the verifier's with its phases, and a drafter's for each time that the
 request's sequence was open there. The trace travels as W3C `traceparent`: from client to verifier as metadata of the
@@ -34,23 +34,23 @@ else:
 logger = logging.getLogger(__name__)
 
 TRACEPARENT = "traceparent"
-# How long the last spans may take, with a collector that does not answer.
+# Seconds for sending the last spans, if the collector does not answer.
 LAST_SPANS_S = 3.0
 
 _FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-# With one of them set, traces are exported as OpenTelemetry's own variables say.
+# If one of these is set, OpenTelemetry's variables say how traces are exported.
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _is_exporting = False
 
 
 def is_exporting() -> bool:
-    """Whether this process exports traces; where it does not, services make no spans."""
+    """Return whether this process exports traces; otherwise services create no spans."""
     return _is_exporting
 
 
 @contextmanager
 def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = False) -> Iterator[None]:
-    """Within it this process exports its traces over OTLP/gRPC; what is left is sent at the end, in LAST_SPANS_S.
+    """Export this process' traces over OTLP/gRPC while the context lasts; send the last spans within LAST_SPANS_S.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
     ------
     InvalidArgumentError
         When the endpoint is not of that form, names a user, or would be plain text outside of loopback without having
-        been asked for; the last two for OpenTelemetry's variables too. What may be secret in it is not shown.
+        been asked for; the last two for OpenTelemetry's variables too. The error shows no secret of the endpoint.
     ServerError
         When the libraries are missing.
     """
@@ -93,7 +93,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         yield
     finally:
         _is_exporting = False
-        # Its own limit is 30 s, more than services are given to end.
+        # OpenTelemetry's own limit is 30 s, more than services have to end.
         ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(LAST_SPANS_S)
@@ -104,7 +104,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
 def _check_endpoint(endpoint: str | None, insecure: bool) -> None:
     given = {"otlp_endpoint": endpoint} if endpoint else {name: os.environ.get(name) for name in _ENDPOINT_VARIABLES}
     field, url = next((field, url) for field, url in given.items() if url)
-    if "@" in url:  # gRPC would take it for a part of the name, which the exporter logs when it is not found
+    if "@" in url:  # gRPC would take the user for a part of the host name, which the exporter logs
         raise InvalidArgumentError(field, _shown(url), "must name no user; OTEL_EXPORTER_OTLP_HEADERS is for secrets")
     if not insecure and is_plain_url_outside(url):
         raise InvalidArgumentError(
@@ -113,21 +113,17 @@ def _check_endpoint(endpoint: str | None, insecure: bool) -> None:
 
 
 def _shown(url: str) -> str:
-    """A URL without user, password, query and fragment."""
+    """Return a URL without user, password, query and fragment."""
     scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
     authority, *beyond = re.split(r"(?=[/?#])", rest, maxsplit=1)
-    if "@" in "".join(beyond):  # perhaps of a password with such a character
+    if "@" in "".join(beyond):  # may be a part of a password
         return f"{scheme}{separator}..."
     path = re.split(r"[?#]", "".join(beyond), maxsplit=1)[0]
     return scheme + separator + authority.rpartition("@")[2] + path
 
 
 def check_traceparent(value: str, field: str) -> None:
-    """
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` unless the value is empty or of W3C's form.
+    """Raise ------ InvalidArgumentError Names `field` unless the value is empty or of W3C's form.
     """
     if value and not _FORM.fullmatch(value):
         raise InvalidArgumentError(field, value, "must be a W3C traceparent, as 00-<32 hex>-<16 hex>-01, or empty")
@@ -141,14 +137,14 @@ def start_span(
     traceparent: str | None = None,
     start_ns: int | None = None,
 ) -> Span:
-    """A span that has begun; only where there is the API.
+    """Start a span and return it. Needs the OpenTelemetry API.
 
     Parameters
     ----------
     kind
         SERVER, CLIENT or INTERNAL.
     attributes
-        Are named with `draftwire.` before their names.
+        Attributes, whose names get the prefix `draftwire.`.
     traceparent
         The parent; empty or malformed begins a trace. None takes the current span of this thread or task.
     start_ns
@@ -162,7 +158,7 @@ def start_span(
 
 
 def end_span(span: Span, attributes: Mapping[str, Any], *, failure: str = "", end_ns: int | None = None) -> None:
-    """Ends a span, as failed if there was a `failure`."""
+    """End a span, as failed if there was a `failure`."""
     _set(span, attributes)
     if failure:
         span.set_status(trace.StatusCode.ERROR, failure)
@@ -170,7 +166,7 @@ def end_span(span: Span, attributes: Mapping[str, Any], *, failure: str = "", en
 
 
 def traceparent_of(span: Span) -> str:
-    """How a span is named as a parent; empty when there is no trace."""
+    """Return the traceparent that names a span as the parent; empty if there is no trace."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span))
     return carrier.get(TRACEPARENT, "")

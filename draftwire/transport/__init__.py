@@ -1,4 +1,4 @@
-"""How tensors travel between a verifier and a drafter: in the message, in shared host memory, in shared GPU memory."""
+"""Transport of tensors between verifier and drafter: in the message, in shared host memory, or in shared GPU memory."""
 
 from draftwire.transport.carriers import ALL_CARRIERS, carrier_name, offered_carriers, parse_carriers
 from draftwire.transport.channel import Channel

@@ -15,12 +15,12 @@ ALL_CARRIERS = tuple(_NAMES.values())
 
 
 def parse_carriers(text: str) -> tuple[pb.Carrier, ...]:
-    """The carriers of "auto" or of a list such as "shm,bytes", best first; bytes in the message are always among them.
+    """Return the carriers of "auto" or of a list such as "shm,bytes", best first, bytes in the message included.
 
     Raises
     ------
     InvalidArgumentError
-        When it names something else.
+        When the list names an unknown carrier.
     """
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in _NAMES]
@@ -30,10 +30,10 @@ def parse_carriers(text: str) -> tuple[pb.Carrier, ...]:
 
 
 def offered_carriers(allowed: Sequence[pb.Carrier], device: torch.device) -> list[pb.Carrier]:
-    """Those of `allowed` that tensors of `device` can take, best first."""
+    """Return those of `allowed` that tensors of `device` can take, best first."""
     return [carrier for carrier in allowed if carrier != pb.CARRIER_CUDA_IPC or device.type == "cuda"]
 
 
 def carrier_name(carrier: int) -> str:
-    """As in the option; the number where it has no name."""
+    """Return the name of a carrier as in the option, or its number if it has no name."""
     return next((name for name, value in _NAMES.items() if value == carrier), str(carrier))

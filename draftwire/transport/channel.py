@@ -1,4 +1,4 @@
-"""Messages, and numbers that a device writes, between the engines of two processes of one host; see docs/ring.md."""
+"""Messages, and numbers that a device writes, between two engines of one host; see docs/ring.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftwire.transport.segment import Segment, SegmentError
 
 logger = logging.getLogger(__name__)
 
-# Bytes that wake a side and are taken at once, so that a peer that sends without end keeps nobody from other work.
+# Most wake-up bytes that are read at once, so that a peer that sends without end does not block its receiver.
 MAX_WAKES = 64
 
 
@@ -29,16 +29,16 @@ def drafter_channel(connection: socket.socket, rings: Segment, device: torch.dev
 
 
 class Channel:
-    """Both rings and the socket, as one side has them. Nothing ever waits for the peer.
+    """One side's ends of both rings and of the socket. No call waits for the peer.
 
-    `send` may be called from any thread, all else by one thread, which also releases bodies.
+    `send` may be called from any thread, every other method from one thread, which also releases bodies.
 
-    A thread that waits for it is woken by the peer's `send`: between two engines there is no other thread.
+    The peer's `send` wakes the thread that waits for the channel, with no thread between the two engines.
 
     Attributes
     ----------
     takes_numbers
-        Whether numbers can be sent: the device has not failed to write them.
+        Whether numbers can be sent; false after the device failed to write numbers.
     """
 
     def __init__(self, connection: socket.socket, writer: RingWriter, reader: RingReader) -> None:
@@ -56,20 +56,20 @@ class Channel:
         return self._writer.segment.memory
 
     def fileno(self) -> int:
-        """Readable when there are messages, or when the peer is gone."""
+        """Return the descriptor, which is readable when there are messages or the peer is gone."""
         return self._socket.fileno()
 
     def send(self, message: bytes, numbers: torch.Tensor | None = None) -> bool:
-        """Send a message whole, and numbers that the device writes behind it; see `RingWriter.write`.
+        """Send a message, and numbers that the device writes after it; see `RingWriter.write`.
 
-        False when it is too long, when too many are unread, or when the peer is gone.
+        Return False if the message is too long, too many messages are unread, or the peer is gone.
         """
         try:
             with self._sending:
                 is_written = self._writer.write(message, numbers)
             if not is_written:
                 return False
-            with contextlib.suppress(BlockingIOError):  # bytes that wake the peer are there already
+            with contextlib.suppress(BlockingIOError):  # enough wake-up bytes are in the socket
                 self._socket.send(b"\0", socket.MSG_NOSIGNAL)
         except OSError:  # ConnectionError is one
             return False
@@ -80,12 +80,12 @@ class Channel:
         return True
 
     def receive(self) -> list[Record]:
-        """Return the records that are there, and leave the channel readable when there may be more.
+        """Return the records that have arrived, and leave the channel readable if there may be more.
 
         Raises
         ------
         ConnectionError
-            When the peer is gone or sends what no peer does, and all before it has been received.
+            When the peer is gone or has broken the protocol, after all earlier records were received.
         """
         is_gone, records = self._drain(), self._reader.read()
         if is_gone and not records:
@@ -93,13 +93,13 @@ class Channel:
         return records
 
     def _drain(self) -> bool:
-        """Take the bytes that wake this side; whether the peer is gone.
+        """Read the wake-up bytes, and return whether the peer is gone.
 
-        What was written before they were sent is read after this.
+        Records that were written before these bytes can be read afterwards.
         """
         for _ in range(MAX_WAKES):
             try:
-                # No room for anything else: a peer could send open files along, which would stay open here.
+                # No room for ancillary data: a peer could send open files along, which would stay open here.
                 if not self._socket.recv(1):
                     return True
             except BlockingIOError:
@@ -109,5 +109,5 @@ class Channel:
         return False
 
     def close(self) -> None:
-        """End it for both sides."""
+        """Close the channel for both sides."""
         self._socket.close()

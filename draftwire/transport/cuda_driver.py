@@ -1,10 +1,9 @@
-"""What the CUDA driver offers and torch does not: memory of a GPU that processes share, streams that wait for
-a word or write one.
+"""Functions of the CUDA driver that torch lacks: GPU memory shared by processes, and streams that wait for a word or
+write a word.
 
-Memory is shared by virtual memory management. The driver counts who holds an allocation: it outlives the process that
-made it for as long as another has it mapped, and is free when all of them have ended, however they ended.
-`cudaIpcGetMemHandle`, which torch wraps in functions that are not public, leaves undefined what happens once the owner
-has freed what another has mapped.
+Memory is shared by virtual memory management. The driver counts the holders of an allocation. The allocation lives
+until the last process that has it mapped ends, however the process ends. `cudaIpcGetMemHandle`, which torch wraps in
+private functions, does not do: freeing memory that another process has mapped is undefined.
 
 Source: CUDA Driver API, "Virtual Memory Management" and "Stream Memory Operations"; cuda.h.
 """
@@ -25,7 +24,7 @@ _FILE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the cyclic difference
-_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whoever sees it sees what the stream wrote before
+_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream are visible with the word
 
 _HANDLE = _ADDRESS = ctypes.c_ulonglong  # CUmemGenericAllocationHandle, CUdeviceptr
 _FLAGS = ctypes.c_ulonglong
@@ -81,18 +80,18 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class CudaDriver:
-    """The driver's functions. All of them may be called from any thread.
+    """Functions of the CUDA driver; thread-safe.
 
     An allocation is held by its handle, by every file descriptor of it and by every mapping.
 
     Raises
     ------
     SegmentError
-        By every function: its name, and what the driver says.
+        By every function, with its name and the driver's message.
     """
 
     def __init__(self, library: Any = None) -> None:
-        """`library` stands for libcuda.so.1."""
+        """`library` replaces libcuda.so.1."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
             for name, arguments in _ARGUMENTS.items():
@@ -102,37 +101,37 @@ class CudaDriver:
         self._call("cuInit", 0)
 
     def granularity(self, device: torch.device) -> int:
-        """Bytes of which the sizes of allocations are multiples."""
+        """Return the granularity of allocations, bytes."""
         granularity = ctypes.c_size_t()
         prop = _allocation_prop(device)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(prop), _MINIMUM)
         return granularity.value
 
     def allocate(self, size: int, device: torch.device) -> int:
-        """A handle of new memory of `device`, `size` bytes."""
+        """Return a handle of new memory of `device`, `size` bytes."""
         handle = _HANDLE()
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_allocation_prop(device)), 0)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Gives up a handle."""
+        """Release a handle."""
         self._call("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """A file descriptor that describes the allocation, which the caller closes."""
+        """Return a file descriptor that describes the allocation, which the caller closes."""
         fd = ctypes.c_int(-1)
         self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _FILE, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
     def import_allocation(self, fd: int) -> int:
-        """A handle of the allocation that another process describes by `fd`."""
+        """Return a handle of another process' allocation, described by `fd`."""
         handle = _HANDLE()
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, _FILE)
         return handle.value
 
     def map(self, handle: int, size: int, device: torch.device) -> int:
-        """The address at which `device`, which need not be the one whose memory it is, reads and writes it."""
+        """Map an allocation for `device`, which may be another GPU, and return the address."""
         address = _ADDRESS()
         access = MemAccessDesc(_location(device), _READ_WRITE)
         self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
@@ -149,16 +148,16 @@ class CudaDriver:
         return address.value
 
     def unmap(self, address: int, size: int) -> None:
-        """Gives up a mapping that no kernel or copy uses any more."""
+        """Unmap an allocation that no kernel or copy uses any more."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemAddressFree", address, size)
 
     def wait_for_value(self, stream: int, address: int, value: int) -> None:
-        """Has what is launched next on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
+        """Let later work on a stream wait until the uint32 at `address`, in pinned memory, is `value`."""
         self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Has a stream write the uint32 at `address`, in pinned memory, when it has done all that was launched."""
+        """Let a stream write the uint32 at `address`, in pinned memory, after all earlier work."""
         self._call("cuStreamWriteValue32_v2", stream, address, value, _BEHIND_ALL)
 
     def _call(self, name: str, *arguments: object) -> None:

@@ -18,12 +18,12 @@ from draftwire.v1 import draft_pb2 as pb
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """That of this process.
+    """Return the driver of this process.
 
     Raises
     ------
     SegmentError
-        When there is none.
+        When there is no driver.
     """
     return CudaDriver()
 
@@ -31,8 +31,8 @@ def cuda_driver() -> CudaDriver:
 class CudaSegment(Segment):
     """Memory of the receiver's GPU, which the sender's GPU writes: the same one, or one with peer access to it.
 
-    The driver frees it when neither process has it mapped; a sender may go on to write it when the receiver was
-    killed. A span is named by a message after the sender's stream has written it.
+    The driver frees the memory when neither process has it mapped, so a sender may still write after the receiver was
+    killed. A message names a span after the sender's stream has written it.
     """
 
     carrier = pb.CARRIER_CUDA_IPC
@@ -83,5 +83,5 @@ def _mapped_bytes(driver: CudaDriver, size: int, device: torch.device) -> int:
 
 def _unmap(driver: CudaDriver, address: int, size: int, device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # kernels and copies that are under way
+        torch.cuda.synchronize(device)  # kernels and copies may still run
     driver.unmap(address, size)

@@ -1,7 +1,7 @@
-"""Memory that torch has not allocated, as a tensor.
+"""A tensor over memory that torch did not allocate.
 
-By DLPack, which says on which device the elements are: a GPU that has the memory of another mapped is to copy from and
-to it on its own streams. `__cuda_array_interface__` has no place for that; torch takes the GPU whose memory it is.
+DLPack names the device of the tensor: a GPU that has another GPU's memory mapped must copy on its own streams.
+`__cuda_array_interface__` names no device, and torch takes the GPU that owns the memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 _CPU, _CUDA = 1, 2
 _UNSIGNED = 1
-_NAME = b"dltensor"  # the capsule refers to it
+_NAME = b"dltensor"  # kept alive: the capsule refers to the bytes
 
 
 class _Tensor(ctypes.Structure):
@@ -44,7 +44,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size], the memory at `address` that `device` can access; who has mapped it keeps it mapped.
+    """Return the memory at `address`, accessible to `device`, as uint8 [size]. The caller keeps the memory mapped.
 
     Source: dmlc/dlpack, dlpack.h.
     """
@@ -63,7 +63,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
         strides=None,
         byte_offset=0,
         manager_ctx=None,
-        deleter=ctypes.cast(_c.free, ctypes.c_void_p),  # of this description, once the last view is gone
+        deleter=ctypes.cast(_c.free, ctypes.c_void_p),  # frees this description after the last view
         shape_0=size,
     )
     ctypes.memmove(place, ctypes.byref(description), ctypes.sizeof(description))

@@ -1,9 +1,8 @@
-"""Messages as they go over the wire, with what is large put inside as they are encoded: those bytes are copied once.
+"""Messages as sent on the wire, with large fields inserted at encoding, so that their bytes are copied once.
 
-Protobuf copies a field as it is set, as its message becomes part of another one, and as that is encoded, and nothing
-else of Python's runs meanwhile. But what is encoded behind a message for a field inside of it, headed by the fields
-around that one, is merged into it where the message is decoded.
-https://protobuf.dev/programming-guides/encoding/#last-one-wins
+Protobuf copies a field when it is set, when its message becomes part of another message, and when that message is
+encoded, and holds the GIL. But bytes that follow an encoded message, with the headers of the enclosing fields, are
+merged into the field by the decoder. https://protobuf.dev/programming-guides/encoding/#last-one-wins
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ Path = tuple[int, ...]
 
 
 class Encoded(NamedTuple):
-    """A message that has been encoded. Methods whose messages are counted send it as they do a message."""
+    """An encoded message, which methods of a counting stub or service send like a message."""
 
-    message: Message  # without what was put inside
+    message: Message  # without the inserted bytes
     data: bytes
 
 
 def path_to(message: type[Message], *names: str) -> Path:
-    """The path to a field of bytes, by the names of the fields that lead to it."""
+    """Return the path to a field of bytes, by the names of the fields that lead to it."""
     path = []
     descriptor: Any = message.DESCRIPTOR
     for name in names:
@@ -39,7 +38,7 @@ def path_to(message: type[Message], *names: str) -> Path:
 
 
 def encode(message: Message, *inside: tuple[Path, memoryview | None]) -> Encoded:
-    """Encodes a message, and inside of it bytes for the fields that the paths lead to; None leaves a field as it is."""
+    """Encode a message with bytes inserted for the fields at these paths; None leaves a field unchanged."""
     encoded = message.SerializeToString()
     pieces: list[bytes | memoryview] = []
     for path, data in inside:
@@ -49,7 +48,7 @@ def encode(message: Message, *inside: tuple[Path, memoryview | None]) -> Encoded
 
 
 def encode_step(step: pb.DraftStep, features: memoryview | None) -> Encoded:
-    """Encodes the message of a step and the elements of its features, None where they are elsewhere."""
+    """Encode a step's message with the elements of its features; None if the features are in shared memory."""
     return encode(pb.DraftRequest(step=step), (_FEATURES, features))
 
 
@@ -57,7 +56,7 @@ _FEATURES = path_to(pb.DraftRequest, "step", "features", "data")
 
 
 def _head(path: Path, size: int) -> bytes:
-    """What comes before so many bytes at the end of a path."""
+    """Return the headers that come before `size` bytes of the field at the end of a path."""
     head = b""
     for number in reversed(path):
         head = _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(head) + size) + head

@@ -47,7 +47,7 @@ class HostSegment(Segment):
         fd = -1
         try:
             fd = os.memfd_create("draftwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, size)  # pages that are missing later would kill the process that touches them
+            os.posix_fallocate(fd, 0, size)  # touching a page that cannot be allocated kills the process
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, size, device), [fd]
         except (OSError, ValueError) as error:
@@ -57,7 +57,7 @@ class HostSegment(Segment):
 
     @classmethod
     def unshared(cls, size: int, device: torch.device) -> HostSegment:
-        """A new one that no other process is handed, for what plays both ends; errors as of `create`."""
+        """Return a new segment for one process that plays both ends; errors as for `create`."""
         segment, fds = cls.create(size, device)
         for fd in fds:
             os.close(fd)
@@ -74,7 +74,7 @@ class HostSegment(Segment):
                 raise SegmentError("the shared memory is not sealed")
             if os.fstat(fd).st_size != size:
                 raise SegmentError(f"the shared memory has {os.fstat(fd).st_size} bytes, not {size}")
-            # Huge pages need not be there when they are touched.
+            # Huge pages may fail to be allocated when they are touched.
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise SegmentError("the shared memory has pages of another size than this machine's")
             return cls(fd, size, device)
@@ -93,12 +93,12 @@ class HostSegment(Segment):
 
 
 def _unpin(_mapping: mmap.mmap, address: int, device: torch.device) -> None:
-    """The mapping is an argument so that it is still there."""
-    torch.cuda.synchronize(device)  # copies that are under way
+    """Unpin the memory; the mapping is an argument so that it outlives this call."""
+    torch.cuda.synchronize(device)  # copies may still run
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _clear_cuda_error(device: torch.device) -> None:
-    """The next call that looks for errors would find that of another."""
+    """Clear the last CUDA error, so that no later call reports it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""What an engine's thread waits for: items of other threads, and messages that other processes send it directly."""
+"""The mailbox of an engine's thread: items of other threads, and messages that other processes send directly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """Items that any thread puts, and messages read from descriptors, for one thread, the owner.
 
-    Whoever sends a message wakes the owner, with no thread between the two. A message that was sent before an item was
-    put comes before that item. All methods but `put` and `leftovers` are called by the owner.
+    A message wakes the owner directly, with no thread in between. A message that was sent before an item was put is
+    returned before this item. All methods but `put` and `leftovers` are called by the owner.
     """
 
     def __init__(self, awake_s: float = 0.0, look: Callable[[], T | None] = lambda: None) -> None:
-        """For `awake_s` seconds after it got something the owner looks again and again instead of sleeping, so that
-        nobody has to wake it. What it sees by `look` counts as a message: nothing wakes it for that."""
+        """For `awake_s` seconds after its last item or message the owner polls instead of sleeping. `look` is polled
+        too; true counts as a message, but does not wake a sleeping owner."""
         self._awake_s = awake_s
         self._look = look
         self._awake_until = 0.0
@@ -37,27 +37,27 @@ class Mailbox(Generic[T]):
         self._poll.register(self._bell, select.EPOLLIN)
 
     def put(self, item: T) -> None:
-        """Adds an item; from any thread."""
+        """Add an item; from any thread."""
         self._put.put(item)
         os.eventfd_write(self._bell, 1)
 
     def watch(self, fd: int, read: Callable[[], Sequence[T] | None]) -> None:
-        """Calls `read` when `fd` is readable: it returns messages, in order, or None when no more will come."""
+        """Call `read` when `fd` is readable: it returns messages, in order, or None when no more will come."""
         self._readers[fd] = read
         self._poll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Reads from `fd` no more, if it still did; to be called before it is closed."""
+        """Stop reading from `fd`; call before `fd` is closed."""
         if self._readers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
     def get(self, timeout: float | None = None) -> T:
-        """The next item or message, within so many seconds; None waits for as long as it takes.
+        """Return the next item or message within `timeout_s` seconds; None waits without limit.
 
         Raises
         ------
         queue.Empty
-            When there is none in time.
+            When nothing arrived in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -73,25 +73,25 @@ class Mailbox(Generic[T]):
                 self._note_bell(self._poll.poll(left))
 
     def get_nowait(self) -> T:
-        """The next item or message; raises queue.Empty when there is none."""
+        """Return the next item or message; raises queue.Empty when there is none."""
         return self.get(0)
 
     @property
     def has_more(self) -> bool:
-        """Whether the last look found more than has been taken; to look costs calls of the system."""
+        """Return whether the last poll found more items than were taken; makes no system call."""
         return bool(self._messages or self._items)
 
     def wait(self, timeout: float) -> bool:
-        """Whether there is an item or a message, now or within so many seconds, to some 50 us exactly."""
+        """Return whether there is an item or a message now or within this many seconds, to about 50 us."""
         self._collect()
         if not self.has_more:
-            # epoll itself waits for whole milliseconds.
+            # epoll waits for whole milliseconds.
             select.select([self._poll.fileno()], [], [], timeout)
             self._collect()
         return self.has_more
 
     def leftovers(self) -> Iterator[T]:
-        """Takes the items that are there; from any thread, once the owner has ended."""
+        """Return all items; from any thread, after the owner has ended."""
         with contextlib.suppress(IndexError):
             while True:
                 yield self._items.popleft()
@@ -100,7 +100,7 @@ class Mailbox(Generic[T]):
                 yield self._put.get_nowait()
 
     def _collect(self) -> None:
-        """Takes the items first: what was sent before one of them was put is there by now."""
+        """Take the items before the messages: a message that was sent before an item was put has arrived by now."""
         if self._is_rung:
             os.eventfd_read(self._bell)
             self._is_rung = False

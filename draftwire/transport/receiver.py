@@ -15,7 +15,7 @@ from draftwire.v1 import draft_pb2 as pb
 
 
 class Incoming:
-    """A tensor of a message that was checked: `load` gives a copy, or `tensor` is read and then `finish` called.
+    """A tensor of a checked message. Call `load` for a copy, or read `tensor` and then call `finish`.
 
     Attributes
     ----------
@@ -35,16 +35,16 @@ class Incoming:
 
     @property
     def carrier(self) -> pb.Carrier:
-        """What has carried it."""
+        """Return the carrier of the tensor."""
         return pb.CARRIER_BYTES if self._segment is None else self._segment.carrier
 
     @property
     def num_bytes(self) -> int:
-        """Size of the elements."""
+        """Return the size of the elements, bytes."""
         return self.tensor.nbytes
 
     def load(self, device: torch.device | None = None) -> torch.Tensor:
-        """The tensor on `device`, by default the receiver's, a copy of what is in shared memory; to be called once.
+        """Return the tensor on `device`, by default the receiver's, as a copy if it is in shared memory. Call once.
 
         On a GPU the copy runs on the calling thread's current stream, and the host does not wait for it. A tensor that
         came in the message of a receiver on the CPU lies in the message's bytes: it must not be written to.
@@ -57,9 +57,9 @@ class Incoming:
         return copy
 
     def finish(self, device: torch.device | None = None) -> None:
-        """All reads have been issued: on a GPU, by default the receiver's, on the calling thread's current stream.
+        """Declare that all reads have been issued: on a GPU on the calling thread's current stream.
 
-        Does not wait for them. Later calls are without effect.
+        Does not wait for the reads. Later calls have no effect.
         """
         device = device or self._device
         if self._segment is None or self._is_read:
@@ -71,15 +71,15 @@ class Incoming:
 
     @property
     def is_read(self) -> bool:
-        """Whether the shared memory may be written again."""
+        """Return whether the shared memory may be written again."""
         return self._is_read and (self._event is None or self._event.query())
 
 
 class TensorReceiver:
-    """Checks tensors of messages, which are not trusted, and finds their elements.
+    """Checks the tensors of untrusted messages and finds their elements.
 
-    `claim` must be called for the tensors in the order in which they were finished; it, the methods of what it gives
-    and `generation_read` may be called from different threads.
+    `claim` must be called for the tensors in the order in which they were finished. `claim`, `generation_read` and the
+    methods of an `Incoming` may be called from different threads.
     """
 
     def __init__(self, device: torch.device, segment: Segment | None = None) -> None:
@@ -92,30 +92,31 @@ class TensorReceiver:
 
     @property
     def carrier(self) -> pb.Carrier:
-        """What carries tensors when the sender has room for them."""
+        """Return the carrier of tensors for which the sender has room."""
         return pb.CARRIER_BYTES if self._segment is None else self._segment.carrier
 
     @property
     def generation_read(self) -> int:
-        """Generation up to which all spans have been read."""
+        """Return the generation up to which all spans have been read."""
         with self._lock:
             while self._unread and self._unread[0][2].is_read:
                 self._unread.popleft()
             return self._last_generation - len(self._unread)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
-        """Stands for a tensor that a message need not have."""
+        """Return an empty tensor in place of an optional one."""
         return Incoming(torch.empty(shape, dtype=dtype), self._device)
 
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:
-        """The tensor of a message; parameters and errors are those of `draftwire.contract.tensors.decode_tensor`."""
+        """Return the tensor of a message; parameters and errors are those of
+        `draftwire.contract.tensors.decode_tensor`."""
         if message.WhichOneof("storage") != "span":
             return Incoming(decode_tensor(message, name, dtype, shape), self._device)
         given = check_tensor(message, name, dtype, shape)
         return self.claim_span(message.span, f"{name}.span", dtype, given)
 
     def claim_span(self, span: pb.SharedSpan, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
-        """The tensor of a span, which the sender's device may still write; errors as for `claim`."""
+        """Return the tensor of a span, which the sender's device may still write; errors as for `claim`."""
         if self._segment is None:
             raise InvalidArgumentError(name, span.offset, "no shared memory was agreed on")
         segment, size = self._segment, math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
-"""Where a verifier and a drafter of one host exchange segments. A peer of another host cannot come here.
+"""The place where a verifier and a drafter of one host exchange segments; peers of other hosts cannot reach it.
 
-The conversation is described at `Rendezvous` in draft.proto. Its functions block and are called in a thread of their
-own; each message waits a bounded time.
+`Rendezvous` in draft.proto describes the conversation. Its functions block and run in a separate thread; each message
+has a time limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_DIRECTORY_BYTES = 64
 
 @dataclass(frozen=True)
 class SharedSegments:
-    """What one side holds after the conversation; None where the stream and its messages are left."""
+    """The segments of one side after the conversation; None where tensors or messages use the stream."""
 
     outgoing: Segment | None = None
     incoming: Segment | None = None
@@ -53,17 +53,13 @@ class SharedSegments:
 
 
 def check_rendezvous_dir(directory: Path | None) -> None:
-    """
-    Raises
-    ------
-    InvalidArgumentError
-        When sockets cannot be in `directory`.
+    """Raise ------ InvalidArgumentError When sockets cannot be in `directory`.
     """
     if directory is None:
         return
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidArgumentError("rendezvous_dir", str(directory), "must be a directory that can be written to")
-    # Who can put another socket in the place of one learns the token, and meets the drafter instead of the verifier.
+    # A process that can replace a socket learns the token and gets the drafter's connection.
     if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise InvalidArgumentError("rendezvous_dir", str(directory), "must be writable for its owner alone")
     if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
@@ -71,7 +67,7 @@ def check_rendezvous_dir(directory: Path | None) -> None:
 
 
 def _address(directory: Path | None, name: str) -> str:
-    """Of a socket in a directory, or in Linux's abstract namespace, which each network namespace has for itself."""
+    """Return the address of a socket in a directory, or in the abstract namespace of this network namespace."""
     return f"\0{name}" if directory is None else str(directory / name)
 
 
@@ -79,7 +75,7 @@ class Rendezvous:
     """The verifier's socket. A context manager that closes it."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """With a `directory`, which drafters in other containers have mounted too, the socket is a file there."""
+        """With a `directory`, which may be mounted in the drafters' containers, the socket is a file there."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._name = f"draftwire-{secrets.token_hex(16)}"
         self._file = None if directory is None else directory / self._name
@@ -98,12 +94,13 @@ class Rendezvous:
         logits_bytes: int,
         device: torch.device,
     ) -> SharedSegments:
-        """Waits for the drafter and settles both directions; nothing is shared if it does not come before `close`.
+        """Wait for the drafter and settle both directions; return no segments if the drafter does not come before
+        `close`.
 
         Parameters
         ----------
         carriers, logits_carriers
-            That the verifier allows for features and for draft logits, best first.
+            Carriers that the verifier allows for features and for draft logits, best first.
         logits_bytes
             Size of the segment for draft logits; 0 for none.
         """
@@ -127,14 +124,14 @@ class Rendezvous:
         return SharedSegments()
 
     def _accept(self) -> socket.socket | None:
-        """The next connection; None when the socket was closed."""
+        """Return the next connection; None when the socket was closed."""
         try:
             return self._socket.accept()[0]
         except OSError:
             return None
 
     def close(self) -> None:
-        """Ends a `serve` that still waits."""
+        """End a `serve` that still waits."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -156,18 +153,18 @@ def meet(
     directory: Path | None = None,
     num_ring_bytes: int = ring_bytes(1, 1),
 ) -> SharedSegments:
-    """The drafter's side; nothing is shared when the verifier is not to be found on this host.
+    """Return the drafter's segments; none if the verifier is not on this host.
 
     Parameters
     ----------
     rendezvous
-        Of the verifier's hello, not trusted.
+        The rendezvous of the verifier's hello; untrusted.
     carriers
-        That verifier and drafter allow, best first.
+        Carriers that verifier and drafter allow, best first.
     features_bytes
         Size of the segment for features.
     directory
-        Where the verifier's socket is a file; of its path the verifier tells the name alone.
+        Directory of the verifier's socket; the verifier sends only the file name.
     num_ring_bytes
         Size of the rings; 0 for none, so that all messages go over the stream.
     """
@@ -199,7 +196,7 @@ def meet(
 def _offer(
     connection: socket.socket, carriers: Sequence[pb.Carrier], num_bytes: int, device: torch.device
 ) -> Segment | None:
-    """The receiver's part: offers segments, best first, until the sender has one."""
+    """Play the receiver: offer segments, best first, until the sender accepts one, and return it."""
     for carrier in carriers if num_bytes else ():
         if carrier == pb.CARRIER_BYTES:
             break
@@ -232,7 +229,7 @@ def _is_shared(connection: socket.socket, segment: Segment, fds: Sequence[int]) 
 
 
 def _attach(connection: socket.socket, carriers: Sequence[pb.Carrier], device: torch.device) -> Segment | None:
-    """The sender's part: takes the first segment that is offered and that it can map."""
+    """Play the sender: accept the first offered segment that can be mapped, and return it."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)

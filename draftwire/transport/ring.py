@@ -21,7 +21,7 @@ from draftwire.transport.segment import ALIGNMENT, Segment, SegmentError
 
 # A longer message goes over the stream. Steps and drafts whose tensors are in shared memory take a few KiB.
 MAX_MESSAGE_BYTES = 128 * 1024
-# Bodies that have room at once beside the longest message: those of all steps that may be announced, and one more.
+# Bodies that must fit beside the longest message: of all announced steps, and one more.
 _BODIES = 5
 _SKIP = 0xFFFFFFFF
 _HEADER = struct.Struct("<IIIIQ")
@@ -68,7 +68,7 @@ class _Ring:
         self._lock.acquire()
 
     def _fence(self) -> None:
-        """Keep accesses before from passing those after; see docs/ring.md."""
+        """Order earlier memory accesses before later ones; see docs/ring.md."""
         self._lock.release()
         self._lock.acquire()
 
@@ -86,24 +86,24 @@ class RingWriter(_Ring):
     def __init__(
         self, segment: Segment, number: int, device: torch.device, write_value: WriteValue | None = None
     ) -> None:
-        """`device` writes the bodies; `write_value` stands for the driver's function, for tests."""
+        """`device` writes the bodies; `write_value` replaces the driver's function in tests."""
         super().__init__(segment, number)
         self._device = device
         self._write_value = write_value  # None on a CPU, whose writes are done when they are called
-        self._has_tried = False  # to have the device write a mark
+        self._has_tried = False  # whether the device has written a mark once
         self._known_read = 0
 
     def write(self, message: bytes, numbers: torch.Tensor | None = None) -> bool:
-        """Write a record; False when it is too long or there is no room.
+        """Write a record; return False if it is too long or there is no room.
 
-        `numbers`, int32 on the device, are written when the current stream comes to them, and then their mark.
+        The current stream writes `numbers`, int32 on the device, and then their mark.
 
         Raises
         ------
         ConnectionError
-            When the reader says that it has read what was not written.
+            When the reader claims to have read records that were not written.
         SegmentError
-            When the device cannot write there. Nothing has been written then.
+            When the device cannot write to the ring. Nothing has been written then.
         """
         body = 0 if numbers is None else ALIGNMENT + _padded(numbers.nbytes)
         size = ALIGNMENT + _padded(len(message)) + body
@@ -143,7 +143,8 @@ class RingWriter(_Ring):
             self._write_value(stream, self.segment.memory.data_ptr() + mark, self._stamp)
 
     def _try_device(self, stream: int, mark: int) -> None:
-        """Have the device write a mark once before numbers are on their way that a failure would leave without one."""
+        """Let the device write a mark once before the first numbers, so that a failure leaves no numbers without a
+        mark."""
         if self._has_tried or self._device.type != "cuda":
             return
         if not self.segment.memory.is_pinned():
@@ -181,15 +182,15 @@ class Body:
 
     @property
     def is_written(self) -> bool:
-        """Whether they are complete."""
+        """Return whether the device has written all numbers."""
         return self._ring.load_word(self._mark) == self._stamp
 
     def read(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a copy of the first ones, int32; not to be trusted."""
+        """Return a copy of the first numbers, int32; untrusted."""
         return self._ring.copy_numbers(self._mark + ALIGNMENT, shape)
 
     def release(self) -> None:
-        """Give the room back; nothing is read any more. Later calls are without effect."""
+        """Release the room of the numbers. Later calls have no effect."""
         self._ring.release(self._record)
 
 
@@ -207,16 +208,16 @@ class RingReader(_Ring):
     def __init__(self, segment: Segment, number: int) -> None:
         super().__init__(segment, number)
         self._held: deque[int] = deque()  # positions of records with bodies, oldest first
-        self._released: set[int] = set()  # those of them that are not read any more
+        self._released: set[int] = set()  # positions of released records
         self._empty_at = -math.inf  # monotonic time at which there was no record
 
     def read(self) -> list[Record]:
-        """Return the records that are there, and no more than one ring has room for.
+        """Return the records that have arrived, at most as many as fit into the ring.
 
         Raises
         ------
         ConnectionError
-            When the writer has written what no writer does.
+            When the writer has broken the format.
         """
         records: list[Record] = []
         begin = self._position
@@ -251,7 +252,7 @@ class RingReader(_Ring):
         return Record(message, min(max(written_ns * 1e-9, self._empty_at), now), numbers)
 
     def load_word(self, offset: int) -> int:
-        """Return a stamp or a mark; what it publishes may be loaded afterwards."""
+        """Load a stamp or a mark; the data that it publishes may be loaded afterwards."""
         word: int = self._words.item(offset // _WORD_BYTES)
         self._fence()
         return word
@@ -262,13 +263,13 @@ class RingReader(_Ring):
         return self._words[first : first + math.prod(shape)].copy().view(np.int32).reshape(shape)
 
     def release(self, record: int) -> None:
-        """Let go of a record with a body."""
+        """Release a record with a body."""
         if record in self._held:
             self._released.add(record)
             self._free()
 
     def _free(self) -> None:
-        """Tell the writer up to where nothing is read any more."""
+        """Publish the position up to which all records are released."""
         while self._held and self._held[0] in self._released:
             self._released.discard(self._held.popleft())
         self._fence()

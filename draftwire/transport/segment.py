@@ -1,7 +1,7 @@
-"""Memory that two processes have mapped.
+"""Memory mapped by two processes.
 
-A segment belongs to the receiver of a direction. It has no name: file descriptors that describe it are handed to the
-sender over a socket, so that the memory is freed when the last of the two processes ends, however it ends.
+A segment belongs to the receiver of a direction. The sender gets file descriptors of the segment over a socket, so that
+the memory is freed when the last of the two processes ends, however it ends.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
-# Spans begin at multiples of this. As many bytes before each, and at the segment's beginning, are not of the spans.
+# Spans begin at multiples of this. As many bytes before each span, and at the start of the segment, are reserved.
 ALIGNMENT = 64
 NONCE_BYTES = 32
 MAX_SEGMENT_BYTES = 1 << 30
-# Most spans that have not been read: two for each step that may be unanswered.
+# Most unread spans: two for each unanswered step.
 MAX_SPANS = 128
 
-# A segment holds this many of the largest steps, within these limits; what has no room goes in the message.
+# A segment holds this many of the largest steps, within these limits; other tensors go in the message.
 _STEPS = 4
 _SEGMENT_BYTES = (4 << 20, 256 << 20)
 
 
 def segment_bytes(step_bytes: int) -> int:
-    """Size of the segment of a direction in which a step of the whole batch has `step_bytes`."""
+    """Return the size in bytes of a segment for steps of at most `step_bytes`."""
     low, high = _SEGMENT_BYTES
     return min(max(_STEPS * step_bytes, low), high)
 
 
 class SegmentError(Exception):
-    """Memory that cannot be shared; the message says why."""
+    """Memory cannot be shared; the message says why."""
 
 
 def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> None:
-    """
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field when a segment of that size cannot have a span of so many bytes there.
+    """Raise ------ InvalidArgumentError Names the field when a segment of that size cannot have a span of so many bytes
+    there.
     """
     if offset % ALIGNMENT or offset < 2 * ALIGNMENT or offset + num_bytes > segment_bytes or num_bytes == 0:
         allowed = f"{num_bytes} bytes must lie in [{2 * ALIGNMENT}, {segment_bytes}), from a multiple of {ALIGNMENT} on"
@@ -52,14 +49,14 @@ def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> No
 
 
 class Segment(ABC):
-    """Shared memory as one process sees it.
+    """Shared memory, as mapped in one process.
 
     Attributes
     ----------
     carrier
         Kind of memory.
     memory
-        uint8 [size], the whole of it. Tensors that are taken of it are valid for as long as the segment is referenced.
+        The whole memory, uint8 [size]. Views of the memory are valid while the segment is referenced.
     """
 
     carrier: pb.Carrier
@@ -68,23 +65,23 @@ class Segment(ABC):
     @classmethod
     @abstractmethod
     def create(cls, size: int, device: torch.device) -> tuple[Self, list[int]]:
-        """A new segment and the file descriptors that describe it, which the caller closes.
+        """Return a new segment and the file descriptors that describe it, which the caller closes.
 
         Raises
         ------
         SegmentError
-            When there is no such memory, or not so much.
+            When there is no such memory, or not enough.
         """
 
     @classmethod
     @abstractmethod
     def attach(cls, fds: Sequence[int], size: int, device: torch.device) -> Self:
-        """The segment that another process describes by `fds`, which the caller closes. Nothing of it is trusted.
+        """Map the segment that another process describes by `fds`, which the caller closes. Its contents are untrusted.
 
         Raises
         ------
         SegmentError
-            When it cannot be mapped, or could be taken away while it is mapped.
+            When the memory cannot be mapped, or could vanish while mapped.
         """
 
     @cached_property
@@ -93,7 +90,7 @@ class Segment(ABC):
         return self.memory.numel()
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The span at `offset`, a multiple of ALIGNMENT, which must be within the segment, as a tensor."""
+        """Return the span at `offset`, a multiple of ALIGNMENT, which must be within the segment, as a tensor."""
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
@@ -102,17 +99,18 @@ class Segment(ABC):
 
     @cached_property
     def _elements(self) -> dict[torch.dtype, torch.Tensor]:
-        """The memory as elements of each type, made once: every operation on a tensor costs some microseconds."""
+        """Return the memory as elements of one type; cached, because each operation on a tensor costs some
+        microseconds."""
         whole = self.memory[: self.size // 8 * 8]
         return {dtype: whole.view(dtype) for dtype in DTYPES.values()}
 
     def read_nonce(self) -> bytes:
-        """What stands at the beginning.
+        """Return the bytes at the start of the segment.
 
         Raises
         ------
         SegmentError
-            When the GPU cannot read it.
+            When the GPU cannot read the memory.
         """
         try:
             return self.memory[:NONCE_BYTES].clone().cpu().numpy().tobytes()
@@ -120,17 +118,17 @@ class Segment(ABC):
             raise SegmentError(f"the memory cannot be read: {error}") from error
 
     def write_nonce(self, nonce: bytes) -> None:
-        """Puts `nonce` at the beginning, seen by the other process when this returns.
+        """Write `nonce` to the start of the segment, visible to the other process on return.
 
         Raises
         ------
         SegmentError
-            When the GPU cannot write it.
+            When the GPU cannot write the memory.
         """
         try:
             self.memory[:NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self.memory.device)
             if self.memory.is_cuda:
-                # Not the device: another thread may be capturing a graph.
+                # Synchronize the stream, not the device: another thread may be capturing a graph.
                 torch.cuda.current_stream(self.memory.device).synchronize()
         except RuntimeError as error:
             raise SegmentError(f"the memory cannot be written: {error}") from error

@@ -12,30 +12,31 @@ from draftwire.transport.segment import ALIGNMENT, MAX_SPANS
 
 @dataclass(eq=False)
 class Span:
-    """Space that was handed out."""
+    """An allocated part of a segment."""
 
     offset: int  # bytes
-    generation: int = 0  # its number, once it has one
+    generation: int = 0  # 0 before the span is numbered
     is_given_up: bool = False
 
 
 class SpanRoom:
-    """Hands out the space of a segment in order and takes it back in that order. May be used from several threads.
+    """Allocates the space of a segment in order and frees it in this order; thread-safe.
 
-    Spans are numbered when they are sent, so that one may be begun before others and sent after them, or not at all.
+    Spans are numbered when they are sent, so that a span may be sent later than spans that were begun after it, or
+    never.
     """
 
     def __init__(self, size: int) -> None:
-        """`size` of the segment, bytes; its first `ALIGNMENT` bytes are not handed out."""
+        """`size` of the segment, bytes; the first `ALIGNMENT` bytes are reserved."""
         self._size = size
         self._lock = threading.Lock()
         self._next = ALIGNMENT  # where the next span's room begins, `ALIGNMENT` bytes before the span
         self._generation = 0
         self._released = 0  # generation
-        self._spans: deque[Span] = deque()  # those whose room is in use, in its order
+        self._spans: deque[Span] = deque()  # spans in use, in the order of their offsets
 
     def allocate(self, num_bytes: int) -> Span | None:
-        """A new span; None when there is no room now, or MAX_SPANS are in use."""
+        """Return a new span; None when there is no room now, or MAX_SPANS are in use."""
         room = ALIGNMENT + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             begin = self._find(room) if len(self._spans) < MAX_SPANS else None
@@ -53,31 +54,31 @@ class SpanRoom:
         if oldest < self._next:  # used: oldest .. next
             if self._next + room <= self._size:
                 return self._next
-            # What is used must not end where it begins: that would read as nothing used.
+            # The used part must not end where it begins, which would mean that nothing is used.
             return ALIGNMENT if ALIGNMENT + room < oldest else None
         return self._next if self._next + room < oldest else None
 
     def number(self, span: Span) -> int:
-        """Gives a span that is to be sent the next generation."""
+        """Give the next generation to a span that is to be sent."""
         with self._lock:
             self._generation += 1
             span.generation = self._generation
             return span.generation
 
     def unnumber(self, span: Span) -> None:
-        """Takes the last number back, which was not sent."""
+        """Take the last generation back, which was not sent."""
         with self._lock:
             assert span.generation == self._generation
             self._generation, span.generation = self._generation - 1, 0
 
     def give_up(self, span: Span) -> None:
-        """Takes back a span that has no generation: it is not sent, and nobody writes it any more."""
+        """Free a span without a generation, which is not sent and no longer written."""
         with self._lock:
             span.is_given_up = True
             self._take_back()
 
     def release(self, generation: int, name: str) -> None:
-        """Takes back all spans up to `generation`, which the other side has read.
+        """Free all spans up to `generation`, which the other side has read.
 
         Parameters
         ----------
@@ -87,7 +88,7 @@ class SpanRoom:
         Raises
         ------
         InvalidArgumentError
-            When no such span was sent, or it was taken back long ago.
+            When no such span was sent, or it was freed long ago.
         """
         with self._lock:
             if not self._released <= generation <= self._generation:
@@ -97,7 +98,7 @@ class SpanRoom:
             self._take_back()
 
     def _take_back(self) -> None:
-        """Room comes back in its order: that of a span waits for those before it."""
+        """Free the room of released spans in order; a span waits for the spans before it."""
         spans = self._spans
         while spans and (spans[0].is_given_up or 0 < spans[0].generation <= self._released):
             spans.popleft()

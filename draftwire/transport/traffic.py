@@ -12,17 +12,17 @@ from prometheus_client.core import CounterMetricFamily
 from draftwire.contract.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
-# What carries a message: gRPC, or the socket between two engines of one host.
+# Carrier of a message: gRPC, or the socket between two engines of one host.
 MessageCarrier = Literal["grpc", "direct"]
 Direction = Literal["sent", "received"]
 Content = Literal["message", "features", "logits", "fusion"]
 
 
 class Traffic:
-    """Counts every byte once, by carrier, direction and content; from any thread.
+    """Counts every byte once, by carrier, direction and content; thread-safe.
 
-    Messages are counted as they are encoded, without the frames of HTTP/2 and TLS. Tensors inside of one are counted
-    apart from the rest of it, under what carries the message.
+    Messages are counted as they are encoded, without the frames of HTTP/2 and TLS. Tensors inside a message are counted
+    separately, under the message's carrier.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Traffic:
     def count_message(
         self, carrier: MessageCarrier, direction: Direction, message: Message, num_bytes: int
     ) -> None:
-        """Counts a message that is encoded in `num_bytes`."""
+        """Count a message that is encoded in `num_bytes`."""
         left = num_bytes
         for content, size in _tensors_inside(message):
-            size = min(size, left)  # the peer's word for it, which nobody has checked yet
+            size = min(size, left)  # the size is the peer's claim, not checked yet
             left -= size
             self._count(carrier, direction, content, size)
         self._count(carrier, direction, "fusion" if isinstance(message, pb.FeatureFusionChunk) else "message", left)
 
     def count_tensor(self, carrier: pb.Carrier, direction: Direction, content: Content, num_bytes: int) -> None:
-        """Counts a tensor in shared memory; one in a message is counted with that."""
+        """Count a tensor in shared memory; tensors in a message are counted with the message."""
         if carrier != pb.CARRIER_BYTES:
             self._count(pb.Carrier.Name(carrier).removeprefix("CARRIER_").lower(), direction, content, num_bytes)
 
@@ -74,7 +74,7 @@ def _tensors_inside(message: Message) -> list[tuple[Content, int]]:
 
 
 def _data_bytes(tensor: pb.Tensor) -> int:
-    """Bytes of the elements in the message, from the shape: reading the elements would copy them."""
+    """Return the size of a message's elements from the shape, because reading the elements would copy them."""
     if tensor.WhichOneof("storage") != "data" or tensor.dtype not in DTYPES:
         return 0
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
