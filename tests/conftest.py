@@ -64,7 +64,7 @@ STRIDES = {
         "test_ragged_batches_of_several_sequences": 2,
         "test_row_by_row_through_the_cache": 2,
         "test_several_rows_at_once_after_a_roll_back": 2,
-        "test_true_rows_after_roll_backs": 2,
+        "test_accepted_rows_after_roll_backs": 2,
     },
     "test_kernels_rejection": {
         "test_a_bad_row_ends_its_own_request_before_it": 5,

@@ -83,7 +83,7 @@ class Acceptance:
 def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -> None:
     """Counts the verify steps of one sequence.
 
-    accepts[i][s] says whether draft s made after true row i equals the token it stands for. `first` is the index of
+    accepts[i][s] says whether draft s made after accepted row i equals the token it stands for. `first` is the index of
     the first committed token that no target row has seen; a step starts at n only while tokens n + 1 .. n + k + 1 all
     lie at or before `last`, so that no step is cut short.
     """
@@ -102,7 +102,7 @@ def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -
 
 @torch.no_grad()
 def draft_matches(model: Llama, head: Eagle3Head, layers: list[int], tokens: Tensor, k: int) -> Tensor:
-    """[B, T - 1, k] bool: does greedy draft s after true row i equal x_{i+2+s} (False past the end)."""
+    """[B, T - 1, k] bool: does greedy draft s after accepted row i equal x_{i+2+s} (False past the end)."""
     states = model.states(tokens[:, :-1])
     features = torch.cat([states[layer] for layer in layers], dim=-1)
     ids = head.draft_ids

@@ -1,9 +1,9 @@
 """An EAGLE-3 head (2503.01840) in the published checkpoint layout, for training and for exact counting.
 
-Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of a true row is `fc` of
-the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
-computes, for every i at once, what the head drafts after the true rows 0..i: row i + s of that chain sees the true keys
-0..i and the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
+Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of a accepted row is `fc`
+of the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
+computes, for every i at once, what the head drafts after the accepted rows 0..i: row i + s of that chain sees the true
+keys 0..i and the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class Eagle3Head(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def chain(self, states: Tensor, embedding: Tensor, next_input: Chooser, steps: int) -> list[Tensor]:
-        """Logits [B, T, V_draft] of each of `steps` draft steps after every true row.
+        """Logits [B, T, V_draft] of each of `steps` draft steps after every accepted row.
 
         states [B, T, 3 * target_width]: the target's states of positions 0..T-1. next_input(s, logits of step s - 1)
         gives the tokens [B, T] that rows of step s embed: x_{i+1} for s = 0, then x_{i+1+s} in training, and the

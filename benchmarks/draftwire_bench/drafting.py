@@ -68,7 +68,7 @@ class Rig:
     engine: DraftEngine
     session: Session
     answers: list[Any]
-    num_rows: list[int]  # true rows of each sequence so far
+    num_rows: list[int]  # accepted rows of each sequence so far
     step_id: int = 0
 
     @classmethod
@@ -234,7 +234,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
 @click.option("--batches", default="1,4,8,16,32,64", show_default=True)
-@click.option("--context", default=512, show_default=True, help="True rows of each sequence before the first step.")
+@click.option("--context", default=512, show_default=True, help="Accepted rows of each sequence before the first step.")
 def main(json_path: Path | None, batches: str, context: int) -> None:
     """Measures and prints tables."""
     console = Console(width=130)

@@ -38,7 +38,7 @@ class DraftLoop:
     inputs
         What the host says of the step's sequences and rows; not to be changed before the step is done.
     states
-        [rows, hidden], g of each true row, on the device.
+        [rows, hidden], g of each accepted row, on the device.
     tables
         [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the device.
     drafts

@@ -17,16 +17,16 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class LoopState(NamedTuple):
     """N sequences with T rows, padding included; fixed addresses, so that a step can be captured.
 
-    The first group is for the pass over the true rows, the second for the next pass over one row of each sequence,
+    The first group is for the pass over the accepted rows, the second for the next pass over one row of each sequence,
     the third for drawing.
     """
 
     tokens: Any  # [T] int64
     positions: Any  # [T] int64
     slot_mapping: Any  # [T] int64
-    lengths: Any  # [N] int32, true rows in the cache
+    lengths: Any  # [N] int32, accepted rows in the cache
     block_tables: Any  # [N, W] int32
-    last_rows: Any  # [N] int64, row of each sequence's last true row
+    last_rows: Any  # [N] int64, row of each sequence's last accepted row
 
     next_tokens: Any  # [N] int64
     next_positions: Any  # [N] int64
@@ -80,7 +80,7 @@ class BlockState(NamedTuple):
 
 
 def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
-    """Sets the state for the pass over the true rows.
+    """Sets the state for the pass over the accepted rows.
 
     Parameters
     ----------

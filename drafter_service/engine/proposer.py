@@ -1,4 +1,4 @@
-"""From the true rows of sequences of one mode to their drafts, on the host."""
+"""From the accepted rows of sequences of one mode to their drafts, on the host."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class SequenceTable:
     first_row
         [max_num_seqs] int64, position of the first row.
     next_row
-        [max_num_seqs + 1] int64, position of the first row that is not true: the true rows counted from position 0.
+        [max_num_seqs + 1] int64, position of the first row that is not true: the accepted rows counted from position 0.
         The last one is -1, which no row follows: slot -1 stands for a sequence that there is not.
     temperature, proposal_key
         [max_num_seqs] float32 and int64.

@@ -5,7 +5,7 @@ The stream between a verifier and a drafter: features and tokens one way, draft 
 
 Notation. The committed tokens of a sequence are x_0 .. x_n; x_n has not run through the target. g_i are the target's
 features at position i. Row i of the head takes the embedding of x_{i+1} and g_i, at rotary position i, and predicts
-x_{i+2}. The true rows of a sequence with n + 1 committed tokens are 0 .. n-1.
+x_{i+2}. The accepted rows of a sequence with n + 1 committed tokens are 0 .. n-1.
 """
 
 from collections import abc as _abc

@@ -4,6 +4,7 @@ gathering of verified rows.
 Every function takes and returns tensors, on the CPU or CUDA; torch and numpy are the only dependencies.
 """
 
+from draftwire_kernels.accepted_rows import gather_accepted_rows
 from draftwire_kernels.attention import paged_attention
 from draftwire_kernels.gumbel import gumbel_sample
 from draftwire_kernels.keys import derive_stream_keys
@@ -20,7 +21,6 @@ from draftwire_kernels.noise import NOISE_VERSION
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 from draftwire_kernels.rates import acceptance_length_to_rates, unconditional_to_conditional_rates
 from draftwire_kernels.rejection import rejection_sample
-from draftwire_kernels.true_rows import gather_true_rows
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "Suppression",
     "acceptance_length_to_rates",
     "derive_stream_keys",
-    "gather_true_rows",
+    "gather_accepted_rows",
     "gumbel_sample",
     "paged_attention",
     "process_logits",

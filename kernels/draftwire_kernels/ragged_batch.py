@@ -100,7 +100,8 @@ class RaggedBatch:
         max_rows: int,
         max_length: int,
     ) -> RaggedBatch:
-        """A batch whose tensors are computed on the device; they are kept, not copied. No value of theirs is read here.
+        """Return a batch whose tensors are computed on the device; they are kept, not copied. No value of theirs is
+        read here.
 
         The kernels read the tensors anew at every call. The torch reference reads them once: after a change in place
         it needs a new batch.
@@ -139,7 +140,7 @@ class RaggedBatch:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """What the torch reference gathers, made on first use."""
+        """Return what the torch reference gathers, made on first use."""
         _, cu_rows, lengths, block_tables = self.host
         return groups_of(cu_rows.numpy(), lengths.numpy(), block_tables.numpy(), BLOCK_SIZE, self.slot_mapping.device)
 
@@ -169,7 +170,7 @@ class BatchBuffers:
         max_rows: int | None = None,
         max_length: int | None = None,
     ) -> RaggedBatch:
-        """Fills the buffers with `batch` and padding, in one copy from the host, on the current stream.
+        """Fill the buffers with `batch` and padding, in one copy from the host, on the current stream.
 
         Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows and length 0, and
         their blocks are any that were loaded before.
@@ -317,5 +318,6 @@ def _views(
 
 
 def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes on the host; pinned for a CUDA device, and then not handed out again before the copy has been made."""
+    """Return the bytes on the host; pinned for a CUDA device, and then not handed out again before the copy has been
+    made."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

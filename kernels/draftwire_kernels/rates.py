@@ -39,7 +39,7 @@ def acceptance_length_to_rates(length: float, k: int) -> list[float]:
 
 
 def unconditional_to_conditional_rates(rates: Sequence[float]) -> list[float]:
-    """Rates of acceptance given that every earlier draft was accepted.
+    """Return the rates of acceptance given that every earlier draft was accepted.
 
     Parameters
     ----------

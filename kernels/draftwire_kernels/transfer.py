@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`. Pinned first: a copy from pageable memory would wait for all that the device still has to do."""
+    """Return `x` on `device`, by way of pinned memory: a copy from pageable memory would wait for all earlier work."""
     if device.type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
     return x.to(device)

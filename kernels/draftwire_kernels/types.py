@@ -19,7 +19,7 @@ class StreamKeys(NamedTuple):
     resample: Tensor
 
     def to(self, device: torch.device | str) -> "StreamKeys":
-        """The same keys on `device`."""
+        """Return the same keys on `device`."""
         return StreamKeys(*(key.to(device) for key in self))
 
 
@@ -40,7 +40,7 @@ class DraftLogits(NamedTuple):
 
 
 class RejectionResult(NamedTuple):
-    """What a verify step emits.
+    """The tokens that a verify step emits.
 
     Attributes
     ----------

@@ -63,7 +63,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend that runs, "reference" or "triton"; ValueError where there is no such or it cannot run."""
+    """Return the backend that runs, "reference" or "triton"; ValueError where there is no such or it cannot run."""
     check_choice("backend", backend, ("auto", "reference", "triton"))
     if backend == "auto":
         return "triton" if device.type == "cuda" and _has_triton() else "reference"
@@ -87,7 +87,7 @@ def _is_interpreted() -> bool:
 
 
 def host_or(device: torch.device) -> tuple[torch.device, ...]:
-    """The devices of an argument that may stay on the host."""
+    """Return the devices of an argument that may stay on the host."""
     return (device, torch.device("cpu"))
 
 

@@ -99,7 +99,7 @@ class TestStaleness:
         stream = connect(make_engine(head))
         assert stream.step([Rows(9, Text(1), 0, 3, drafts=1)])[9].status == UNKNOWN
 
-    @pytest.mark.parametrize("first_row", [9, 12], ids=["rewind past true rows", "gap"])
+    @pytest.mark.parametrize("first_row", [9, 12], ids=["rewind past accepted rows", "gap"])
     def test_rows_that_do_not_follow_the_true_ones_are_unknown(self, head: TinyHead, first_row: int) -> None:
         text, stream = Text(1), connect(make_engine(head))
         stream.step([Rows(1, text, 0, 10)], [opened(1)])

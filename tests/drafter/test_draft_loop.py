@@ -51,7 +51,7 @@ def make_state(device: torch.device) -> LoopState:
     return state.view(4, 10)
 
 
-def test_the_pass_over_the_true_rows() -> None:
+def test_the_pass_over_the_accepted_rows() -> None:
     inputs, tables = make_inputs(CPU)
     state = make_state(CPU)
     loop_state.begin(inputs, tables, state)

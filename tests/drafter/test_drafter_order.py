@@ -113,7 +113,7 @@ def test_drafts_end_with_the_context() -> None:
 
 
 def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.ndarray]:
-    """Sequences with so many true rows, and a pool of so many blocks."""
+    """Sequences with so many accepted rows, and a pool of so many blocks."""
     limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=4)
     table = SequenceTable(limits, BlockPool(1 + num_blocks))
     slots = []

@@ -71,7 +71,7 @@ def walk_all(pair: Pair, head: str) -> list[Walk]:
 
 
 def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T - 1, K]: whether greedy draft s after true row i is token i + 2 + s; False past the end.
+    """[B, T - 1, K]: whether greedy draft s after accepted row i is token i + 2 + s; False past the end.
 
     And [B], the smallest distance of the two best scores of a draft.
     """
@@ -177,7 +177,7 @@ def shifted_features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
         return read_shifted
 
-    for read in (FeatureStore.read, FeatureStore.read_true_rows):
+    for read in (FeatureStore.read, FeatureStore.read_accepted_rows):
         monkeypatch.setattr(FeatureStore, read.__name__, shifted(read))
 
 

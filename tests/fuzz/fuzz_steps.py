@@ -64,9 +64,9 @@ class Writer:
     rng: Random
     step_id: int = 0
     last_id: int = 0
-    rows: dict[int, int] = field(default_factory=dict)  # true rows of each open sequence
+    rows: dict[int, int] = field(default_factory=dict)  # accepted rows of each open sequence
     scale: float = 1.0
-    others: list[tuple[int, int]] = field(default_factory=list)  # what other streams have open: ids and true rows
+    others: list[tuple[int, int]] = field(default_factory=list)  # what other streams have open: ids and accepted rows
 
     def step(self, *, new: int = 1, most: int = 6) -> pb.DraftStep:
         """Opens `new` sequences and feeds some of those that are open; asks for drafts."""

@@ -28,7 +28,7 @@ class Ledger:
     Attributes
     ----------
     rows
-        Number of true rows of each sequence that is open, by id.
+        Number of accepted rows of each sequence that is open, by id.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Owner:
     Attributes
     ----------
     rows
-        Number of true rows of each sequence that it has open now, by id.
+        Number of accepted rows of each sequence that it has open now, by id.
     """
 
     def __init__(self, channel: grpc.aio.Channel, which: int, timeout_s: float) -> None:

@@ -22,8 +22,8 @@ by these commands, in an environment of their own that holds the packages named 
 The second `speculators` needs transformers below 5; its numbers came from transformers 4.57.1.
 
 For each case `<case>.hidden` and `<case>.logits` are [1 + NUM_DRAFTS, NUM_ROWS, ...]: step 0 is the pass over the true
-rows, step s the s-th draft row of a chain that starts behind each true row. EAGLE's code gives the chains one by one,
-through its own cache and after roll-backs; speculators' gives all at once, by its training-time test. The sliding
+rows, step s the s-th draft row of a chain that starts behind each accepted row. EAGLE's code gives the chains one by
+one, through its own cache and after roll-backs; speculators' gives all at once, by its training-time test. The sliding
 windows of that test do not move along a chain, so that of a case with windows step 0 alone is kept.
 """
 

@@ -80,7 +80,7 @@ def test_chain_of_drafts_behind_the_last_row(rig: Rig) -> None:
         rig.check(out, step, [NUM_ROWS - 1])
 
 
-def test_true_rows_after_roll_backs(rig: Rig) -> None:
+def test_accepted_rows_after_roll_backs(rig: Rig) -> None:
     """A chain behind every row: its speculative rows are overwritten by the true ones that come next."""
     for row in range(NUM_ROWS):
         out = rig.run([(0, row, 1)])
@@ -92,7 +92,7 @@ def test_true_rows_after_roll_backs(rig: Rig) -> None:
 
 
 def test_several_rows_at_once_after_a_roll_back(rig: Rig) -> None:
-    """What follows a verify step: a chain of three, then two true rows over it and further rows behind them."""
+    """What follows a verify step: a chain of three, then two accepted rows over it and further rows behind them."""
     out = rig.run([(0, 0, 10)])[-1:]
     for step in range(1, NUM_DRAFTS + 1):
         out = rig.run([(0, 9 + step, 1)], out)

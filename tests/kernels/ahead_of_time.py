@@ -24,8 +24,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from draftwire_kernels import DraftLogits, LogitsSampling, RaggedBatch, derive_stream_keys
+from draftwire_kernels.gpu import accepted_rows, launch, paged_attention_launch
 from draftwire_kernels.gpu import filters as gpu_filters
-from draftwire_kernels.gpu import launch, paged_attention_launch, true_rows
 from draftwire_kernels.reference.layout import Layout
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -88,7 +88,7 @@ def gather(width: int, dtype: torch.dtype) -> None:
     cu_rows, places = torch.arange(33, dtype=torch.int32) * (K + 1), torch.zeros(32, dtype=torch.int64)
     slots, out = torch.zeros(32 * (K + 1), dtype=torch.int64), torch.empty(32 * (K + 1), width, dtype=dtype)
     drawn = torch.zeros(32, K + 2, dtype=torch.int64)
-    true_rows.gather_true_rows(torch.empty_like(out), slots, cu_rows, places, drawn, out)
+    accepted_rows.gather_accepted_rows(torch.empty_like(out), slots, cu_rows, places, drawn, out)
 
 
 def attention(
@@ -139,7 +139,7 @@ def calls() -> dict[str, Callable[[], None]]:
     table["filters"] = lambda: filters(32)
     table["filters bfloat16"] = lambda: filters(32, torch.bfloat16)
     for width, dtype in product((1, 33, 3 * 4096), (torch.bfloat16, torch.float16, torch.float32)):
-        table[f"true rows {width} {str(dtype).removeprefix('torch.')}"] = lambda w=width, d=dtype: gather(w, d)  # type: ignore[misc]
+        table[f"accepted rows {width} {str(dtype).removeprefix('torch.')}"] = lambda w=width, d=dtype: gather(w, d)  # type: ignore[misc]
     for batch, rows in ((1, 1), (1, 5), (8, 5), (32, 5), (64, 5), (64, 1), (8, 17), (1, 512), (8, 512)):
         table[f"attention {batch} x {rows} rows"] = lambda b=batch, r=rows: attention(b, r)  # type: ignore[misc]
     for size, dtype in product((64, 96, 128, 256), (torch.bfloat16, torch.float32)):

@@ -15,7 +15,7 @@ from test_kernels_rejection import RATES, Batch
 from draftwire_kernels import (
     DraftLogits,
     LogitsSampling,
-    gather_true_rows,
+    gather_accepted_rows,
     gumbel_sample,
     process_logits,
     rejection_sample,
@@ -88,7 +88,7 @@ def gather() -> None:
     """More sequences than are looked at together, and a width of which a program copies a part."""
     rows, places = torch.randn(900, 3001, device="cuda").bfloat16(), torch.arange(300, device="cuda")
     drawn, cu_rows = (places % 4)[:, None], torch.arange(301, device="cuda", dtype=torch.int32) * 3
-    gather_true_rows(rows, torch.arange(900, device="cuda"), cu_rows, places, drawn, torch.empty_like(rows))
+    gather_accepted_rows(rows, torch.arange(900, device="cuda"), cu_rows, places, drawn, torch.empty_like(rows))
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
           for method in ("standard", "synthetic") for requests in (5, 33, 64)),
         *((f"gumbel {dtype}", partial(sample, dtype)) for dtype in (torch.float32, torch.bfloat16)),
         ("filters", filter_rows),
-        ("true rows", gather),
+        ("accepted rows", gather),
     ]  # fmt: skip
     part, parts = (int(argument) for argument in sys.argv[1:] or ("0", "1"))
     for name, call in launches[part::parts]:

@@ -66,7 +66,7 @@ def test_room_of_features_that_cannot_be_read_comes_back(monkeypatch):
             raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FeatureStore, "read_true_rows", fail_second)
+        patch.setattr(FeatureStore, "read_accepted_rows", fail_second)
         with pytest.raises(MemoryError):
             begin(scene)
     scene.flush()

@@ -121,7 +121,7 @@ class Request:
 
     @property
     def num_feature_rows(self) -> int:
-        """True rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
+        """Accepted rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
         last = len(self.tokens) - 1
         return self.num_computed if self.num_computed < last else last
 

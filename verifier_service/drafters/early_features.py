@@ -61,7 +61,7 @@ def begin_early(
     bindings, first_rows = [binding for binding, _, _ in pieces], [work.start for _, _, work in pieces]
     features = session.stream.sender.begin(head.dtype, (len(slots), head.width))
     try:
-        store.read_true_rows(slots, cu_rows, places, drawn, features.tensor)
+        store.read_accepted_rows(slots, cu_rows, places, drawn, features.tensor)
         announced = _announce(session, bindings, first_rows, features, drawn, places)
         features.seal()
     except BaseException:

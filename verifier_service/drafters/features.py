@@ -11,7 +11,7 @@ import torch
 from draftwire.model.devices import upload
 from draftwire.model.fusion import FeatureFusion
 from draftwire.model.kv_cache import BLOCK_SIZE, zeros_for_cache
-from draftwire_kernels import gather_true_rows
+from draftwire_kernels import gather_accepted_rows
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.core.request import Request
 from verifier_service.target.target import Target
@@ -97,14 +97,14 @@ class FeatureStore:
         else:
             copy_runs(self.rows, slots, out)
 
-    def read_true_rows(
+    def read_accepted_rows(
         self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Copies the features of verified rows, true ones first; `out` as for `read`, the others as for
-        `gather_true_rows`, where `slots` are places in the cache."""
+        `gather_accepted_rows`, where `slots` are places in the cache."""
         is_direct = out.device == self.rows.device and out.dtype == self.rows.dtype
         gathered = out if is_direct else self.rows.new_empty(out.shape)
-        gather_true_rows(self.rows, slots, cu_rows, places, drawn, gathered)
+        gather_accepted_rows(self.rows, slots, cu_rows, places, drawn, gathered)
         if gathered is not out:
             out.copy_(gathered, non_blocking=True)
 
@@ -112,7 +112,7 @@ class FeatureStore:
         """Runs the kernels for features of this width and type, so that no step waits for compilation or loading."""
         zero, ends, one = np.zeros(1, np.int64), np.array([0, 1], np.int32), np.ones((1, 1), np.int64)
         slots, cu_rows, places, drawn = upload([zero, ends, zero, one], self.rows.device)
-        self.read_true_rows(slots, cu_rows, places, drawn, self.rows.new_empty(1, self.rows.shape[1]))
+        self.read_accepted_rows(slots, cu_rows, places, drawn, self.rows.new_empty(1, self.rows.shape[1]))
         self.read([([0], 0, 1)], self.rows.new_empty(1, self.rows.shape[1]))
 
 

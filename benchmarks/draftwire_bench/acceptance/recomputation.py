@@ -132,7 +132,7 @@ class Models:
         keys = derive_stream_keys([continuation.seed for continuation in group]).to(self._device)
         noise = keys.resample if config.rejection_sample_method == cfg.COUPLED else keys.proposal
         steps = [continuation.whole_steps(k) for continuation in group]
-        # From the last step back: a step's speculative rows overwrite true rows that earlier steps do not see.
+        # From the last step back: a step's speculative rows overwrite accepted rows that earlier steps do not see.
         for place in range(1, 1 + max(map(len, steps), default=0)):
             members = [b for b, own in enumerate(steps) if len(own) >= place]
             chosen = [steps[b][-place] for b in members]
@@ -191,7 +191,7 @@ class Models:
 
 
 class _HeadWalk:
-    """A head over whole sequences: all true rows at once, then speculative rows from any of them."""
+    """A head over whole sequences: all accepted rows at once, then speculative rows from any of them."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class _HeadWalk:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Row i takes the token at i + 1 and the features at i; a sequence of T tokens has T - 1 true rows."""
+        """Row i takes the token at i + 1 and the features at i; a sequence of T tokens has T - 1 accepted rows."""
         self._head, self._config, self._device = head, config, device
         longest = max(map(len, sequences)) + config.num_speculative_tokens
         width = -(-longest // BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""The structs of tensors that the verification kernels take, and where a request lies in them.
+"""Structs of tensors for the verification kernels, and the location of a request in them.
 
 As arguments of a kernel the tensors arrive as pointers, and a field that is None as a compile-time constant.
 """
@@ -37,7 +37,7 @@ class Draft(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What programs hand to each other."""
+    """Intermediate results that programs pass to each other."""
 
     group_top: Any  # [R, G] float32, the largest logits
     group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`; None under "block"
@@ -65,7 +65,7 @@ class Waves(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What the first launch of block verification leaves for the second."""
+    """Results of the first launch of block verification for the second launch."""
 
     weight: Any  # [R] float32 or float64: weight of p after as many drafts
     statistics: Any  # [R, 4] of the same: top and mass of target and draft
@@ -82,7 +82,7 @@ class Output(NamedTuple):
 
 @triton.jit
 def request_rows(batch, request):
-    """First row, first draft and number of drafts of a request (int64, int64, int32)."""
+    """Return the first row, first draft and number of drafts of a request (int64, int64, int32)."""
     if batch.cu_rows is None:
         first_row = request.to(tl.int64) * batch.rows_each
         num_drafts = request * 0 + batch.rows_each - 1
@@ -94,8 +94,8 @@ def request_rows(batch, request):
 
 @triton.jit
 def is_last(arrived, expected):
-    """Whether this program is the last of `expected` to get here, which sets the counter back; what the others stored
-    is visible to it then, past the first-level cache (".cg")."""
+    """Return whether this program is the last of `expected`, which resets the counter. The stores of the other programs
+    are visible to the last program, past the first-level cache (".cg")."""
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -106,13 +106,13 @@ def is_last(arrived, expected):
 
 @triton.jit
 def highest_bit(bits):
-    """Place of the highest bit of an int32 below 2**24, -127 for 0."""
+    """Return the place of the highest bit of an int32 below 2**24, -127 for 0."""
     return (bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def is_decided_before(waves, request, wave):
-    """Whether a wave before this one is known to have decided; programs may learn of it late, never wrongly.
+    """Return whether a wave before this one is known to have decided; programs may learn of it late, never wrongly.
 
     Read by an atomic, which one thread of the program performs for all: while other programs write the word, the loads
     of two warps could differ, and a branch on them would part the program at its next barrier.
@@ -123,14 +123,14 @@ def is_decided_before(waves, request, wave):
 
 @triton.jit
 def announce(waves, request, wave, is_decided):
-    """Tells later waves that this one decides, as soon as that is certain: before its token is drawn."""
+    """Tell later waves that this wave decides, as soon as this is certain, before its token is drawn."""
     bit = tl.full([], 1, tl.int64) << (wave + 32)
     tl.atomic_or(waves.state + request, bit, mask=is_decided, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def first_decision(state):
-    """The first wave that has decided, if it and all before it are closed; else -1."""
+    """Return the first wave that has decided, if it and all before it are closed; else -1."""
     closed = (state & 0x7FFFFFFF).to(tl.int32)
     decided = (state >> 32).to(tl.int32)
     first = highest_bit(decided & -decided)
@@ -141,7 +141,7 @@ def first_decision(state):
 @triton.jit
 def close_wave(waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
-    """Notes what a wave has found; writes the request's tokens when that settles them (see `Waves`)."""
+    """Record a wave's decision; write the request's tokens if the decision settles them (see `Waves`)."""
     if WAVES == 1:
         emit(out, request, drafts, accepted, token, WIDTH)
     else:
@@ -165,13 +165,13 @@ def close_wave(waves, out, request, drafts, wave, num_waves, accepted, token, de
 
 @triton.jit
 def at(vector, index, place):
-    """The entry of a small vector."""
+    """Return the entry of a small vector."""
     return tl.sum(tl.where(index == place, vector, 0), 0)
 
 
 @triton.jit
 def load_drafts(batch, request, WIDTH: tl.constexpr):
-    """Drafts of a request [WIDTH], -1 beyond."""
+    """Return the drafts of a request [WIDTH], -1 beyond."""
     _, first_draft, num_drafts = request_rows(batch, request)
     place = tl.arange(0, WIDTH)
     return tl.load(batch.draft_tokens + first_draft + place, mask=place < num_drafts, other=-1)
@@ -179,7 +179,7 @@ def load_drafts(batch, request, WIDTH: tl.constexpr):
 
 @triton.jit
 def emit(out, request, drafts, accepted, token, WIDTH: tl.constexpr):
-    """Writes a request's accepted drafts and the token after them, -1 for none."""
+    """Write a request's accepted drafts and the token after them, -1 for none."""
     place = tl.arange(0, WIDTH)
     tokens = tl.where(place < accepted, drafts, tl.where(place == accepted, token.to(tl.int64), -1))
     tl.store(out.tokens + request.to(tl.int64) * out.width + place, tokens, mask=place < out.width)

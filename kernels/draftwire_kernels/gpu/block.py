@@ -38,7 +38,8 @@ from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual, store_
 
 @triton.jit
 def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.constexpr):
-    """Weights of all prefixes, and which of them may be the accepted one; the shortest of those passes for sure."""
+    """Return the weights of all prefixes, and which prefixes may be the accepted one; the shortest of these passes for
+    sure."""
     block = scratch.block
     first_row, _, num_drafts = request_rows(batch, request)
     usable = (rows.ended == 0) & (rows.top > -INFINITY)
@@ -83,7 +84,7 @@ def listed_mass(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
+    """Return the mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
         piece = load_piece(logits, draft, draft_row, draft.width, num_columns, turn, LIST)
@@ -118,7 +119,8 @@ def test_prefix(
     PARTS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
-    """Whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to draw."""
+    """Return whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to
+    draw."""
     block = scratch.block
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + prefix
@@ -140,7 +142,7 @@ def test_prefix(
     position = tl.load(batch.position + request) + prefix
     uniform = accept_uniform(tl.load(batch.accept + request), position - 1, prefix - 1, USE_FP64)
     passes = is_sure | (uniform < threshold)
-    if WAVES > 1:  # else nobody asks, and nobody would set the word back
+    if WAVES > 1:  # else no program reads the word or resets it
         announce(scratch.waves, request, wave, passes)
     token = tl.full([], -1, tl.int32)
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
@@ -169,7 +171,7 @@ def block_kernel(
     scratch,
     out,
     num_requests,
-    num_groups,  # of a row, as this launch cuts it
+    num_groups,  # groups of a row in this launch
     num_splits,
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
@@ -182,7 +184,7 @@ def block_kernel(
     WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Reads the row after each prefix that may be accepted, the longest first; draws from that of the first that is."""
+    """Read the row after each prefix that may be accepted, the longest first; draw from that of the first that is."""
     block = scratch.block
     split = tl.program_id(0) % num_splits
     request = (tl.program_id(0) // num_splits) % num_requests

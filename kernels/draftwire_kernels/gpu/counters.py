@@ -1,9 +1,9 @@
 """Counters by which programs of a launch know that they are the last: a kernel finds them at zero and leaves them so.
 
-Setting them to zero before each launch would cost a launch of its own. So they lie in memory that is set to zero once,
-outside of any capture, and no two launches that may run at the same time share a piece: eager launches have one piece
-for each stream, where they run one after another, and every captured launch has a piece of its own for good, since its
-graph may be replayed on any stream.
+Setting the counters to zero before each launch would cost another launch. So they lie in memory that is set to zero
+once, outside of any capture, and no two launches that may run at the same time share a piece: eager launches share one
+piece for each stream, and every captured launch keeps a separate piece, because its graph may be replayed on any
+stream.
 """
 
 from threading import Lock
@@ -18,7 +18,7 @@ _ARENA_SIZE = 1 << 20
 class _Arena:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(_ARENA_SIZE, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # other streams read it too
+        torch.cuda.current_stream(device).synchronize()  # other streams read the memory too
         self._used = 0
         self._of_stream: dict[int, Tensor] = {}
 
@@ -43,7 +43,7 @@ _lock = Lock()
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
-    """At least `count` int32 zeros for one launch on the current stream, which leaves them at zero."""
+    """Return at least `count` int32 zeros for one launch on the current stream; the launch leaves them at zero."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -55,5 +55,5 @@ def zeros(count: int, device: torch.device) -> Tensor:
         arena = _arenas.get(device)
         if arena is not None:
             piece = arena.of_capture(count) if is_captured else arena.of_stream(stream, count)
-    # A first call under capture, or an arena used up: the launch's own, set to zero every time.
+    # A first call under capture, or a full arena: separate memory, set to zero at every launch.
     return torch.zeros(count, dtype=torch.int32, device=device) if piece is None else piece

@@ -28,7 +28,7 @@ LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
 
 @triton.jit
 def load_rows(first, second, row, exists, count, COUNT: tl.constexpr):
-    """Two numbers of each group or part of rows, the largest logits and the masses: [ROWS, COUNT]."""
+    """Load two numbers of each group or part of rows, the largest logits and the masses: [ROWS, COUNT]."""
     place = tl.arange(0, COUNT)[None, :]
     index = row[:, None] * count + place
     mask = exists[:, None] & (place < count)
@@ -38,15 +38,15 @@ def load_rows(first, second, row, exists, count, COUNT: tl.constexpr):
 
 @triton.jit
 def with_noise(bound, state):
-    """Bounds [GROUPS] of the scores of groups from those of the logarithms of their masses."""
+    """Return the bounds [GROUPS] of the scores of groups from those of the logarithms of their masses."""
     group = tl.arange(0, bound.shape[0])
     return bound + (MARGIN + gumbel_ceiling(token_words(group_state(state), group.to(tl.uint32))))
 
 
 @triton.jit
 def group_bounds(largest, mass, top, temperature, state):
-    """What no group's score exceeds [GROUPS], masses being relative to exp(top / temperature); from what `scan_groups`
-    left."""
+    """Bound the scores of groups [GROUPS] from the results of `scan_groups`; masses are relative to exp(top /
+    temperature)."""
     score = tl.maximum((largest - top) / temperature, -MAX_FLOAT)
     bound = with_noise(score * (1.0 - RELATIVE_MARGIN) + tl.log(mass), state)
     return tl.where(largest > -INFINITY, bound, -INFINITY)
@@ -54,27 +54,28 @@ def group_bounds(largest, mass, top, temperature, state):
 
 @triton.jit
 def residual_bounds(mass, state):
-    """The same from what `scan_residual` left."""
+    """Bound the scores of groups [GROUPS] from the results of `scan_residual`."""
     return tl.where(mass > 0, with_noise(tl.log(mass), state), -INFINITY)
 
 
 @triton.jit
 def less_token(mass, group, token_mass):
-    """Masses [GROUPS] of groups, in one of them without a token's: more than is left there, whatever the rounding."""
+    """Return the masses [GROUPS] of groups, in one of them without a token's: more than is left there, whatever the
+    rounding."""
     own = tl.arange(0, mass.shape[0]) == group
     return tl.where(own, tl.maximum(mass - token_mass * (1.0 - LOST), mass * LOST), mass)
 
 
 @triton.jit
 def in_lanes(bound, LEAD: tl.constexpr):
-    """Bounds [GROUPS] by lanes [GROUPS // LEAD, LEAD]: neighbours lie in different ones."""
+    """Reshape bounds [GROUPS] to lanes [GROUPS // LEAD, LEAD]; neighbours lie in different lanes."""
     GROUPS: tl.constexpr = bound.shape[0]
     return tl.reshape(bound, [GROUPS // LEAD, LEAD])
 
 
 @triton.jit
 def leaders(bound):
-    """Of each lane the highest bound, rounded up, and its place [LEAD], and the highest of all."""
+    """Return each lane's highest bound, rounded up, and its place [LEAD], and the highest bound of all."""
     SIZE: tl.constexpr = bound.shape[0]
     leading = tl.max(packed(bound, tl.arange(0, SIZE)[:, None], SIZE), 0)
     bounds, places = unpacked(leading, SIZE)
@@ -83,13 +84,13 @@ def leaders(bound):
 
 @triton.jit
 def without(bound, places):
-    """The bounds that are left when each lane's group has been looked at."""
+    """Return the bounds that are left when each lane's group has been looked at."""
     return tl.where(tl.arange(0, bound.shape[0])[:, None] == places[None, :], -INFINITY, bound)
 
 
 @triton.jit
 def token_masses(x, top, temperature, share, USE_FP64: tl.constexpr):
-    """share exp((x - top) / temperature), at most `share`; without a division, since many are computed."""
+    """Return share * exp((x - top) / temperature), at most `share`, without a division for speed."""
     if USE_FP64:
         inverse = tl.full([], 1.0, tl.float64) / temperature.to(tl.float64)
         masses = tl.exp((x.to(tl.float64) - top.to(tl.float64)) * inverse) * share
@@ -105,8 +106,8 @@ def group_noise(groups, state, USE_FP64: tl.constexpr):
 
 @triton.jit
 def after_turn(best, winner, kept, groups, runs, noise, mass, masses):
-    """The best score so far, its group and the masses of its tokens [GROUP], after those of LEAD more groups of the
-    masses [LEAD]."""
+    """Return the best score so far, its group and the masses of its tokens [GROUP], after those of LEAD more groups of
+    the masses [LEAD]."""
     score = tl.where(runs & (mass > 0), tl.log(mass) + noise, -INFINITY)
     score, group = tl.reduce((score, groups), 0, ahead)
     is_ahead = (score > best) | ((score == best) & (group < winner))
@@ -116,7 +117,7 @@ def after_turn(best, winner, kept, groups, runs, noise, mass, masses):
 
 @triton.jit
 def race_of_tokens(masses, winner, state, USE_FP64: tl.constexpr):
-    """The token that wins in a group, from its tokens' masses [GROUP]: its score and its id."""
+    """Return the token that wins in a group, from its tokens' masses [GROUP]: its score and its id."""
     GROUP: tl.constexpr = masses.shape[0]
     token = winner * GROUP + tl.arange(0, GROUP)
     score = tl.log(masses) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
@@ -135,8 +136,8 @@ def draw_without(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Draws from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left, and
-    the token. Looks at one group a turn, since its bound is as good as exact."""
+    """Draw from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left,
+    and the token. Looks at one group a turn, since its bound is as good as exact."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
@@ -179,7 +180,8 @@ def draw_residual(
     GROUP: tl.constexpr,
     LEAD: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for dense q: the best group's score, -inf if nothing is left, and the token."""
+    """Draw from max(weight p - q, 0) for dense q: the best group's score, -inf if nothing is left, and the
+    token."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
@@ -205,7 +207,8 @@ def draw_residual(
 
 @triton.jit
 def load_lists(draft, draft_row, drafted, turn, LIST: tl.constexpr):
-    """The turn-th piece of the lists of rows [ROWS]: target ids, -1 for none, and draft logits, both [ROWS, LIST]."""
+    """Return the turn-th piece of the lists of rows [ROWS]: target ids, -1 for none, and draft logits, both [ROWS,
+    LIST]."""
     place = turn * LIST + tl.arange(0, LIST)[None, :]
     listed = drafted[:, None] & (place < draft.width)
     ids = draft.token_ids + draft_row[:, None] * draft.token_ids_stride + place
@@ -215,14 +218,14 @@ def load_lists(draft, draft_row, drafted, turn, LIST: tl.constexpr):
 
 @triton.jit
 def with_target(logits, ids, y, num_columns):
-    """A piece of one row's list: target ids, -1 where none counts, the logits of target and draft: [LIST]."""
+    """Return a piece of one row's list: target ids, -1 where none counts, the logits of target and draft: [LIST]."""
     listed = (ids >= 0) & (ids < num_columns)
     return tl.where(listed, ids, -1).to(tl.int32), load_logits(logits + ids, listed), y
 
 
 @triton.jit
 def load_piece(logits, draft, draft_row, width, num_columns, turn, LIST: tl.constexpr):
-    """The turn-th piece of a row's list, as `with_target` has it; `width` 0: nothing is listed."""
+    """Return the turn-th piece of a row's list, as `with_target` has it; `width` 0: nothing is listed."""
     place = turn * LIST + tl.arange(0, LIST)
     listed = place < width
     ids = tl.load(draft.token_ids + draft_row * draft.token_ids_stride + place, mask=listed, other=-1)
@@ -241,8 +244,8 @@ def piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP6
 
 @triton.jit
 def with_listed(masses, column, group, ids, listed):
-    """Masses [GROUP] of a group's tokens, those of the distinct ids [LIST] replaced, one after another: few lie in one
-    group."""
+    """Return the masses [GROUP] of a group's tokens, those of the distinct ids [LIST] replaced, one after another: few
+    lie in one group."""
     GROUP: tl.constexpr = masses.shape[0]
     ids = tl.where((ids >= 0) & (ids // GROUP == group), ids, NO_INDEX)
     lowest = tl.min(ids, 0)
@@ -272,7 +275,8 @@ def draw_residual_of_list(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draws from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`, but one group a turn."""
+    """Draw from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`, but one group a
+    turn."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)

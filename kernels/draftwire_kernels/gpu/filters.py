@@ -31,7 +31,7 @@ _LOOKS_BY_VALUE = tl.constexpr(3)
 
 @triton.jit
 def _order(x):
-    """int64 that orders as the float `x` does, -0 just below 0, though they are equal as floats."""
+    """Return an int64 ordered as the floats `x`, with -0 just below 0, although they are equal as floats."""
     width: tl.constexpr = x.dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
     bits = x.to(integer, bitcast=True)
@@ -40,7 +40,7 @@ def _order(x):
 
 @triton.jit
 def _float(order, DTYPE: tl.constexpr):
-    """The float of that type, as float32."""
+    """Return the float of an order (see `order_of`), as float32."""
     width: tl.constexpr = DTYPE.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
     bits = order.to(integer)
@@ -49,7 +49,7 @@ def _float(order, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(logits, start, vocab, TURNS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Logits [THREADS, TURNS, VECTOR] from column `start` on, and their columns; -inf beyond the row."""
+    """Return the logits [THREADS, TURNS, VECTOR] from column `start` on, and their columns; -inf beyond the row."""
     turn = tl.arange(0, TURNS)[None, :, None] * (THREADS * VECTOR)
     column = start + turn + tl.arange(0, THREADS)[:, None, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     return tl.load(logits + column, mask=column < vocab, other=-INFINITY), column
@@ -57,7 +57,7 @@ def _tile(logits, start, vocab, TURNS: tl.constexpr, THREADS: tl.constexpr, VECT
 
 @triton.jit
 def _by_thread(x):
-    """[THREADS]: the sum over each row [TURNS, VECTOR] of a tile, which one thread holds."""
+    """Sum each row [TURNS, VECTOR] of a tile, which one thread holds: [THREADS]."""
     return tl.sum(tl.sum(x, 2), 1)
 
 
@@ -68,7 +68,7 @@ def _add_three(a, b, c, d, e, f):
 
 @triton.jit
 def _mass(x, top, inverse):
-    """Masses relative to the largest logit's."""
+    """Return the masses relative to the largest logit's."""
     return tl.exp2(tl.minimum(x - top, 0.0) * inverse)
 
 
@@ -87,7 +87,7 @@ def _look(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Counts from each of three values on, then the masses; the counts again unless BY_MASS."""
+    """Return the counts from each of three values on, then the masses; the counts again unless BY_MASS."""
     from_low = tl.zeros([THREADS], tl.float32)
     from_middle = tl.zeros([THREADS], tl.float32)
     from_high = tl.zeros([THREADS], tl.float32)
@@ -113,7 +113,8 @@ def _look(
 
 @triton.jit
 def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_there, needed):
-    """After a look at `order`: what reaches and what fails, with the counts from either on and the sum from `fails`."""
+    """Update the search after a look at `order`: the orders that reach and fail, with both counts and the sum from
+    `fails`."""
     is_reached = sum_there >= needed
     rises, falls = is_reached & (order > reaches), ~is_reached & (order < fails)
     reaches, count = tl.where(rises, order, reaches), tl.where(rises, count_there, count)
@@ -123,7 +124,7 @@ def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_the
 
 @triton.jit
 def _gather(source, memory, size, vocab, low, end, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """Moves the logits from `low` on that do not reach `end`, but for those of -inf, to the front of `memory`, -inf
+    """Move the logits from `low` on that do not reach `end`, but for those of -inf, to the front of `memory`, -inf
     behind them; the number of places they take, whole tiles. Each of LANES columns moves up by itself, so `memory` may
     be `source`."""
     lane = tl.arange(0, LANES)
@@ -163,8 +164,8 @@ def _search(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The last order that reaches what is needed, or that of the smallest logit from there on; the count from it on;
-    and where all logits from it on are, if `keeps_above`, and the size of that."""
+    """Return the last order that reaches what is needed, or that of the smallest logit from there on; the count from it
+    on; and where all logits from it on are, if `keeps_above`, and the size of that."""
     dtype: tl.constexpr = source.dtype.element_ty
     above, sum_above = count * 0, count * 0  # from `fails` on; beyond +inf, where there is none, that is a NaN
     count_aside, sum_aside = count * 0, count * 0  # from `fails` on as it was when `source` was gathered
@@ -230,7 +231,7 @@ def _threshold(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The smallest logit that the filters keep; -inf where they keep all, or the row has a NaN."""
+    """Return the smallest logit that the filters keep; -inf where they keep all, or the row has a NaN."""
     dtype: tl.constexpr = logits.dtype.element_ty
     threshold = tl.full([], -INFINITY, tl.float32)
     largest = tl.full([THREADS], -INFINITY, tl.float32)
@@ -308,8 +309,8 @@ def filter_kernel(
 
 
 def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> Tensor:
-    """As `reference.filters.apply_filters`; parameters on the CPU decide whether there is anything to do, parameters
-    on the device are not waited for."""
+    """Filter logits as `reference.filters.apply_filters`. Parameters on the CPU show whether a filter is used; the host
+    does not wait for parameters on the device."""
     host = layout.first_row.device
     temperature = sampling.temperature.to(host)
     off = torch.zeros_like(temperature)

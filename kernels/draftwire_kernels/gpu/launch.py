@@ -17,8 +17,8 @@ from draftwire_kernels.noise import GROUP
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 SAME_IN_ALL_THREADS: dict[str, Any] = {"enable_fp_fusion": False}
-"""What a reduction leaves is held by many threads. Were a product fused into its first addition, of which each thread
-has another half, the copies would differ in their last bit, and a branch on them would part the threads."""
+"""Many threads hold the result of a reduction. If a product were fused into its first addition, of which each thread
+has another half, the copies would differ in the last bit, and a branch on them would diverge."""
 
 MAX_WAVES = 24
 """Bits that `gpu.batch` has for the waves of a request."""
@@ -29,12 +29,14 @@ def _power(count: int) -> int:
 
 
 def _capacity(count: int) -> int:
-    """Compile-time room for `count` entries: one, or the same for all small numbers, for which one kernel does."""
+    """Return the compile-time room for `count` entries: one, or one size for all small numbers, so that one kernel
+    serves them."""
     return 1 if count == 1 else max(_power(count), 8)
 
 
 def _aligned(count: int) -> int:
-    """Numbers of 4 bytes up to a multiple of 16 bytes: kernels are compiled again for pointers that are not."""
+    """Round a number of 4-byte words up to a multiple of 16 bytes: kernels are compiled again for unaligned
+    pointers."""
     return -(-count // 4) * 4
 
 
@@ -132,7 +134,7 @@ def rejection_sample(
 
 
 class _VerifyPlan(NamedTuple):
-    """How the verifying kernels share their work."""
+    """The division of work among the verifying kernels."""
 
     first: Tuning
     second: Tuning  # of the tests of block verification
@@ -179,7 +181,7 @@ def _plan_verify(
 
 
 def _make_scratch(plan: _VerifyPlan, num_requests: int, num_rows: int, device: torch.device) -> Scratch:
-    """Return the memory that programs of the verifying kernels hand each other results in."""
+    """Allocate the memory for intermediate results of the verifying kernels."""
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -268,17 +270,17 @@ def _verify(
 
 
 def _groups(shape: Shape) -> int:
-    """Compile-time room for the groups of a row: some for each lane of a draw."""
+    """Return the compile-time room for the groups of a row, a few for each lane of a draw."""
     return max(_power(shape.num_groups), 4)
 
 
 def _draft_group(draft: Draft, chosen: Tuning) -> int:
-    """Groups of dense or reduced draft logits, which the programs of the target row take along."""
+    """Return the groups of dense or reduced draft logits, which the programs of the target row take along."""
     return min(max(_power(draft.width) // chosen.tile, 128), GROUP)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:
-    """Rows of each request. Waits for the device when `cu_rows` lies on it, which a graph's capture cannot."""
+    """Return the rows of each request. Waits for the device if `cu_rows` lies there, which a graph's capture cannot."""
     if cu_rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("cu_rows: got a tensor on the device while a CUDA graph is captured, expected one on the CPU")
     return cu_rows.diff().tolist()
@@ -310,5 +312,5 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _on(x: Tensor) -> torch.cuda.device:
-    """Launches go to the device of `x` (nothing to do on the CPU)."""
+    """Make the device of `x` current for launches; does nothing on the CPU."""
     return torch.cuda.device(x.device if x.is_cuda else -1)

@@ -39,7 +39,7 @@ def row_state(key, position, offset):
 
 @triton.jit
 def group_state(state):
-    """State of the noise of a row's groups."""
+    """Return the state of the noise of a row's groups."""
     return mix64(state + _GROUP)
 
 
@@ -76,14 +76,15 @@ def uniform_floor(words):
 
 @triton.jit
 def log_floor(cells):
-    """Logarithm of a floor that is in cells. The word 0 has the floor 0, and still a bound that is finite."""
+    """Return the logarithm of a floor that is in cells. The word 0 has the floor 0, and still a bound that is
+    finite."""
     return tl.log(tl.maximum(cells, _LEAST_FLOOR)) - _LOG_CELLS
 
 
 @triton.jit
 def log_lead(lead):
-    """Logarithm of a root of exp(score) / u, u in cells, plus what the cells take from it. The word 0 makes the root
-    infinite, or NaN where the score is -inf, and still has a logarithm that is finite."""
+    """Return the logarithm of a root of exp(score) / u, u in cells, plus what the cells take from it. The word 0 makes
+    the root infinite, or NaN where the score is -inf, and still has a logarithm that is finite."""
     return tl.log(tl.minimum(lead, _MOST_LEAD)) + 0.5 * _LOG_CELLS
 
 
@@ -128,7 +129,7 @@ def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
 
 @triton.jit
 def gumbel_ceiling(words):
-    """What the noise of the words does not exceed by more than rounding, in float32 or float64."""
+    """Return an upper bound of the words' noise, up to rounding, in float32 or float64."""
     words -= words >> 24  # so that no float is above its word: near 1 the noise falls ever faster
     floor = tl.maximum(uniform_floor(words), _LEAST_FLOOR) * _CELL
     return -tl.log(exponential(tl.minimum(floor, _MAX_UNIFORM32)))

@@ -54,7 +54,7 @@ class Division(NamedTuple):
 
 @triton.jit
 def _divide(division, start, window, BLOCK_N: tl.constexpr):
-    """First step over the rows cached before `start`, steps of a share, number of shares."""
+    """Return the first step over the rows cached before `start`, steps of a share, number of shares."""
     first_step = start * 0
     if window is not None:
         first_step = tl.maximum(start - window + 1, 0) // BLOCK_N
@@ -66,7 +66,8 @@ def _divide(division, start, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _find(cu_rows, num_sequences, place, ROWS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The sequence of a row; with ROWS > 1 of a tile of so many rows: cu_rows[b] // ROWS + b of them lie before b's."""
+    """Return the sequence of a row; with ROWS > 1 of a tile of so many rows: cu_rows[b] // ROWS + b of them lie before
+    b's."""
     sequences = tl.arange(0, BLOCK_B)
     before = tl.load(cu_rows + sequences, mask=sequences < num_sequences, other=FAR)
     if ROWS > 1:
@@ -91,7 +92,7 @@ def _load(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(top, mass, acc, q, k, v, seen, scale, softcap):
-    """One step of the online softmax over keys of which queries see `seen`, or all if None."""
+    """Compute one step of the online softmax over keys of which queries see `seen`, or all if None."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if softcap is None:
         to_log2 = scale * LOG2_E
@@ -115,7 +116,7 @@ def _attend_cached(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows begin .. end - 1 of the sequence, of those cached before `start`."""
+    """Attend to rows begin .. end - 1 of the sequence, of those cached before `start`."""
     n = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table + n // BLOCK_SIZE, mask=n < start, other=0)
     for _ in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -141,7 +142,7 @@ def _attend_new(
     MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows begin .. end - 1 of the sequence's new ones; without MASKED every query sees them."""
+    """Attend to new rows begin .. end - 1 of the sequence; without MASKED every query sees them."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         inside = None
@@ -166,7 +167,7 @@ def _write(cached, slots, rows, inside, STRIDE: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _clear(out, first_row, num_rows, head, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in rows first_row .. num_rows - 1 of [T, KV_HEADS, WIDTH]."""
+    """Write zeros to rows first_row .. num_rows - 1 of [T, KV_HEADS, WIDTH]."""
     column = tl.arange(0, BLOCK)
     to = out + (first_row.to(tl.int64) * KV_HEADS + head) * WIDTH + column
     for _ in range(first_row, num_rows):
@@ -176,7 +177,8 @@ def _clear(out, first_row, num_rows, head, KV_HEADS: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _shared_row(sequence, first_row, rows_each, row):
-    """Where a sequence's row lies in `Shares`: there are rows_each of every sequence, or if that is 0 the batch's."""
+    """Return where a sequence's row lies in `Shares`: there are rows_each of every sequence, or if that is 0 the
+    batch's."""
     return row + (first_row.to(tl.int64) if rows_each == 0 else sequence.to(tl.int64) * rows_each)
 
 
@@ -225,7 +227,8 @@ def attention_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: sequences (with SEARCHED tiles of all) * KV_HEADS, tiles of a sequence, shares."""
+    """Attend to a share of a sequence's context. Grid: sequences (with SEARCHED tiles of all) * KV_HEADS, tiles,
+    shares."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -357,7 +360,7 @@ def combine_kernel(
     AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: rows, parts of heads_each heads. Adds the shares up, always in the same order."""
+    """Add up the shares of each row, always in the same order. Grid: rows, parts of heads_each heads."""
     row = tl.program_id(0)
     division = Division(most_shares, fill, most_steps)
     sequence = _find(cu_rows, num_sequences, row, 1, BLOCK_B)

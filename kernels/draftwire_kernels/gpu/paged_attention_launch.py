@@ -170,12 +170,12 @@ def _shares(launch: Launch, out: Tensor) -> Shares:
 
 
 def _block(size: int) -> int:
-    """Sizes in few kinds, as each is compiled for itself."""
+    """Round a size up to one of few sizes, because each is compiled separately."""
     return max(power_of_2(size), 16)
 
 
 def _block_of_sequences(problem: Problem) -> int:
-    """Fewer kinds still: a program reads the sequences' first rows once, and 64 of them cost what one does."""
+    """Round a number of sequences up to fewer sizes still: a program reads 64 first rows for the cost of one."""
     size = 64
     while size < problem.num_sequences:
         size *= 4
@@ -195,5 +195,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a launch may begin before the one before it has ended: from Hopper on."""
+    """Return whether a launch may begin before the one before it has ended: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,4 +1,4 @@
-"""How a ragged batch is cut into launches, tiles and shares: a function of what the host knows."""
+"""The division of a ragged batch into launches, tiles and shares, from bounds known to the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ SHORT_ROWS = 32
 """Most rows of a sequence (decoding, verification, the end of a prompt) that go into the launch for short ones."""
 
 SHARED_BYTES = 128 << 20
-"""Most memory that shares may take; they are larger, and fewer, where more would not hold them."""
+"""Most memory of shares, bytes; larger and fewer shares are used beyond."""
 
 
 def power_of_2(count: int) -> int:
-    """The least power of two that is at least `count`."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (max(count, 1) - 1).bit_length()
 
 
@@ -73,7 +73,7 @@ class Launch:
         return self.most_rows if self.is_short else 0
 
     def heads_combined_by_a_program(self, problem: Problem) -> int:
-        """One, or as many as leave about a thousand programs."""
+        """Return the rows of a program: one, or as many as leave about a thousand programs."""
         each, heads = 1, problem.kv_heads * problem.group
         while problem.num_rows * heads > 1280 * each and heads % (2 * each) == 0:
             each *= 2
@@ -83,9 +83,9 @@ class Launch:
 def plan(
     problem: Problem, multiprocessors: int, short: Tuning | None = None, long: Tuning | None = None
 ) -> list[Launch]:
-    """Launches that together attend for every row; short and long sequences of one batch have one each.
+    """Return the launches that together attend for every row: one for short and one for long sequences of a batch.
 
-    They depend on the problem's bounds alone, so a sequence's result does not depend on the others within them.
+    The launches depend only on the problem's bounds, so a sequence's result does not depend on other sequences.
     """
     short_problem = replace(problem, max_rows=min(problem.max_rows, SHORT_ROWS))
     if problem.max_rows <= SHORT_ROWS or problem.num_sequences > 1:
@@ -120,7 +120,7 @@ def _long(problem: Problem, least_rows: int, multiprocessors: int, tuning: Tunin
 def _division(
     problem: Problem, places: int, shared_rows: int, multiprocessors: int, tuning: Tuning
 ) -> tuple[int, int, int]:
-    """fill, most_shares and most_steps of `Launch`."""
+    """Return fill, most_shares and most_steps of `Launch`."""
     context = problem.max_length
     if problem.window is not None:
         context = min(context, problem.window + tuning.block_n)
@@ -135,7 +135,7 @@ def _division(
 
 
 def short_tuning(problem: Problem, multiprocessors: int) -> Tuning:
-    """Bound by memory: the smallest tile that holds a sequence's rows, and much of the context in flight."""
+    """Choose for a memory-bound launch: the smallest tile for a sequence's rows, and much of the context in flight."""
     size, pairs = power_of_2(problem.size), problem.max_rows * problem.group
     programs = problem.num_sequences * problem.kv_heads
     if problem.itemsize == 4:
@@ -154,7 +154,7 @@ def short_tuning(problem: Problem, multiprocessors: int) -> Tuning:
 
 
 def long_tuning(problem: Problem) -> Tuning:
-    """Bound by arithmetic."""
+    """Choose for a compute-bound launch."""
     if problem.itemsize == 4:
         return _without_matrix_units(problem, False)
     if power_of_2(problem.size) > 128:
@@ -163,7 +163,7 @@ def long_tuning(problem: Problem) -> Tuning:
 
 
 def _without_matrix_units(problem: Problem, is_idle: bool) -> Tuning:
-    """float32: products by fused multiply-adds."""
+    """Choose for float32: products by fused multiply-adds."""
     is_small = is_idle or power_of_2(problem.size) <= 64
     block_m = max(16 if is_small else 32, power_of_2(problem.group))
     return Tuning(block_m, 32, warps=4 if block_m == 16 else 8, stages=2, share_rows=2048)

@@ -38,7 +38,7 @@ def probability(x, top, mass, temperature, USE_FP64: tl.constexpr):
 
 @triton.jit
 def load_groups(group_top, group_other, num_groups, GROUPS: tl.constexpr):
-    """What a scan left of a row's groups, their largest logits and their masses or leads: [GROUPS] each."""
+    """Load a scan's results for a row's groups: largest logits, and masses or leads, [GROUPS] each."""
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
     largest = tl.load(group_top + group, mask=exists, other=-INFINITY, cache_modifier=".cg")
@@ -47,7 +47,7 @@ def load_groups(group_top, group_other, num_groups, GROUPS: tl.constexpr):
 
 @triton.jit
 def race_bounds(largest, lead, top, temperature):
-    """What no score (logit - top) / temperature + noise of a group exceeds: [GROUPS]."""
+    """Bound the scores (logit - top) / temperature + noise of each group: [GROUPS]."""
     score = (largest - top) / temperature
     bound = score * (1.0 - RELATIVE_MARGIN) + MARGIN + 2.0 * log_lead(lead)
     return tl.where(score > -INFINITY, bound, -INFINITY)
@@ -55,33 +55,33 @@ def race_bounds(largest, lead, top, temperature):
 
 @triton.jit
 def _in_order(bits):
-    """An int32 that is ordered as the float32 of these bits, and back."""
+    """Return an int32 that is ordered as the float32 of these bits, and back."""
     return bits ^ ((bits >> 31) & NO_INDEX)
 
 
 @triton.jit
 def packed(bound, index, SIZE: tl.constexpr):
-    """An int32 that is ordered as the bounds, whose last bits are rounded up to make room for an index below SIZE (a
-    power of two): one reduction finds the highest bound and where it is."""
+    """Return an int32 that is ordered as the bounds, whose last bits are rounded up to make room for an index below
+    SIZE (a power of two): one reduction finds the highest bound and where it is."""
     return (_in_order(bound.to(tl.int32, bitcast=True)) | (SIZE - 1)) ^ index
 
 
 @triton.jit
 def unpacked(packed, SIZE: tl.constexpr):
-    """The bound, rounded up, and the index."""
+    """Return the bound, rounded up, and the index."""
     return _in_order(packed | (SIZE - 1)).to(tl.float32, bitcast=True), (packed & (SIZE - 1)) ^ (SIZE - 1)
 
 
 @triton.jit
 def highest_of(bound):
-    """The highest bound [N], rounded up, and where it is."""
+    """Return the highest bound [N], rounded up, and where it is."""
     SIZE: tl.constexpr = bound.shape[0]
     return unpacked(tl.max(packed(bound, tl.arange(0, SIZE), SIZE), 0), SIZE)
 
 
 @triton.jit
 def ahead(best, winner, score, token):
-    """The better of two tokens, the lower id where their scores are equal."""
+    """Return the better of two tokens, the lower id where their scores are equal."""
     is_better = (score > best) | ((score == best) & (token < winner))
     return tl.where(is_better, score, best), tl.where(is_better, token, winner)
 
@@ -98,7 +98,7 @@ def race_of_target(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Draws from softmax(logits / temperature): the column that wins."""
+    """Draw from softmax(logits / temperature), and return the winning column."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     highest, group = highest_of(bound)

@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def load_tokens(batch, first_draft, num_drafts, begin, count, ROWS: tl.constexpr):
-    """Drafts of the rows begin .. begin + count - 1 of a request, -1 for none."""
+    """Return the drafts of the rows begin .. begin + count - 1 of a request, -1 for none."""
     place = tl.arange(0, ROWS)
     drafted = (place < count) & (begin + place < num_drafts)
     return tl.load(batch.draft_tokens + first_draft + begin + place, mask=drafted, other=-1)
@@ -82,7 +82,7 @@ def load_drafted(
     HAS_DRAFT_LOGITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Logits of the drafts `token` of the rows begin .. begin + count - 1 of a request."""
+    """Return the logits of the drafts `token` of the rows begin .. begin + count - 1 of a request."""
     place = tl.arange(0, ROWS)
     offset = begin + place
     exists = (place < count) & (offset <= num_drafts)
@@ -123,7 +123,7 @@ def load_parts(
 
 @triton.jit
 def _combined(part_top, part_mass, temperature, USE_FP64: tl.constexpr):
-    """Maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
+    """Return the maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
     top = maximum_or_nan(part_top, 1)
     return top, tl.sum(compute_type(part_mass, USE_FP64) * exponents(part_top, top[:, None], temperature), 1)
 
@@ -145,8 +145,8 @@ def _of_lists(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Largest logit, mass and mass of the draft [ROWS] of rows that list their draft logits; their first piece is
-    loaded."""
+    """Return the largest logit, mass and mass of the draft [ROWS] of rows that list their draft logits; their first
+    piece is loaded."""
     token = drafted.token[:, None]
     top = maximum_or_nan(logits, 1)
     part = exponents(logits, top[:, None], temperature).to(tl.float64 if USE_FP64 else tl.float32)
@@ -178,7 +178,7 @@ def combine_rows(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Statistics of the rows of a wave at a temperature above 0."""
+    """Return the statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
     draft_top, draft_mass, token_mass = drafted.logit, parts.mass, parts.mass
     if lists is not None:  # first, while the parts are on their way
@@ -207,7 +207,7 @@ def combine_rows(
 
 @triton.jit
 def row_piece(batch, row, lists, LIST: tl.constexpr):
-    """The first piece of a row's list, of `load_lists` for that row alone."""
+    """Return the first piece of a row's list, of `load_lists` for that row alone."""
     logits = batch.logits + row * batch.logits_stride
     return with_target(logits, tl.reshape(lists[0], [LIST]), tl.reshape(lists[1], [LIST]), batch.vocab)
 
@@ -234,8 +234,9 @@ def draw(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Score and token of the draw from row `place` of the request: from the residual of its draft, or from p. `groups`
-    is what the scan left of that row, `piece` the first of its list; None where they are still to be loaded."""
+    """Return the score and token of the draw from row `place` of the request: from the residual of its draft, or from
+    p. `groups` is what the scan left of that row, `piece` the first of its list; None where they are still to be
+    loaded."""
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
@@ -306,8 +307,8 @@ def resolve(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draws the token after the accepted drafts; returns both, and whether the wave has decided (else every draft of
-    it is accepted).
+    """Draw the token after the accepted drafts; return their number, the token, and whether the wave has decided (else
+    every draft of it is accepted).
 
     A residual without float mass counts as acceptance (for "synthetic": p stands in), so the draw may move on.
     "coupled" draws in every row and moves on while the draw equals the draft.

@@ -39,20 +39,20 @@ def _larger_or_nan(a, b):
 
 @triton.jit
 def maximum_or_nan(x, axis: tl.constexpr):
-    """Maximum along an axis; NaN if there is one."""
+    """Return the maximum along an axis; NaN if there is one."""
     return tl.reduce(x, axis, _larger_or_nan)
 
 
 @triton.jit
 def load_logits(pointers, mask):
-    """float32 logits, -inf outside the mask, +inf as the largest finite value."""
+    """Load float32 logits, -inf outside the mask, +inf as the largest finite value."""
     x = tl.load(pointers, mask=mask, other=-INFINITY).to(tl.float32)
     return tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def load_dense_draft(draft_logits, column_of, column, mask):
-    """Draft logits of target ids, through the table of a reduced vocabulary if there is one."""
+    """Return the draft logits of target ids, through the table of a reduced vocabulary if there is one."""
     if column_of is None:
         y = load_logits(draft_logits + column, mask)
     else:
@@ -70,7 +70,7 @@ def exponents(x, top, temperature):
 
 @triton.jit
 def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """Columns [TILE, GROUP // LINE, LINE] of a tile."""
+    """Return the columns [TILE, GROUP // LINE, LINE] of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
     group = tile * TILE + tl.arange(0, TILE)
     return group[:, None, None] * GROUP + line + tl.arange(0, LINE)[None, None, :]
@@ -78,7 +78,7 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 
 @triton.jit
 def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
+    """Load float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
     first = tile * (TILE * GROUP)
     logits += first.to(tl.int64)
     column = tile_columns(tile * 0, TILE, GROUP, LINE)  # of the tile: constants, which loads have room for
@@ -91,7 +91,7 @@ def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit
 def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """Words of the columns of a tile."""
+    """Return the words of the columns of a tile."""
     line = tl.arange(0, GROUP // LINE)[None, :, None] * LINE
     group = (tile * TILE + tl.arange(0, TILE))[:, None, None] * GROUP
     within = tl.arange(0, LINE)[None, None, :]
@@ -100,7 +100,7 @@ def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.co
 
 @triton.jit
 def group_maximum(x):
-    """Maximum [TILE] of the groups of a tile; NaN if there is one."""
+    """Return the maximum [TILE] of the groups of a tile; NaN if there is one."""
     return maximum_or_nan(maximum_or_nan(x, 1), 1)
 
 
@@ -111,7 +111,7 @@ def group_sum(x):
 
 @triton.jit
 def store_groups(pointers, group, num_groups, values):
-    """Stores a number [TILE] for each group. They are made as wide as a warp, of which the first thread writes: so each
+    """Store a number [TILE] for each group. They are made as wide as a warp, of which the first thread writes: so each
     warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
     TILE: tl.constexpr = values.shape[0]
     thread = tl.arange(0, 32)[None, :]
@@ -121,13 +121,13 @@ def store_groups(pointers, group, num_groups, values):
 
 @triton.jit
 def group_tops(x):
-    """Largest logits [TILE] of a tile, +inf as the largest finite value; NaN if there is one."""
+    """Return the largest logits [TILE] of a tile, +inf as the largest finite value; NaN if there is one."""
     return tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def group_masses(x, inverse):
-    """Largest logits [TILE] of a tile and masses relative to them; `inverse` as `inverse_of` has it."""
+    """Return the largest logits [TILE] of a tile and masses relative to them; `inverse` as `inverse_of` has it."""
     x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
     largest = group_maximum(x)
     finite = tl.where(largest == -INFINITY, 0.0, largest)
@@ -154,7 +154,7 @@ def scan_groups(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
+    """Fill the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
     masses mean nothing."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
@@ -184,7 +184,7 @@ def scan_masses(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Stores the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
+    """Store the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
     SPLITS-th tile."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     top = tl.full([TILE], -INFINITY, tl.float32)
@@ -222,7 +222,7 @@ def scan_sampled(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile with the largest logit and the largest root of exp(score) / u."""
+    """Fill the groups of every SPLITS-th tile with the largest logit and the largest root of exp(score) / u."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)
@@ -258,7 +258,7 @@ def scan_tops(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fills the groups of every SPLITS-th tile with the largest logit."""
+    """Fill the groups of every SPLITS-th tile with the largest logit."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     for tile in range(split, num_tiles, SPLITS):
         store_groups(group_top, tile * TILE + tl.arange(0, TILE), tl.cdiv(num_columns, GROUP), group_tops(x))
@@ -268,7 +268,7 @@ def scan_tops(
 
 @triton.jit
 def lowest_argmax(logits, largest, top, num_columns, GROUP: tl.constexpr):
-    """The lowest column of a row with the largest logit `top`, from those of its groups [GROUPS]."""
+    """Return the lowest column of a row with the largest logit `top`, from those of its groups [GROUPS]."""
     GROUPS: tl.constexpr = largest.shape[0]
     group = tl.min(tl.where(largest == top, tl.arange(0, GROUPS), GROUPS), 0)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -278,8 +278,8 @@ def lowest_argmax(logits, largest, top, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def residuals(score, p_share, draft_score, q_share):
-    """p - q of tokens, and what it does not exceed whatever the rounding, from (logit - top) / temperature in units of
-    log 2 and 1 over the masses; `draft_score` None: p alone."""
+    """Return p - q of tokens and its upper bound under rounding, from (logit - top) / temperature in units of log 2 and
+    1 over the masses; with `draft_score` None only p."""
     score = tl.maximum(score, _LEAST_SCORE)
     p = tl.exp2(score) * p_share
     above = p * tl.fma(score, -_RELATIVE_MARGIN, 1.0 + _RESIDUAL_MARGIN)
@@ -311,7 +311,8 @@ def scan_residual(
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Mass [TILE] of max(weight p - q, 0) in every step-th tile; fills its groups with what theirs does not exceed."""
+    """Return the mass [TILE] of max(weight p - q, 0) in every step-th tile; fills its groups with what theirs does not
+    exceed."""
     num_groups = tl.cdiv(num_columns, GROUP)
     inverse = inverse_of(temperature)
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)

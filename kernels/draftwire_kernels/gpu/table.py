@@ -14,7 +14,7 @@ def _table_kernel(token_ids, table, num_columns, vocab, BLOCK: tl.constexpr):
 
 
 def column_table(token_ids: Tensor, vocab: int) -> Tensor:
-    """int32 [vocab], -1 where no column has the id."""
+    """Return the column of each target id, int32 [vocab]; -1 for ids without a column."""
     table = torch.full((vocab,), -1, dtype=torch.int32, device=token_ids.device)
     _table_kernel[(triton.cdiv(token_ids.shape[0], 1024),)](
         token_ids.contiguous(), table, token_ids.shape[0], vocab, BLOCK=1024

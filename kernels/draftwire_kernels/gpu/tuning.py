@@ -1,4 +1,4 @@
-"""How the work of a launch is cut: constants of each kernel by the size of the batch. No choice changes a result."""
+"""Constants of each kernel by the size of the batch; no choice changes a result."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ class Tuning:
     """Tokens that are bounded together where one race decides among all; fixed where groups race first."""
 
     def limit(self, is_wide: bool) -> dict[str, int]:
-        """Options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
+        """Return the options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
         return {} if is_wide else {"maxnreg": self.registers}
 
 
@@ -57,7 +57,7 @@ def choose(table: tuple[tuple[int, Tuning], ...], size: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Shape:
-    """How rows of `columns` logits are cut into groups, tiles and splits."""
+    """The division of rows of `columns` logits into groups, tiles and splits."""
 
     columns: int
     group: int

@@ -162,7 +162,7 @@ def read_row(
     SPLITS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
-    """Statistics of a split of a row, and of its draft's."""
+    """Compute the statistics of a split of a row and of its draft's row."""
     row = first_row + offset
     logits = batch.logits + row * batch.logits_stride
     groups = row * scratch.num_groups
@@ -207,7 +207,7 @@ def read_row(
 
 @triton.jit
 def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
-    """Which drafts of the wave are refused, and the first of them ("coupled": none, its draws decide)."""
+    """Return which drafts of the wave are refused, and the first of them ("coupled": none, its draws decide)."""
     if METHOD == "coupled":
         refused = rows.exists == 0
         accepted = begin
@@ -224,7 +224,7 @@ def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
 
 @triton.jit
 def is_final_refusal(rows, refused, METHOD: tl.constexpr, HAS_DRAFT_LOGITS: tl.constexpr):
-    """Which refusals stand whatever is drawn.
+    """Return which refusals stand whatever is drawn.
 
     One without anything left to draw would count as acceptance. Without q there is always something, since a draft that
     has all the mass is not refused. With q the residual's mass is at least q - p at the draft, and where that is more
@@ -249,8 +249,8 @@ def resolve_greedy(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """At temperature 0 drafts are accepted while they are the argmax of their row, and an argmax is emitted. Returns
-    what `resolve` returns."""
+    """Resolve at temperature 0: accept drafts while they are the argmax of their row, and emit an argmax. Returns as
+    `resolve`."""
     first_row, first_draft, num_drafts = request_rows(batch, request)
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end

@@ -38,7 +38,8 @@ class Group:
 def groups_of(
     cu_rows: np.ndarray, lengths: np.ndarray, block_tables: np.ndarray, block_size: int, device: torch.device
 ) -> list[Group]:
-    """Groups of the sequences that have rows: counts within a factor of two of each other, and lengths too."""
+    """Return the groups of the sequences that have rows: counts within a factor of two of each other, and lengths
+    too."""
     members: dict[tuple[int, int], list[int]] = {}
     counts = np.diff(cu_rows)
     for index, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):

@@ -14,7 +14,7 @@ from draftwire_kernels.reference.layout import Layout
 def block_acceptance(
     target: Target, draft: Draft, usable: Tensor, uniform: Tensor, temperature: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Which drafts are accepted [B, k_max], and the weight of p in the residual after i of them [B, k_max + 1].
+    """Return which drafts are accepted [B, k_max], and the weight of p in the residual after i of them [B, k_max + 1].
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i < h_i, where h_i is
     s_i / (s_i + 1 - w_i), s_i the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable
@@ -39,7 +39,7 @@ def block_acceptance(
 
 
 def _residual_mass(target: Target, draft: Draft, weight: Tensor, layout: Layout) -> Tensor:
-    """Mass [D] of max(w p - q, 0) in each draft's row, w being the weight of the drafts before it."""
+    """Return the mass [D] of max(w p - q, 0) in each draft's row, w being the weight of the drafts before it."""
     assert target.probs is not None
     p = target.probs[layout.draft_row]
     q = draft.q_rows(torch.arange(p.shape[0], device=p.device), p.shape[-1])

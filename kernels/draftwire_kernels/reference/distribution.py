@@ -13,12 +13,12 @@ def compute_dtype(use_fp64: bool) -> torch.dtype:
 
 
 def maybe_any(flags: Tensor) -> bool:
-    """Whether any flag is set; on an accelerator True, because looking would stall it."""
+    """Return whether any flag is set; always True on an accelerator, where reading the flags would wait."""
     return bool(flags.any()) if flags.device.type == "cpu" else True
 
 
 def scale(logits: Tensor, temperature: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scores whose softmax is the distribution, and which rows have one.
+    """Return the scores whose softmax is the distribution, and which rows have one.
 
     Scores are (logits - row maximum) / temperature, so at most 0 and as precise where it matters for logits of any
     size; at temperature 0 they are not divided. An infinite logit counts as the largest finite one. A row with NaN
@@ -34,7 +34,7 @@ def scale(logits: Tensor, temperature: Tensor, dtype: torch.dtype) -> tuple[Tens
 def add_noise(
     scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor, offset: Tensor | int, token_ids: Tensor | None
 ) -> Tensor:
-    """Scores plus Gumbel noise, in the rows whose temperature is not 0; may reuse the memory of `scores`."""
+    """Return the scores plus Gumbel noise, in the rows whose temperature is not 0; may reuse the memory of `scores`."""
     sampled = temperature > 0
     if not maybe_any(sampled):
         return scores
@@ -47,8 +47,8 @@ def add_noise(
 
 
 def draw(scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
-    """Tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens. The argmax
-    at temperature 0."""
+    """Return the tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens.
+    The argmax at temperature 0."""
     sampled = temperature > 0
     if not maybe_any(sampled):
         return scores.argmax(-1)

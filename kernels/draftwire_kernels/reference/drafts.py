@@ -79,11 +79,12 @@ def _target_probability(tokens: Tensor, target: Target, greedy: Tensor, layout: 
 
 
 def without_draft(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Scores [B, V] of the residual of a one-hot q: p with the draft [B] removed."""
+    """Return the scores [B, V] of the residual of a one-hot q: p with the draft [B] removed."""
     return scores.scatter(1, tokens[:, None], -torch.inf)
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Unnormalised residual max(weight * p - q, 0), rows [B, V]; `weight` [B] is 1 but for block verification."""
+    """Return the unnormalised residual max(weight * p - q, 0), rows [B, V]; `weight` [B] is 1 but for block
+    verification."""
     scaled = p if weight is None else p * weight[:, None]
     return (scaled - q).clamp_(min=0)

@@ -11,11 +11,12 @@ from draftwire_kernels.reference.distribution import scale
 from draftwire_kernels.reference.layout import Layout
 
 _NO_TOP_P = 2.0
-"""More than the mass of any row, so that rounding never cuts a row that does not use top-p."""
+"""A top-p above the mass of any row, so that rounding never cuts a row without top-p."""
 
 
 def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> Tensor:
-    """Logits with -inf for what min-p, top-k and top-p remove; the input itself where no request uses them."""
+    """Return the logits with -inf for what min-p, top-k and top-p remove; the input itself where no request uses
+    them."""
     vocab = logits.shape[1]
     sampled = sampling.temperature.to(layout.first_row.device) > 0
     min_p = _in_use(sampling.min_p, sampled, 0.0, lambda p: p > 0)
@@ -44,7 +45,7 @@ def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> T
 
 
 def _in_use(values: Tensor | None, sampled: Tensor, off: float, used: Callable[[Tensor], Tensor]) -> Tensor:
-    """The parameter [B], `off` where the request does not use it."""
+    """Return the parameter [B], `off` where the request does not use it."""
     if values is None:
         return torch.full(sampled.shape, off, device=sampled.device)
     values = values.to(sampled.device)
@@ -52,7 +53,7 @@ def _in_use(values: Tensor | None, sampled: Tensor, off: float, used: Callable[[
 
 
 def _threshold(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Smallest logit [N, 1] that top-k and then top-p keep in each row."""
+    """Return the smallest logit [N, 1] that top-k and then top-p keep in each row."""
     ordered = _descending(x)
     kth = ordered.gather(1, top_k.long()[:, None] - 1)
     if not (top_p < 1).any():
@@ -65,7 +66,8 @@ def _threshold(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
 
 
 def _descending(x: Tensor) -> Tensor:
-    """Each row's values, largest first. On the CPU numpy's vectorised sort is tens of times as fast as torch's."""
+    """Return each row's values, largest first. On the CPU numpy's vectorised sort is tens of times as fast as
+    torch's."""
     if x.device.type == "cpu":
         return torch.from_numpy(np.sort(x.numpy())).flip(-1)
     return x.sort(-1, descending=True).values

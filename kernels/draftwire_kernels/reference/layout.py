@@ -20,7 +20,7 @@ class Layout:
 
     @classmethod
     def from_cu_rows(cls, cu_rows: Tensor, num_rows: int, device: torch.device) -> "Layout":
-        """Reads the largest k_b, so it waits for the device where `cu_rows` is not on the CPU."""
+        """Lay out a batch. Reads the largest k_b, and so waits for the device unless `cu_rows` is on the CPU."""
         sizes = cu_rows.diff().long()
         max_drafts = int(sizes.max()) - 1
         first_row = cu_rows[:-1].to(device).long()
@@ -48,16 +48,17 @@ class Layout:
         return self.first_row.shape[0]
 
     def rows_of(self, flags: Tensor) -> Tensor:
-        """Rows, int64, of the requests whose flag [B] is set."""
+        """Return the rows, int64, of the requests whose flag [B] is set."""
         return flags.to(self.row_request.device)[self.row_request].nonzero()[:, 0]
 
     def pad(self, values: Tensor, fill: float) -> Tensor:
-        """Values of drafts [D] laid out as [B, k_max]."""
+        """Return the values of drafts [D] laid out as [B, k_max]."""
         padded = values.new_full((self.num_requests, self.max_drafts), fill)
         padded[self.draft_request, self.draft_offset] = values
         return padded
 
     def draft_index(self, offset: Tensor) -> Tensor:
-        """Index in [0, D) of each request's draft at `offset` [B]; some valid index where it has no such draft."""
+        """Return the index in [0, D) of each request's draft at `offset` [B]; some valid index where it has no such
+        draft."""
         first_draft = self.first_row - torch.arange(self.num_requests, device=self.first_row.device)
         return (first_draft + offset).clamp_(max=max(self.draft_row.shape[0] - 1, 0))

@@ -17,7 +17,7 @@ from draftwire_kernels.noise import (
 
 
 def _signed(value: int, bits: int) -> int:
-    """The two's complement reading of `value`: torch's integers are signed and their products wrap."""
+    """Return the two's complement reading of `value`: torch's integers are signed and their products wrap."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
@@ -37,7 +37,8 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def row_state(key: Tensor, position: Tensor, offset: Tensor | int) -> Tensor:
-    """State of each noise row: int64 [N] from int64 [N] keys and positions and the offset (int or integer [N])."""
+    """Return the state of each noise row: int64 [N] from int64 [N] keys and positions and the offset (int or integer
+    [N])."""
     state = mix64(key + _GOLDEN64)
     state = mix64(state + (position + 1) * _GOLDEN64)
     if isinstance(offset, Tensor):
@@ -46,7 +47,7 @@ def row_state(key: Tensor, position: Tensor, offset: Tensor | int) -> Tensor:
 
 
 def group_state(state: Tensor) -> Tensor:
-    """State [N] of the noise of each row's groups."""
+    """Return the state [N] of the noise of each row's groups."""
     return mix64(state + _GROUP64)
 
 

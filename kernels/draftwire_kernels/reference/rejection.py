@@ -56,14 +56,14 @@ def rejection_sample(
 
 
 def _prefix_length(accept: Tensor) -> Tensor:
-    """Number of accepted drafts before the first refused one: [B] from flags [B, k_max]."""
+    """Return the number of accepted drafts before the first refused one: [B] from flags [B, k_max]."""
     return accept.long().cumprod(1).sum(1)
 
 
 def _final_scores(
     accepted: Tensor, target: Target, draft: Draft, temperature: Tensor, layout: Layout, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [B, V] of the token after the accepted drafts: of the residual after a refusal, else of p.
+    """Return the scores [B, V] of the token after the accepted drafts: of the residual after a refusal, else of p.
 
     Returns the accepted counts, the scores, and where a residual was wanted but has no mass; p stands in for it there.
     """

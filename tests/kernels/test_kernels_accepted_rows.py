@@ -1,4 +1,4 @@
-"""gather_true_rows: with each backend, Triton's compiled on CUDA and through its interpreter elsewhere."""
+"""gather_accepted_rows: with each backend, Triton's compiled on CUDA and through its interpreter elsewhere."""
 
 from itertools import accumulate
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwire_kernels import gather_true_rows
+from draftwire_kernels import gather_accepted_rows
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -47,7 +47,7 @@ class Step:
     def gathered(self, backend: str) -> Tensor:
         out = torch.full((len(self.slots), self.rows.shape[1]), torch.nan, dtype=self.rows.dtype, device=DEVICE)
         given = (self.rows, self.slots, self.cu_rows, self.places, self.table)
-        gather_true_rows(*(tensor.to(DEVICE) for tensor in given), out, backend=backend)
+        gather_accepted_rows(*(tensor.to(DEVICE) for tensor in given), out, backend=backend)
         return out.cpu()
 
 
@@ -64,7 +64,7 @@ class Step:
         ([2, 3, 1], [2, 3, 1]),
     ],
 )
-def test_true_rows_come_first(
+def test_accepted_rows_come_first(
     backend: str, lengths: list[int], drawn: list[int], width: int, dtype: torch.dtype
 ) -> None:
     step = Step(lengths, drawn, width, dtype)
@@ -92,7 +92,7 @@ def test_rows_behind_2_to_the_31_elements(backend: str) -> None:
     slots = torch.arange(len(rows) - 2, len(rows), device=DEVICE)
     cu_rows = torch.arange(3, dtype=torch.int32, device=DEVICE)
     out = rows.new_empty(2, width)
-    gather_true_rows(rows, slots, cu_rows, cu_rows[:2].long(), cu_rows[:2, None].long(), out, backend=backend)
+    gather_accepted_rows(rows, slots, cu_rows, cu_rows[:2].long(), cu_rows[:2, None].long(), out, backend=backend)
     assert out[:, 0].tolist() == out[:, -1].tolist() == [2.0, 1.0]
 
 
@@ -138,6 +138,6 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
         "drawn": torch.ones(2, 3, dtype=INT),
         "out": torch.zeros(3, 2),
     }
-    gather_true_rows(**good)  # type: ignore[arg-type]
+    gather_accepted_rows(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
-        gather_true_rows(**(good | changes))  # type: ignore[arg-type]
+        gather_accepted_rows(**(good | changes))  # type: ignore[arg-type]

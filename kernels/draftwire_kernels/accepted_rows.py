@@ -1,15 +1,15 @@
-"""Gathers the rows of a verify step so that those of accepted drafts come first."""
+"""Gather the rows of a verify step, accepted rows first."""
 
 from torch import Tensor, bfloat16, float16, float32, int32, int64, no_grad
 
 from draftwire_kernels import validation
-from draftwire_kernels.reference import true_rows as reference
+from draftwire_kernels.reference import accepted_rows as reference
 
 DTYPES = (float32, bfloat16, float16)
 
 
 @no_grad()
-def gather_true_rows(
+def gather_accepted_rows(
     rows: Tensor,
     slots: Tensor,
     cu_rows: Tensor,
@@ -19,10 +19,11 @@ def gather_true_rows(
     *,
     backend: str = "auto",
 ) -> None:
-    """Copies the true rows of all sequences to `out`, sequence after sequence, and then the other rows in their order.
+    """Copy the accepted rows of all sequences to `out`, sequence after sequence, and then the other rows in their
+    order.
 
-    A sequence's true rows are its first ones, as many as tokens were drawn for it: those of its last token and of the
-    drafts that were accepted. How many there are is read on the device, and nothing waits for it.
+    A sequence's accepted rows are its first ones, as many as tokens were drawn for it: those of its last token and of
+    the drafts that were accepted. How many there are is read on the device, and nothing waits for it.
 
     Parameters
     ----------
@@ -54,22 +55,22 @@ def gather_true_rows(
     Examples
     --------
     >>> import torch
-    >>> from draftwire_kernels import gather_true_rows
+    >>> from draftwire_kernels import gather_accepted_rows
     >>> rows, out = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]]), torch.empty(4, 1)
     >>> cu_rows = torch.tensor([0, 2, 4], dtype=torch.int32)
     >>> drawn = torch.tensor([[1, 7, -1], [2, 7, 7]])
-    >>> gather_true_rows(rows, torch.tensor([1, 2, 3, 4]), cu_rows, torch.tensor([0, 1]), drawn, out)
+    >>> gather_accepted_rows(rows, torch.tensor([1, 2, 3, 4]), cu_rows, torch.tensor([0, 1]), drawn, out)
     >>> out.flatten()
     tensor([1., 3., 4., 2.])
     """
     _check(rows, slots, cu_rows, places, drawn, out)
     arguments = (rows, slots, cu_rows, places, drawn, out)
     if validation.choose_backend(backend, rows.device) == "triton":
-        from draftwire_kernels.gpu import true_rows as gpu
+        from draftwire_kernels.gpu import accepted_rows as gpu
 
-        gpu.gather_true_rows(*arguments)
+        gpu.gather_accepted_rows(*arguments)
     else:
-        reference.gather_true_rows(*arguments)
+        reference.gather_accepted_rows(*arguments)
 
 
 def _check(rows: Tensor, slots: Tensor, cu_rows: Tensor, places: Tensor, drawn: Tensor, out: Tensor) -> None:

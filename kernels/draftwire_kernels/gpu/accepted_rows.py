@@ -1,7 +1,8 @@
-"""The rows of a verify step, true ones first, in one launch.
+"""The rows of a verify step, accepted rows first, in one launch.
 
-A program copies a part of one row. Where to, it finds by itself: the true rows before it are, of each sequence, those
-of its true rows that come before it, and so a sum over the sequences, whose number of true rows the device knows.
+A program copies a part of one row. Where to, it finds by itself: the accepted rows before it are, of each sequence,
+those of its accepted rows that come before it, and so a sum over the sequences, whose number of accepted rows the
+device knows.
 """
 
 import torch
@@ -14,7 +15,7 @@ SEQUENCES, COLUMNS = 128, 2048
 
 
 @triton.jit(do_not_specialize=["drawn_columns", "num_sequences"])
-def true_rows_kernel(
+def accepted_rows_kernel(
     rows,  # [S, W]
     slots,  # [T] int64
     cu_rows,  # [n + 1] int32
@@ -32,8 +33,8 @@ def true_rows_kernel(
     # Before the place that they go to is known, since they take longest to arrive.
     values = tl.load(rows + tl.load(slots + row) * width + column, mask=column < width)
     true_before = tl.zeros([SEQUENCES], tl.int32)
-    true_in_all = tl.zeros([SEQUENCES], tl.int32)
-    is_true = tl.zeros([SEQUENCES], tl.int32)
+    accepted_in_all = tl.zeros([SEQUENCES], tl.int32)
+    is_accepted = tl.zeros([SEQUENCES], tl.int32)
     for begin in range(0, num_sequences, SEQUENCES):
         sequence = begin + tl.arange(0, SEQUENCES)
         is_one = sequence < num_sequences
@@ -43,18 +44,20 @@ def true_rows_kernel(
         num_drawn = tl.load(drawn + place * drawn_columns, mask=is_one, other=0)
         num_true = tl.minimum(tl.maximum(num_drawn, 0), (last - first).to(tl.int64)).to(tl.int32)
         true_before += tl.minimum(tl.maximum(row - first, 0), num_true)
-        true_in_all += num_true
-        is_true += ((row >= first) & (row < first + num_true)).to(tl.int32)
+        accepted_in_all += num_true
+        is_accepted += ((row >= first) & (row < first + num_true)).to(tl.int32)
     before = tl.sum(true_before, 0)
-    destination = tl.where(tl.sum(is_true, 0) > 0, before, tl.sum(true_in_all, 0) + row - before)
+    destination = tl.where(tl.sum(is_accepted, 0) > 0, before, tl.sum(accepted_in_all, 0) + row - before)
     tl.store(out + destination.to(tl.int64) * width + column, values, mask=column < width)
 
 
-def gather_true_rows(rows: Tensor, slots: Tensor, cu_rows: Tensor, places: Tensor, drawn: Tensor, out: Tensor) -> None:
+def gather_accepted_rows(
+    rows: Tensor, slots: Tensor, cu_rows: Tensor, places: Tensor, drawn: Tensor, out: Tensor
+) -> None:
     num_rows, width = out.shape
     columns = min(triton.next_power_of_2(width), COLUMNS)
     with torch.cuda.device(rows.device if rows.is_cuda else -1):
-        true_rows_kernel[(num_rows, triton.cdiv(width, columns))](
+        accepted_rows_kernel[(num_rows, triton.cdiv(width, columns))](
             rows,
             slots,
             cu_rows,
