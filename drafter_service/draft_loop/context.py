@@ -38,7 +38,7 @@ class LoopContext(DraftContext):
         states: torch.Tensor,
         max_rows: int,
     ) -> None:
-        """`state` has been begun with `inputs`; `states` and `max_rows` are of the true rows."""
+        """`state` has been begun with `inputs`; `states` and `max_rows` are of the accepted rows."""
         self._memory, self._mode, self._inputs, self._state = memory, mode, inputs, state
         self.cache = memory.cache
         self.states = states

@@ -39,7 +39,7 @@ class PackedInputs:
     """The same memory for every step; what a step uses of it depends on N and T alone, so that it can be captured."""
 
     def __init__(self, max_sequences: int, max_rows: int, rows_each: int, device: torch.device) -> None:
-        """Make room for so many sequences and true rows; `rows_each` as of `HeadSpec.rows_of_step`."""
+        """Make room for so many sequences and accepted rows; `rows_each` as of `HeadSpec.rows_of_step`."""
         self.num_new_blocks = num_new_blocks(rows_each)
         size = self._layout(max_sequences, max_rows)[-1]
         is_cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A draft step on the device: its true rows enter the head's cache, and the head drafts."""
+"""A draft step on the device: its accepted rows enter the head's cache, and the head drafts."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LoopState(NamedTuple):
 
 
 class BlockState(NamedTuple):
-    """R rows of each of N sequences, behind their true rows."""
+    """R rows of each of N sequences, behind their accepted rows."""
 
     tokens: Any  # [N * R] int64, 0
     positions: Any  # [N * R] int64
@@ -121,7 +121,7 @@ def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
 
 
 def begin_block(inputs: LoopInputs, state: LoopState, num_rows: int) -> BlockState:
-    """Return `num_rows` rows of each sequence behind its true rows.
+    """Return `num_rows` rows of each sequence behind its accepted rows.
 
     Parameters
     ----------

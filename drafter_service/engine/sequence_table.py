@@ -88,7 +88,7 @@ class SequenceTable:
         return self.blocks[slot, : self.num_blocks[slot]]
 
     def num_missing_blocks(self, slot: int, num_rows: int) -> int:
-        """Blocks that a sequence needs for `num_rows` rows after its true ones, beside those that it has."""
+        """Blocks that a sequence needs for `num_rows` rows after its accepted ones, beside those that it has."""
         end = self.next_row.item(slot) + num_rows
         return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
 
@@ -97,7 +97,7 @@ class SequenceTable:
         return ends <= self.end_row[slots]
 
     def reserve(self, slot: int, num_rows: int) -> bool:
-        """Makes room for `num_rows` rows after a sequence's true ones, if the context and the pool have it."""
+        """Makes room for `num_rows` rows after a sequence's accepted ones, if the context and the pool have it."""
         if self.next_row.item(slot) + num_rows > self._max_model_len:
             return False
         missing = self.num_missing_blocks(slot, num_rows)
@@ -122,7 +122,7 @@ class SequenceTable:
         num_drafts
             Int64 [n], at least 1 each.
         rows_before
-            Rows that come between a sequence's true ones and those of its drafts.
+            Rows that come between a sequence's accepted ones and those of its drafts.
         """
         behind = rows_before + self._rows_behind(num_drafts)
         has_room = self.has_room(slots, self.next_row[slots] + behind)
@@ -132,7 +132,7 @@ class SequenceTable:
         left = self.end_row[slots] - self.next_row[slots] - rows_before
         if self._block_rows:
             return np.where(left >= self._block_rows, num_drafts, 0)
-        # A sequence's first draft needs no row of its own: its last true row predicts it.
+        # A sequence's first draft needs no row of its own: its last accepted row predicts it.
         return np.minimum(num_drafts, left + 1)
 
     def reserve_next_step(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
@@ -140,7 +140,7 @@ class SequenceTable:
         self.reserve_ahead(slots, num_drafts + 1 + self._rows_behind(num_drafts))
 
     def has_draft_room(self, slots: np.ndarray, first_rows: np.ndarray, counts: np.ndarray, num_drafts: int) -> bool:
-        """Return whether all sequences have, or can get, room for true rows from `first_rows` on and their drafts.
+        """Return whether all sequences have, or can get, room for accepted rows from `first_rows` on and their drafts.
 
         Rows that may not come take no blocks that other sequences need.
         """
@@ -153,7 +153,7 @@ class SequenceTable:
         return np.full(len(num_drafts), self._block_rows) if self._block_rows else num_drafts - 1
 
     def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
-        """Makes room for so many rows after the sequences' true ones; one block for each open sequence stays free.
+        """Makes room for so many rows after the sequences' accepted ones; one block for each open sequence stays free.
 
         A step for which there is room is taken with no look at each of its sequences.
         """
@@ -163,7 +163,7 @@ class SequenceTable:
             self._extend(slots[lacks], num_rows[lacks], spare=self.num_open)
 
     def _extend(self, slots: np.ndarray, num_rows: np.ndarray, spare: int = 0) -> None:
-        """Gives sequences the blocks for so many rows after their true ones, in order; `spare` blocks stay free."""
+        """Gives sequences the blocks for so many rows after their accepted ones, in order; `spare` blocks stay free."""
         first_rows, held = self.first_row[slots], self.num_blocks[slots]
         ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
         missing = -(-(ends - first_rows) // BLOCK_SIZE) - held

@@ -47,7 +47,7 @@ class ChainHead(Head):
         self._pass(rows, states, cache)
 
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """See `Head.draft`: one pass over the true rows, then one row of each sequence for every further draft."""
+        """See `Head.draft`: one pass over the accepted rows, then one row of each sequence for every further draft."""
         states = self._pass(context.rows, context.states, context.cache)[context.last_rows]
         for offset in range(num_drafts):
             if offset > 0:

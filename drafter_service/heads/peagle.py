@@ -13,7 +13,7 @@ from drafter_service.heads.tensors import TensorSource
 class PEagleHead(Eagle3Head):
     """A P-EAGLE head (arXiv 2602.01469).
 
-    The last true row predicts the first draft. Each further draft is predicted by a row behind it that has the mask
+    The last accepted row predicts the first draft. Each further draft is predicted by a row behind it that has the mask
     token and, in place of features, the trained `mask_hidden`; a row sees the rows before it.
     """
 

@@ -35,8 +35,8 @@ class HeadSpec:
     max_drafts
         Most drafts of a step; None where the head has no bound.
     block_rows
-        Most rows of a block (`DraftContext.block`), for which every step with drafts has room behind the true rows of
-        each sequence that wants drafts; 0 for a head that writes one row for each draft but the last.
+        Most rows of a block (`DraftContext.block`), for which every step with drafts has room behind the accepted rows
+        of each sequence that wants drafts; 0 for a head that writes one row for each draft but the last.
     """
 
     method: Method
@@ -53,11 +53,11 @@ class HeadSpec:
     block_rows: int = 0
 
     def rows_behind(self, num_drafts: int) -> int:
-        """Return how many rows behind the true ones a step of at least 1 draft needs room for."""
+        """Return how many rows behind the accepted ones a step of at least 1 draft needs room for."""
         return self.block_rows or num_drafts - 1
 
     def rows_of_step(self, max_drafts: int) -> int:
-        """Return the most rows of a sequence in a step of up to so many drafts: true ones and those behind them."""
+        """Return the most rows of a sequence in a step of up to so many drafts: accepted ones and those behind them."""
         return max_drafts + 1 + self.rows_behind(max_drafts)
 
 
@@ -77,11 +77,11 @@ class DraftContext(ABC):
     cache
         Keys and values of the sequences' rows.
     rows
-        The true rows of the step, at least one of each sequence; rows of padding have token and position 0.
+        The accepted rows of the step, at least one of each sequence; rows of padding have token and position 0.
     states
-        [T, hidden], what `Head.fuse` made of the features of the true rows.
+        [T, hidden], what `Head.fuse` made of the features of the accepted rows.
     last_rows
-        [N] int64, the last true row of each sequence. Its token is the last committed one, x_n.
+        [N] int64, the last accepted row of each sequence. Its token is the last committed one, x_n.
     wants_confidences
         Whether drafts are sent with confidences.
     """
@@ -117,7 +117,7 @@ class DraftContext(ABC):
 
     @abstractmethod
     def block(self, num_rows: int) -> Rows:
-        """Return `num_rows` rows of each sequence behind its true rows: row j of sequence b is b * num_rows + j.
+        """Return `num_rows` rows of each sequence behind its accepted rows: row j of sequence b is b * num_rows + j.
 
         All tokens are 0. There are at most `HeadSpec.block_rows`.
         """
@@ -148,7 +148,7 @@ class Head(ABC):
 
     @abstractmethod
     def enter(self, rows: Rows, states: torch.Tensor, cache: KVCache) -> None:
-        """Write true rows, after which nothing is drafted, into the cache.
+        """Write accepted rows, after which nothing is drafted, into the cache.
 
         Parameters
         ----------
@@ -158,7 +158,7 @@ class Head(ABC):
 
     @abstractmethod
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """Write the step's true rows into the cache and draw `num_drafts` drafts for each sequence.
+        """Write the step's accepted rows into the cache and draw `num_drafts` drafts for each sequence.
 
         Launches alone: nothing waits for the device, so that a CUDA graph can capture the call.
         """

@@ -12,7 +12,7 @@ STUBS = "draftwire/v1/"
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 """Without the docstring."""
-MAX_KERNEL_LINES = 140
+MAX_KERNEL_LINES = 150
 """Of a Triton kernel, whose arguments and compile-time constants alone fill dozens of lines."""
 MAX_TEST_NAME = 60
 PACKAGES = ("draftwire", "drafter_service", "verifier_service", "kernels", "benchmarks", "training", "deploy", "proto")

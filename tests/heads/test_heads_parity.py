@@ -81,7 +81,7 @@ def test_chain_of_drafts_behind_the_last_row(rig: Rig) -> None:
 
 
 def test_accepted_rows_after_roll_backs(rig: Rig) -> None:
-    """A chain behind every row: its speculative rows are overwritten by the true ones that come next."""
+    """A chain behind every row: its speculative rows are overwritten by the accepted ones that come next."""
     for row in range(NUM_ROWS):
         out = rig.run([(0, row, 1)])
         rig.check(out, 0, [row])

@@ -100,7 +100,7 @@ class FeatureStore:
     def read_accepted_rows(
         self, slots: torch.Tensor, cu_rows: torch.Tensor, places: torch.Tensor, drawn: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Copies the features of verified rows, true ones first; `out` as for `read`, the others as for
+        """Copies the features of verified rows, accepted ones first; `out` as for `read`, the others as for
         `gather_accepted_rows`, where `slots` are places in the cache."""
         is_direct = out.device == self.rows.device and out.dtype == self.rows.dtype
         gathered = out if is_direct else self.rows.new_empty(out.shape)
