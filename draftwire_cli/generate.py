@@ -13,6 +13,7 @@ import click
 from draftwire.client import ChatMessage, Chunk, Client, Completion, Options, Stream
 from draftwire.client.missing_drafts import explain_missing_drafts
 from draftwire.contract.errors import DraftwireError
+from draftwire.contract.validation import parse_json_object
 from draftwire.server.cli_options import OTLP_ENDPOINT, client_security, client_security_options
 from draftwire.server.tracing import exporting_traces
 from draftwire.v1 import generate_pb2 as pb
@@ -68,6 +69,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
 @click.option("--prompt-file", type=click.File(encoding="utf-8"), help="File with the text; - reads standard input.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template.")
+@click.option("--template-arguments", metavar="JSON|FILE", help="Of the chat template, with --chat.")
 @sampling_options
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
@@ -83,6 +85,7 @@ def generate(
     prompt: str | None,
     prompt_file: TextIO | None,
     chat: bool,
+    template_arguments: str | None,
     as_json: bool,
     show_drafts: bool,
     otlp_endpoint: str | None,
@@ -98,6 +101,8 @@ def generate(
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
     security = client_security(given)
     options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
+    if template_arguments is not None:
+        options["template_arguments"] = parse_json_object("template_arguments", template_arguments)
     with (
         exporting_traces("draftwire-client", otlp_endpoint, insecure=security.insecure),
         Client(server, security) as client,

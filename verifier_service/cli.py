@@ -102,6 +102,13 @@ from verifier_service.options import VerifierOptions
     type=click.FloatRange(0),
     help="Seconds that running requests have when this verifier is told to end.",
 )
+@click.option(
+    "--generation-config",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|DIR",
+    help="Defaults of sampling parameters: generation_config.json of the target, none, or the file in DIR.",
+)
 @click.option("--vllm-metrics", is_flag=True, help="Serve metrics that vLLM has under vLLM's names too.")
 @click.option("--token-file", type=FILE, help="Bearer tokens that let clients in, one a line.")
 @click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")

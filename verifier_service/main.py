@@ -13,6 +13,7 @@ from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import generate_pb2_grpc
 from verifier_service.api.preparation import RequestRules
 from verifier_service.api.requests import RequestHandler
+from verifier_service.api.sampling_defaults import read_sampling_defaults
 from verifier_service.api.service import SERVICE_NAME, GenerationServicer
 from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
 from verifier_service.host.access import EngineAccess, InProcessEngine
@@ -53,9 +54,14 @@ def reading_limits(max_open: int) -> ReadingLimits:
 
 
 async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAccess) -> None:
-    codec = find_tokenizer(resolve_directory(options.target))
+    directory = resolve_directory(options.target)
+    codec = find_tokenizer(directory)
     if codec is not None:
         warn_of_ids_beyond(codec, engine.facts.vocab_size)
+    rules = RequestRules(
+        takes_priorities=options.scheduling_policy == "priority",
+        default_sampling_params=read_sampling_defaults(options.generation_config, directory),
+    )
     has_failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -63,7 +69,6 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
         loop.call_soon_threadsafe(has_failed.set)
         loop.call_soon_threadsafe(stop.set)
 
-    rules = RequestRules(takes_priorities=options.scheduling_policy == "priority")
     handler = RequestHandler(engine, codec, settings.config, stop_process, rules)
     await handler.start()
     try:

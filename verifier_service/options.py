@@ -31,6 +31,7 @@ class VerifierOptions:
     adaptive_k: bool | None = None
     drain_timeout: float = 30.0
     load_format: str = "auto"
+    generation_config: str = "auto"
     compile_cache: str | None = None
     metrics_listen: str | None = None
     vllm_metrics: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -11,7 +11,17 @@ import grpc
 
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
-from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
+from draftwire.client.request import (
+    CLIENT_CHANNEL_OPTIONS,
+    ChatMessage,
+    ChatOptions,
+    Options,
+    Prompt,
+    build_detokenize_request,
+    build_request,
+    build_tokenize_request,
+    to_error,
+)
 from draftwire.contract.addresses import parse_address
 from draftwire.server.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.v1 import generate_pb2 as pb
@@ -146,6 +156,31 @@ class AsyncClient:
         """As `generate`, but returns the whole output at its end."""
         async with self.generate(prompt, **options) as stream:
             return Completion.from_chunks([chunk async for chunk in stream])
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        timeout: float | None = 10.0,
+        **options: Unpack[ChatOptions],
+    ) -> list[int]:
+        """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
+        request = build_tokenize_request(prompt, options)
+        try:
+            answer = await self._stub().Tokenize(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
+        return list(answer.token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], timeout: float | None = 10.0, *, skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text of token ids; `timeout` in seconds."""
+        request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            answer = await self._stub().Detokenize(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
+        return str(answer.text)
 
     async def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
         """What the server serves and with which drafters; `timeout` in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -21,11 +22,15 @@ from draftwire.v1 import generate_pb2 as pb
 CLIENT_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]
 
 
-class ChatMessage(TypedDict):
-    """One message of a conversation."""
+class ChatMessage(TypedDict, total=False):
+    """One message of a conversation; `role` is needed. Field for field ChatMessage of the contract."""
 
     role: str
     content: str
+    name: str
+    tool_calls: Sequence[Mapping[str, Any] | str]
+    tool_call_id: str
+    reasoning: str
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -56,7 +61,18 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_text: bool | None
 
 
-class Options(SamplingOptions, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How messages become a prompt."""
+
+    continue_final_message: bool | None
+    """Continue the last message, an assistant's, instead of opening a new turn behind it; default false."""
+    template_arguments: Mapping[str, Any] | None
+    """Further arguments of the chat template, as {"enable_thinking": False}."""
+    tools: Sequence[Mapping[str, Any] | str] | None
+    """Tools that the template may offer, in OpenAI's form, as objects or their JSON."""
+
+
+class Options(SamplingOptions, ChatOptions, total=False):
     """Every option of a request besides its prompt."""
 
     num_speculative_tokens: int | None
@@ -83,7 +99,8 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     """
     given = {name: value for name, value in options.items() if value is not None}
     sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
-    rest = {name: value for name, value in given.items() if name not in sampling}
+    chat = {name: value for name, value in given.items() if name in ChatOptions.__annotations__}
+    rest = {name: value for name, value in given.items() if name not in sampling and name not in chat}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
     timeout = rest.pop("timeout", None)
@@ -96,12 +113,35 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
         raise InvalidArgumentError(unknown[0], rest[unknown[0]], f"unknown option; known: {known}")
     request = build_message(pb.GenerateRequest(), rest, "")
     request.sampling_params.CopyFrom(build_sampling_params(**sampling))
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, chat)
     check_limits(request)
     return request, timeout
 
 
-def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+def build_tokenize_request(
+    prompt: str | Sequence[ChatMessage], options: Mapping[str, Any]
+) -> pb.TokenizeRequest:
+    """Return the request of a prompt's token ids; `options` are those of `ChatOptions`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, its value and what is allowed.
+    """
+    request, _ = build_request(prompt, options)
+    if request.WhichOneof("prompt") == "token_ids":
+        raise InvalidArgumentError("prompt", prompt, "must be text or messages")
+    return pb.TokenizeRequest(**{str(kind): getattr(request, str(kind)) for kind in [request.WhichOneof("prompt")]})
+
+
+def build_detokenize_request(token_ids: Sequence[int], *, skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Return the request of a text; raises as `build_tokenize_request`."""
+    return build_message(
+        pb.DetokenizeRequest(), {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}, ""
+    )
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat: Mapping[str, Any]) -> None:
     allowed = 'must be text, a list of token ids or a list of {"role", "content"} messages, not empty'
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not prompt:
         raise InvalidArgumentError("prompt", prompt, allowed)
@@ -110,6 +150,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
             request.text = prompt
         elif all(isinstance(entry, Mapping) for entry in prompt):
             request.chat.messages.extend(_chat_message(entry) for entry in prompt)  # type: ignore[arg-type]
+            build_message(request.chat, {name: _json(value, name) for name, value in chat.items()}, "chat.")
         elif not any(isinstance(entry, Mapping | str | bool) for entry in prompt):
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         else:
@@ -118,10 +159,26 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         raise
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError("prompt", prompt, f"{allowed} ({error})") from error
+    if chat and request.WhichOneof("prompt") != "chat":
+        name, value = next(iter(chat.items()))
+        raise InvalidArgumentError(f"chat.{name}", value, "allowed with a prompt of messages alone")
+
+
+def _json(value: Any, name: str) -> Any:
+    """Return a value with its JSON in place of each mapping."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [_json(entry, name) for entry in value]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"chat.{name}", value, f"must have a JSON form ({error})") from error
+    return value
 
 
 def _chat_message(entry: Mapping[str, Any]) -> pb.ChatMessage:
-    message = build_message(pb.ChatMessage(), entry, "chat.messages.")
+    given = {name: _json(value, f"messages.{name}") for name, value in entry.items() if value is not None}
+    message = build_message(pb.ChatMessage(), given, "chat.messages.")
     if not message.role:
         raise InvalidArgumentError("chat.messages.role", message.role, "needed: 1 to 64 bytes")
     return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
@@ -10,7 +10,17 @@ import grpc
 
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
-from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, Options, Prompt, build_request, to_error
+from draftwire.client.request import (
+    CLIENT_CHANNEL_OPTIONS,
+    ChatMessage,
+    ChatOptions,
+    Options,
+    Prompt,
+    build_detokenize_request,
+    build_request,
+    build_tokenize_request,
+    to_error,
+)
 from draftwire.contract.addresses import parse_address
 from draftwire.server.security import LOOPBACK, ClientSecurity, open_channel
 from draftwire.v1 import generate_pb2 as pb
@@ -132,6 +142,31 @@ class Client:
         """As `generate`, but returns the whole output at its end."""
         with self.generate(prompt, **options) as stream:
             return Completion.from_chunks(list(stream))
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        timeout: float | None = 10.0,
+        **options: Unpack[ChatOptions],
+    ) -> list[int]:
+        """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
+        request = build_tokenize_request(prompt, options)
+        try:
+            answer = self._stub.Tokenize(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, timeout, self._security) from error
+        return list(answer.token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], timeout: float | None = 10.0, *, skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text of token ids; `timeout` in seconds."""
+        request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            answer = self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, timeout, self._security) from error
+        return str(answer.text)
 
     def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
         """What the server serves and with which drafters; `timeout` in seconds."""

@@ -91,10 +91,16 @@ def rounded(value: float) -> float:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def with_defaults(message: M) -> M:
-    """A copy in which every unset field with a default in the contract is set to it."""
+def with_defaults(message: M, defaults: M | None = None) -> M:
+    """Return a copy in which unset fields are set to their defaults: those of `defaults`, then those of the contract.
+
+    `defaults` has fields of numbers alone.
+    """
     filled = type(message)()
     filled.CopyFrom(message)
+    for field, value in () if defaults is None else defaults.ListFields():
+        if not filled.HasField(field.name):
+            setattr(filled, field.name, value)
     for field in _fields(filled):
         limits = _limits(field)
         if limits.HasField("default") and not filled.HasField(field.name):

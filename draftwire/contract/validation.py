@@ -6,7 +6,6 @@ adds the rules across fields. Both services, the client and the command line cal
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.fields import build_message, check_limits, enum_word, rounded, with_defaults
+from draftwire.contract.json_fields import parse_object
 from draftwire.v1 import config_pb2 as pb
 
 GREEDY = pb.DRAFT_SAMPLE_METHOD_GREEDY
@@ -29,7 +29,9 @@ COUPLED = pb.REJECTION_SAMPLE_METHOD_COUPLED
 HEAD_METHODS = ("eagle", "eagle3", "peagle", "dflash", "dspark")
 
 
-def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = None) -> pb.SamplingParams:
+def resolve_sampling_params(
+    params: pb.SamplingParams, vocab_size: int | None = None, defaults: pb.SamplingParams | None = None
+) -> pb.SamplingParams:
     """Validates sampling parameters and fills in their defaults.
 
     Parameters
@@ -38,6 +40,8 @@ def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = 
         As given by the user; left as it is.
     vocab_size
         Size of the target's vocabulary, to check token ids against; None where it is not known (on the client).
+    defaults
+        The server's own defaults, valid ones, in place of those of the contract.
 
     Raises
     ------
@@ -45,7 +49,7 @@ def resolve_sampling_params(params: pb.SamplingParams, vocab_size: int | None = 
         Names the field, its value and what is allowed.
     """
     check_limits(params, "sampling_params.")
-    resolved = with_defaults(params)
+    resolved = with_defaults(params, defaults)
     if resolved.min_tokens > resolved.max_tokens:
         raise InvalidArgumentError(
             "sampling_params.min_tokens", resolved.min_tokens, f"allowed range [0, max_tokens = {resolved.max_tokens}]"
@@ -241,13 +245,6 @@ def parse_json_object(name: str, argument: str) -> dict[str, Any]:
         When there is no such file, when it is no JSON object, or when an option is given twice; it names `name`.
     """
 
-    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) != len(pairs):
-            repeated = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-            raise InvalidArgumentError(f"{name}.{repeated}", mapping[repeated], "is given more than once")
-        return mapping
-
     text = argument.strip()
     if not text.startswith("{"):
         try:
@@ -256,13 +253,7 @@ def parse_json_object(name: str, argument: str) -> dict[str, Any]:
             raise InvalidArgumentError(
                 name, argument, f"must be a JSON object or the path of a file with one ({error})"
             ) from error
-    try:
-        options = json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as error:
-        raise InvalidArgumentError(name, argument, f"is not valid JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise InvalidArgumentError(name, argument, "must be a JSON object")
-    return options
+    return parse_object(name, text)
 
 
 def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any]:

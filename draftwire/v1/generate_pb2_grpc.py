@@ -40,6 +40,16 @@ class GenerationStub:
                 request_serializer=draftwire_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=draftwire_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/draftwire.v1.Generation/Tokenize',
+                request_serializer=draftwire_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=draftwire_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/draftwire.v1.Generation/Detokenize',
+                request_serializer=draftwire_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=draftwire_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetVerifierInfo = channel.unary_unary(
                 '/draftwire.v1.Generation/GetVerifierInfo',
                 request_serializer=draftwire_dot_v1_dot_generate__pb2.GetVerifierInfoRequest.SerializeToString,
@@ -62,6 +72,21 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Returns the token ids that Generate makes of a prompt. Errors: INVALID_ARGUMENT as Generate, RESOURCE_EXHAUSTED when
+        too many requests are being checked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of tokens. Errors as Tokenize.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVerifierInfo(self, request, context):
         """What the server serves and with which drafters.
         """
@@ -76,6 +101,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=draftwire_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
                     response_serializer=draftwire_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=draftwire_dot_v1_dot_generate__pb2.TokenizeRequest.FromString,
+                    response_serializer=draftwire_dot_v1_dot_generate__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=draftwire_dot_v1_dot_generate__pb2.DetokenizeRequest.FromString,
+                    response_serializer=draftwire_dot_v1_dot_generate__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetVerifierInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVerifierInfo,
@@ -111,6 +146,60 @@ class Generation:
             '/draftwire.v1.Generation/Generate',
             draftwire_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
             draftwire_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwire.v1.Generation/Tokenize',
+            draftwire_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+            draftwire_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwire.v1.Generation/Detokenize',
+            draftwire_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+            draftwire_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

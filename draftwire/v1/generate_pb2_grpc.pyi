@@ -40,6 +40,12 @@ class GenerationStub:
     drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
     the last token; INTERNAL when this request alone failed.
     """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_generate_pb2.TokenizeRequest, _generate_pb2.TokenizeResponse]
+    """Returns the token ids that Generate makes of a prompt. Errors: INVALID_ARGUMENT as Generate, RESOURCE_EXHAUSTED when
+    too many requests are being checked.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generate_pb2.DetokenizeRequest, _generate_pb2.DetokenizeResponse]
+    """Returns the text of tokens. Errors as Tokenize."""
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]
     """What the server serves and with which drafters."""
 
@@ -55,6 +61,12 @@ class GenerationAsyncStub(GenerationStub):
     drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
     the last token; INTERNAL when this request alone failed.
     """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_generate_pb2.TokenizeRequest, _generate_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Returns the token ids that Generate makes of a prompt. Errors: INVALID_ARGUMENT as Generate, RESOURCE_EXHAUSTED when
+    too many requests are being checked.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generate_pb2.DetokenizeRequest, _generate_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Returns the text of tokens. Errors as Tokenize."""
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_generate_pb2.GetVerifierInfoRequest, _generate_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """What the server serves and with which drafters."""
 
@@ -73,6 +85,24 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
         the last token; INTERNAL when this request alone failed.
         """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _generate_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generate_pb2.TokenizeResponse, _abc.Awaitable[_generate_pb2.TokenizeResponse]]:
+        """Returns the token ids that Generate makes of a prompt. Errors: INVALID_ARGUMENT as Generate, RESOURCE_EXHAUSTED when
+        too many requests are being checked.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generate_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generate_pb2.DetokenizeResponse, _abc.Awaitable[_generate_pb2.DetokenizeResponse]]:
+        """Returns the text of tokens. Errors as Tokenize."""
 
     @_abc_1.abstractmethod
     def GetVerifierInfo(

@@ -106,7 +106,9 @@ def test_every_option_reaches_the_server(verifier):
     arguments = (
         "--prompt x --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.75 --top-k 3 --min-p 0.25 "
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 7=-1.5 --logit-bias 8=2 "
-        "--seed -4 --stop END --stop STOP --stop-token-id 3 --ignore-eos --logprobs 2 --num-speculative-tokens 1"
+        "--seed -4 --stop END --stop STOP --stop-token-id 3 --ignore-eos --logprobs 2 --num-speculative-tokens 1 "
+        "--allowed-token-id 5 --allowed-token-id 6 --bad-word darn --keep-special-tokens --include-stop-text "
+        "--truncate-prompt-tokens 7 --priority -2 --cache-salt pepper"
     )
     assert generate(verifier, *arguments.split()).exit_code == 0
     (request,) = verifier.requests
@@ -117,6 +119,10 @@ def test_every_option_reaches_the_server(verifier):
     assert dict(params.logit_bias) == {7: -1.5, 8: 2.0}
     assert (params.seed, list(params.stop), list(params.stop_token_ids)) == (-4, ["END", "STOP"], [3])
     assert (params.ignore_eos, params.logprobs, request.num_speculative_tokens) == (True, 2, 1)
+    assert (list(params.allowed_token_ids), list(params.bad_words)) == ([5, 6], ["darn"])
+    assert (params.HasField("skip_special_tokens"), params.skip_special_tokens) == (True, False)
+    assert params.include_stop_text
+    assert (request.truncate_prompt_tokens, request.priority, request.cache_salt) == (7, -2, "pepper")
 
 
 def test_options_not_given_are_left_to_the_server(verifier):
@@ -135,9 +141,10 @@ def test_prompt_from_a_file_and_from_standard_input(verifier, tmp_path):
 
 
 def test_chat_sends_a_user_message(verifier):
-    generate(verifier, "--prompt", "hello", "--chat")
+    generate(verifier, "--prompt", "hello", "--chat", "--template-arguments", '{"enable_thinking": false}')
     (message,) = verifier.requests[0].chat.messages
     assert (message.role, message.content) == ("user", "hello")
+    assert verifier.requests[0].chat.template_arguments == '{"enable_thinking": false}'
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,12 @@ WORDS = {
         str(field(generate_pb2.Chat, "messages").max_items),
         f"{field(generate_pb2.ChatMessage, 'role').max_bytes} bytes",
     ],
+    "tools of a chat, and calls of tools of a message; template arguments; a name or call id": [
+        f"{field(generate_pb2.Chat, 'tools').max_items} of {field(generate_pb2.Chat, 'tools').max_bytes} bytes each",
+        f"{field(generate_pb2.ChatMessage, 'tool_calls').max_items} of",
+        f"; {field(generate_pb2.Chat, 'template_arguments').max_bytes} bytes",
+        f"; {field(generate_pb2.ChatMessage, 'name').max_bytes} bytes",
+    ],
     "`logit_bias`, `stop_token_ids`": [
         str(field(SAMPLING, "logit_bias").max_items), f"{field(SAMPLING, 'stop_token_ids').max_items} entries"
     ],

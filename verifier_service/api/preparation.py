@@ -25,6 +25,7 @@ class RequestRules:
     """The operator's choices that concern single requests."""
 
     takes_priorities: bool = False  # whether a request may have another priority than 0
+    default_sampling_params: config_pb2.SamplingParams | None = None  # in place of the contract's
 
 
 DEFAULT_RULES = RequestRules()
@@ -33,7 +34,13 @@ DEFAULT_RULES = RequestRules()
 
 
 class RequestPreparer:
-    """Checks requests against the engine's facts and tokenises their prompts. Keeps nothing of a request."""
+    """Checks requests against the engine's facts and tokenises their prompts. Keeps nothing of a request.
+
+    Attributes
+    ----------
+    prompts
+        Reads their prompts.
+    """
 
     def __init__(
         self,
@@ -46,12 +53,8 @@ class RequestPreparer:
         self._rules = rules
         self._codec = codec
         self._config = config
-        self._prompts = PromptReader(facts, codec)
+        self.prompts = PromptReader(facts, codec)
         self._numbers = itertools.count()
-
-    def check_message_size(self, request: GenerateRequest) -> None:
-        """See `PromptReader.check_message_size`."""
-        self._prompts.check_message_size(request)
 
     def prepare(self, request: GenerateRequest, request_id: str, traceparent: str) -> Submission:
         """Return the validated request; may be called in any thread.
@@ -63,7 +66,7 @@ class RequestPreparer:
         """
         check_limits(request)
         params = self._sampling_params(request.sampling_params)
-        prompt = self._prompts.read(request)
+        prompt = self.prompts.read(request)
         seed = params.seed if params.HasField("seed") else secrets.randbits(63)
         return Submission(
             number=next(self._numbers),
@@ -93,7 +96,7 @@ class RequestPreparer:
                 raise InvalidArgumentError(f"sampling_params.{field}", list(texts), "this server has no tokenizer")
         for word in params.bad_words:
             params.bad_word_ids.extend(config_pb2.TokenSequence(ids=ids) for ids in self._tokens_of_bad_word(word))
-        return resolve_sampling_params(params, self._facts.vocab_size)
+        return resolve_sampling_params(params, self._facts.vocab_size, self._rules.default_sampling_params)
 
     def _tokens_of_bad_word(self, word: str) -> list[list[int]]:
         assert self._codec is not None

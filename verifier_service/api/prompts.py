@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from draftwire.contract.errors import Described, InvalidArgumentError
 from draftwire.contract.validation import check_token_ids
-from draftwire.v1.generate_pb2 import Chat, GenerateRequest
+from draftwire.v1.generate_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from verifier_service.core.conversation import texts_of
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.host.access import EngineFacts
 
@@ -23,7 +25,7 @@ class PromptReader:
         self._longest = facts.max_model_len
         self._codec = codec
 
-    def check_message_size(self, request: GenerateRequest) -> None:
+    def check_message_size(self, request: GenerateRequest | TokenizeRequest | DetokenizeRequest) -> None:
         """Refuse at once what no prompt can need: such messages must not wait in memory until they are checked.
 
         Raises
@@ -44,52 +46,73 @@ class PromptReader:
             Names the field: for no prompt, an empty one, one that the context does not hold, one that the tokenizer or
             the chat template refuses, and a token for which the target has no row.
         """
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise InvalidArgumentError("prompt", None, "exactly one of text, token_ids and chat is required")
-        if not request.HasField("truncate_prompt_tokens"):
-            self._check_size(request)
-        token_ids = self._read(kind, request)
-        field = {"token_ids": "token_ids.ids", "chat": "chat.messages"}.get(kind, kind)
-        if not token_ids:
-            raise InvalidArgumentError(field, Described("no token"), "at least one token is required")
-        describe = int if self._codec is None or kind == "token_ids" else self._codec.describe
-        check_token_ids(field, token_ids, self._vocab_size, describe)
-        if request.HasField("truncate_prompt_tokens"):
+        is_cut = request.HasField("truncate_prompt_tokens")
+        if request.WhichOneof("prompt") == "token_ids":
+            token_ids = list(request.token_ids.ids)
+            if not is_cut and len(token_ids) >= self._longest:
+                self._refuse_length(f"{len(token_ids)} tokens")
+            self._check_ids("token_ids.ids", token_ids)
+        else:
+            token_ids = self._tokenise(request, checks_size=not is_cut)
+        if is_cut:
             token_ids = token_ids[-request.truncate_prompt_tokens :]
         if len(token_ids) >= self._longest:
             self._refuse_length(f"{len(token_ids)} tokens")
         return token_ids
 
-    def _read(self, kind: str, request: GenerateRequest) -> list[int]:
-        if kind == "token_ids":
-            return list(request.token_ids.ids)
+    def tokenise(self, request: TokenizeRequest) -> list[int]:
+        """Return the token ids of a prompt, which may be longer than the context; raises as `read`."""
+        return self._tokenise(request)
+
+    def text_of(self, request: DetokenizeRequest) -> str:
+        """Return the text of tokens.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Without a tokenizer, and for token ids that are too many, outside of the vocabulary or without a text.
+        """
+        token_ids = list(request.token_ids)
+        given = Described(f"{len(token_ids)} tokens")
+        if self._codec is None:
+            raise InvalidArgumentError("token_ids", given, "this server has no tokenizer")
+        if len(token_ids) > self._longest:
+            raise InvalidArgumentError("token_ids", given, f"allowed range [0, {self._longest}] tokens")
+        check_token_ids("token_ids", token_ids, self._vocab_size)
+        try:
+            return self._codec.decode(token_ids) if request.skip_special_tokens else self._codec.decode_all(token_ids)
+        except ValueError as error:
+            raise InvalidArgumentError("token_ids", token_ids, str(error)) from error
+
+    def _tokenise(self, request: GenerateRequest | TokenizeRequest, *, checks_size: bool = True) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            kinds = "text, token_ids and chat" if isinstance(request, GenerateRequest) else "text and chat"
+            raise InvalidArgumentError("prompt", None, f"exactly one of {kinds} is required")
         if self._codec is None:
             raise InvalidArgumentError("prompt", kind, "this server has no tokenizer; send token_ids")
+        if checks_size:
+            self._check_size(request, self._codec)
         if kind == "chat":
-            _check_messages(request.chat)
-            return self._codec.encode_chat(request.chat.messages)
-        if not request.text:
+            token_ids = self._codec.encode_chat(request.chat)
+        elif request.text:
+            token_ids = self._codec.encode(request.text)
+        else:
             raise InvalidArgumentError("text", request.text, "must not be empty")
-        return self._codec.encode(request.text)
+        self._check_ids("chat.messages" if kind == "chat" else "text", token_ids, self._codec.describe)
+        return token_ids
 
-    def _check_size(self, request: GenerateRequest) -> None:
-        """Refuse, before the prompt is read and tokenised, what no context can hold."""
-        if len(request.token_ids.ids) >= self._longest:
-            self._refuse_length(f"{len(request.token_ids.ids)} tokens")
-        if self._codec is not None:
-            texts = [request.text, *(message.content for message in request.chat.messages)]
-            num_bytes = sum(len(text.encode()) for text in texts)
-            if num_bytes > self._longest * self._codec.longest_token_bytes:
-                self._refuse_length(f"{num_bytes} bytes")
+    def _check_ids(self, field: str, token_ids: list[int], describe: Callable[[int], object] = int) -> None:
+        if not token_ids:
+            raise InvalidArgumentError(field, Described("no token"), "at least one token is required")
+        check_token_ids(field, token_ids, self._vocab_size, describe)
+
+    def _check_size(self, request: GenerateRequest | TokenizeRequest, codec: TextCodec) -> None:
+        """Refuse, before the prompt is tokenised, what no context can hold."""
+        num_bytes = sum(len(text.encode()) for text in (request.text, *texts_of(request.chat)))
+        if num_bytes > self._longest * codec.longest_token_bytes:
+            self._refuse_length(f"{num_bytes} bytes")
 
     def _refuse_length(self, length: str) -> NoReturn:
         allowed = f"allowed range [1, {self._longest - 1}] tokens: the context has {self._longest}"
         raise InvalidArgumentError("prompt", Described(length), allowed)
-
-
-def _check_messages(chat: Chat) -> None:
-    if not chat.messages:
-        raise InvalidArgumentError("chat.messages", [], "at least one message is required")
-    if not all(message.role for message in chat.messages):
-        raise InvalidArgumentError("chat.messages.role", "", "allowed length 1 to 64 bytes, got 0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from draftwire.contract.errors import (
     DraftwireError,
@@ -16,9 +17,18 @@ from draftwire.contract.errors import (
     ServerError,
     UnavailableError,
 )
+from draftwire.contract.fields import check_limits, with_defaults
 from draftwire.server.logs import fields
 from draftwire.v1 import config_pb2
-from draftwire.v1.generate_pb2 import GenerateRequest, GenerateResponse, GetVerifierInfoResponse
+from draftwire.v1.generate_pb2 import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateRequest,
+    GenerateResponse,
+    GetVerifierInfoResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from verifier_service.api.preparation import DEFAULT_RULES, RequestPreparer, RequestRules
 from verifier_service.api.request_log import Metadata, RequestWatch
 from verifier_service.api.response_stream import Unread, Write
@@ -29,6 +39,9 @@ from verifier_service.engine.scheduler import queue_full
 from verifier_service.host.access import EngineAccess, EngineFacts, Output
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T")
 
 
 class RequestHandler:
@@ -52,6 +65,7 @@ class RequestHandler:
         self.codec = codec
         self._engine = engine
         self._preparer = RequestPreparer(engine.facts, codec, config, rules)
+        self._rules = rules
         self._on_failure = on_failure
         self._unread: dict[int, Unread] = {}  # by the requests' numbers
         self._texts: dict[int, ResponseText] = {}  # likewise
@@ -106,7 +120,42 @@ class RequestHandler:
         """
         info = await self._engine.info()
         info.has_tokenizer = self.codec is not None
+        if self._rules.default_sampling_params is not None:
+            info.default_sampling_params.CopyFrom(self._rules.default_sampling_params)
         return info
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """Return the token ids of a prompt.
+
+        Raises
+        ------
+        InvalidArgumentError
+            As for the prompt of a request, but for its length in tokens.
+        QueueFullError
+            When too many requests are being checked.
+        """
+        token_ids = await self._check(request, self._preparer.prompts.tokenise)
+        return TokenizeResponse(token_ids=token_ids, max_model_len=self.facts.max_model_len)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """Return the text of tokens; raises as `tokenize`."""
+        return DetokenizeResponse(text=await self._check(request, self._preparer.prompts.text_of))
+
+    async def _check(self, request: M, read: Callable[[M], T]) -> T:
+        """Return what `read` makes, in a thread, of a request within its limits."""
+        if self._is_full:
+            raise self._refusal()
+        self._num_preparing += 1
+        try:
+            self._preparer.prompts.check_message_size(request)
+            check_limits(request)
+            return await asyncio.to_thread(read, with_defaults(request))
+        finally:
+            self._num_preparing -= 1
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._unread) + self._num_preparing >= self.facts.max_open
 
     async def serve(
         self, request: GenerateRequest, name: str, metadata: Metadata, write: Write
@@ -128,14 +177,14 @@ class RequestHandler:
             Called with each response, in order; awaited before the next one.
         """
         watch = RequestWatch(name, metadata)
-        if len(self._unread) + self._num_preparing >= self.facts.max_open:
+        if self._is_full:
             self._engine.count_refused()
             refusal = self._refusal()
             watch.failed(refusal)
             return refusal
         self._num_preparing += 1
         try:
-            self._preparer.check_message_size(request)
+            self._preparer.prompts.check_message_size(request)
             work = await asyncio.to_thread(self._preparer.prepare, request, name, watch.traceparent)
             if self._is_draining:
                 text = "the server is draining: it is about to end and takes no further request; ask another one"

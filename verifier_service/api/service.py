@@ -35,6 +35,24 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
             # It ends once the client has read what is on its way, if ever: nothing of the request may be held here.
             await context.abort(*status_of(failure))
 
+    async def Tokenize(  # noqa: N802
+        self, request: generate_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generate_pb2.TokenizeResponse:
+        """See proto/draftwire/v1/generate.proto."""
+        try:
+            return await self._handler.tokenize(request)
+        except DraftwireError as error:
+            await context.abort(*status_of(error))
+
+    async def Detokenize(  # noqa: N802
+        self, request: generate_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generate_pb2.DetokenizeResponse:
+        """See proto/draftwire/v1/generate.proto."""
+        try:
+            return await self._handler.detokenize(request)
+        except DraftwireError as error:
+            await context.abort(*status_of(error))
+
     async def GetVerifierInfo(  # noqa: N802
         self,
         request: generate_pb2.GetVerifierInfoRequest,  # noqa: ARG002

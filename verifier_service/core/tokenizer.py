@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from draftwire.contract.errors import CheckpointError, Described, InvalidArgumentError
 from draftwire.model.checkpoints import reason_of
 from draftwire.v1 import generate_pb2 as pb
+from verifier_service.core.conversation import template_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -124,24 +125,25 @@ class TextCodec:
             raise ValueError(f"the target's tokenizer cannot decode {token_ids[:8]}: {error}") from error
         return text
 
-    def encode_chat(self, messages: Sequence[pb.ChatMessage]) -> list[int]:
-        """Token ids of a conversation under the chat template, with the opening of the assistant's answer.
+    def encode_chat(self, chat: pb.Chat) -> list[int]:
+        """Return the token ids of a conversation under the chat template.
+
+        They end with the opening of the assistant's answer, or with the last message where that is continued.
 
         Raises
         ------
         InvalidArgumentError
-            When there is no chat template or it refuses the messages.
+            When there is no chat template, the template refuses the messages, or they are wrong in themselves.
         """
         if not self._tokenizer.chat_template:
-            raise InvalidArgumentError(
-                "chat", Described(f"{len(messages)} messages"), "the target's tokenizer has no chat template; send text"
-            )
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+            given = Described(f"{len(chat.messages)} messages")
+            raise InvalidArgumentError("chat", given, "the target's tokenizer has no chat template; send text")
+        inputs = template_inputs(chat)
         try:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(**inputs, tokenize=False)
         except Exception as error:  # templates raise errors of their own making
             allowed = f"the chat template refuses it: {error}"
-            raise InvalidArgumentError("chat.messages", conversation, allowed) from error
+            raise InvalidArgumentError("chat.messages", inputs["conversation"], allowed) from error
         return self._encode(str(text), "chat.messages", add_special_tokens=False)
 
 
