@@ -21,9 +21,11 @@ SEEDS = (0, 1, -1, 2**62, 2**63 - 1, -(2**63))
 TEXTS = ("", " ", "a", "\0", "é" * 512, "x" * 1024, "x" * 1025, "\u202e", "😀" * 40, SENTENCES[0], "<eos>")
 TEXTS += ("{{ 7 * 7 }}", "%s%n")
 DEEP = '{"a":' * 8000 + "1" + "}" * 8000
-OBJECTS = ("", "{", "{}", "[]", "null", '{"a": NaN}', '{"a": 1, "a": 2}', DEEP, '{"a": ' + "9" * 5000 + "}", "{}" * 40_000)
+OBJECTS = ("", "{", "{}", "[]", "null", DEEP, '{"a": ' + "9" * 5000 + "}", "{}" * 40_000)
+OBJECTS += ('{"a": NaN}', '{"a": 1, "a": 2}')
 OBJECTS += ('{"enable_thinking": false}', '{"messages": []}', '{"chat_template": "{{ 7 * 7 }}"}', '{"range": 1e308}')
-OBJECTS += ('{"function": {"name": "f", "arguments": "{"}}', '{"function": {"arguments": "{}"}}', '{"\\ud800": "\\ud800"}')
+OBJECTS += ('{"function": {"name": "f", "arguments": "{"}}', '{"function": {"arguments": "{}"}}')
+OBJECTS += ('{"\\ud800": "\\ud800"}',)
 ROLES = ("", "user", "system", "assistant", "tool", "r" * 64, "r" * 65, "\n", "{% raw %}", "🙂")
 
 
@@ -132,7 +134,7 @@ def seeds() -> list[bytes]:
     asked = pb.Chat(
         messages=[
             pb.ChatMessage(role="user", content="Who?", name="Ann"),
-            pb.ChatMessage(role="assistant", reasoning="hm", tool_calls=['{"function": {"name": "f", "arguments": "{}"}}']),
+            pb.ChatMessage(role="assistant", reasoning="hm", tool_calls=['{"function": {"arguments": "{}"}}']),
             pb.ChatMessage(role="tool", content="Bob", tool_call_id="c1"),
             pb.ChatMessage(role="assistant", content="It was"),
         ],

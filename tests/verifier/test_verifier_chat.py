@@ -97,6 +97,13 @@ def test_json_that_is_no_object_is_refused(codec: TextCodec, text: str, words: s
         assert words in str(caught.value)
 
 
+def test_text_that_is_no_unicode_is_refused(codec: TextCodec) -> None:
+    wrong = chat([USER])
+    wrong.template_arguments = '{"enable_thinking": "\\ud800"}'
+    with pytest.raises(InvalidArgumentError, match="cannot encode it"):
+        codec.encode_chat(wrong)
+
+
 def test_tools_keep_the_order_of_their_keys_and_whole_numbers(codec: TextCodec) -> None:
     tool = {"type": "function", "function": {"name": "f", "b": 1, "a": [2, 3.5]}}
     expected = f"[{json.dumps(tool)}]<user>Hi;<assistant>"
