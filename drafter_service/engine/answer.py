@@ -1,4 +1,4 @@
-"""What the engine answers to one step."""
+"""The engine's answer to one step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LOGITS_TOKEN_IDS = path_to(pb.DraftResponse, "drafts", "logits_token_ids", "dat
 
 
 class Load(NamedTuple):
-    """How busy the engine is."""
+    """Load of the engine."""
 
     sessions: int
     sequences: int
     kv_cache_usage: float  # [0, 1]
 
     def encode(self, message: pb.DrafterLoad) -> None:
-        """Writes the wire form."""
+        """Write the wire form."""
         message.sessions, message.sequences, message.kv_cache_usage = self
 
 
@@ -36,7 +36,7 @@ class Answer:
     Attributes
     ----------
     drafts
-        The wire form as far as it is known: what does not hang on the drafts is there before they are.
+        The message as far as known; fields that do not depend on the drafts are filled first.
     tokens
         Pieces of int32 [D], D = sum of num_drafts.
     confidences
@@ -44,7 +44,7 @@ class Answer:
     logits, logits_token_ids
         Pieces of float32 [D, n] and int32 [D, n], on any device.
     compute_time_s
-        In batches that had rows of the step.
+        Seconds in batches with rows of the step.
     """
 
     def __init__(self, step_id: int) -> None:
@@ -61,7 +61,7 @@ class Answer:
         self.drafts.step_id = step_id
 
     def add_failure(self, sequence_id: int, status: pb.SequenceStatus) -> None:
-        """Adds a sequence whose rows were not taken."""
+        """Add a sequence whose rows were refused."""
         drafts = self.drafts
         drafts.sequence_ids.append(sequence_id)
         drafts.statuses.append(status)
@@ -69,7 +69,7 @@ class Answer:
             column.append(0)
 
     def add_sequences(self, ids: list[int], committed_lengths: np.ndarray, last_tokens: np.ndarray) -> None:
-        """Adds sequences that are drafted for; `add_drafts` must follow before any other is added."""
+        """Add sequences with drafts; call `add_drafts` before the next sequence is added."""
         drafts = self.drafts
         drafts.sequence_ids.extend(ids)
         drafts.statuses.extend([pb.SEQUENCE_STATUS_OK] * len(ids))
@@ -77,19 +77,19 @@ class Answer:
         drafts.last_tokens.extend(last_tokens.tolist())
 
     def add_drafts(self, num_drafts: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds the drafts int32 [D] of the sequences added last, in the order in which their logits are added."""
+        """Add the drafts int32 [D] of the sequences added last, in the order in which their logits are added."""
         self.drafts.num_drafts.extend(num_drafts.tolist())
         self.tokens.append(tokens)
 
     def begin_sending(self, sender: TensorSender, traffic: Traffic) -> None:
-        """Copies the logits to where they are sent from, in the order of the engine's stream; does not wait for it."""
+        """Copy the logits to the memory that they are sent from, on the engine's stream; does not wait for the copy."""
         self._outgoing = [_begin(self.logits, sender), _begin(self.logits_token_ids, sender)]
         for outgoing in self._outgoing:
             if outgoing is not None:
                 traffic.count_tensor(outgoing.carrier, "sent", "logits", outgoing.tensor.nbytes)
 
     def encode(self, features_read: int) -> Encoded:
-        """Wire form, once `begin_sending` was called; waits until the logits are there.
+        """Return the message after `begin_sending`; waits for the logits.
 
         `features_read` is the generation up to which spans of features have been read.
         """

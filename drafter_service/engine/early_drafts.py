@@ -24,9 +24,9 @@ from drafter_service.engine.step import AnnouncedStep, Step
 from drafter_service.engine.step_work import StepRows
 from drafter_service.heads.spec import Head
 
-# After an early batch that was dropped, this many steps of the session must come before the next one begins.
+# Steps of a session after a dropped early batch until the next early batch may begin.
 STEPS_AFTER_WASTE = 4
-# An early batch this old no longer keeps other announced steps waiting: its verifier hangs, or has stopped sending.
+# Seconds after which an early batch no longer delays other announced steps: its verifier may hang.
 STALE_S = 0.05
 
 
@@ -39,17 +39,17 @@ class PreparedBatch(NamedTuple):
 
 @dataclass(eq=False)
 class EarlyBatch:
-    """An announced step that the device computes, or has computed, before its Commit."""
+    """An announced step that the device computes before its Commit."""
 
     session: Session
     step: AnnouncedStep
     begun: float  # monotonic time
-    launched: Launched | None  # None once the drafts have been copied out of the next batch's way
+    launched: Launched | None  # None after the drafts were copied, to free the buffers for the next batch
     proposal: Proposal | None = None
     ended: float = math.inf  # monotonic time of that copy
 
     def seconds_before(self, now: float) -> float:
-        """Return how long it was computed before a monotonic time."""
+        """Return the seconds of computation before a monotonic time."""
         return max(0.0, min(self.ended, now) - self.begun)
 
 
@@ -70,9 +70,9 @@ class EarlyDrafts:
         self._proposer = proposer
         self._announced: deque[tuple[Session, AnnouncedStep]] = deque()  # not begun, committed or dropped
         self._prepared: PreparedBatch | None = None  # the device reads no inputs while there is one
-        self._has_tried = False  # to prepare one, since something has changed
+        self._has_tried = False  # whether a step was prepared since the last change
         self._begun: EarlyBatch | None = None
-        self._unread: Launched | None = None  # of a wasted batch, whose inputs the device may still read
+        self._unread: Launched | None = None  # a wasted batch, whose inputs the device may still read
 
     def announce(self, session: Session, step: AnnouncedStep) -> None:
         """Take a step that a session has announced."""
@@ -80,7 +80,7 @@ class EarlyDrafts:
         self._announced.append((session, step))
 
     def note(self, session: Session, step: Step) -> None:
-        """Take note of a session's step, which may commit or drop announced ones."""
+        """Record a session's step, which may commit or drop announced steps."""
         self._drop_prepared()
         self._announced = deque(one for one in self._announced if not one[1].is_resolved)
         batch = self._begun
@@ -93,19 +93,19 @@ class EarlyDrafts:
 
     @property
     def has_begun(self) -> bool:
-        """Whether an early batch has begun that is neither taken nor dropped."""
+        """Return whether an early batch has begun that is neither taken nor dropped."""
         return self._begun is not None
 
     @property
     def is_computing(self) -> bool:
-        """Whether the device computes it."""
+        """Return whether the device computes the early batch."""
         return self._begun is not None and not self.is_done(self._begun)
 
     def look(self) -> bool:
         """Return whether an early batch can begin, because its tokens have been written.
 
-        While none can, prepare the first one that has room, once after each change. To be called when no step waits:
-        what is prepared depends on the sequences as they are.
+        Otherwise prepare the first announced step with room, once after each change. Call when no step waits, because
+        the preparation depends on the present sequences.
         """
         if not self._announced or (self._begun is not None and not self._is_stale(self._begun)):
             return False
@@ -126,7 +126,7 @@ class EarlyDrafts:
         return time.monotonic() > batch.begun + STALE_S and self.is_done(batch)
 
     def _prepare_first(self) -> None:
-        """Prepare the first step that has room for the most rows and drafts that it can have."""
+        """Prepare the first announced step with room for its most rows and drafts."""
         for session, step in self._announced:
             counts = np.full(len(step.sequence_ids), step.columns - 1)
             if session.steps_ahead <= 0 or not self._has_room(session, step, counts):
@@ -176,7 +176,7 @@ class EarlyDrafts:
         self._drop_prepared()
         drawn = step.read()
         if drawn is None:
-            return  # its Commit says so
+            return  # its Commit gets the error
         counts, tokens = drawn
         inputs = batch.inputs if batch is not None and batch.step is step else self._prepare(session, step, counts)
         if inputs is None:
@@ -189,20 +189,20 @@ class EarlyDrafts:
         launched = self._proposer.start(inputs, counts, tokens)
         session.steps_ahead -= 1
         self._begun = EarlyBatch(session, step, began, launched)
-        if launched.num_drafts == step.num_drafts:  # else there is no room for all of them
+        if launched.num_drafts == step.num_drafts:  # else the shared memory has no room for all drafts
             confidences = session.terms.mode.confidences
             step.show(
                 self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts, confidences=confidences)
             )
 
     def _drop_prepared(self) -> None:
-        """Drop the prepared step: something that it depends on has changed, or is about to."""
+        """Drop the prepared step, because its sequences change."""
         self._prepared, self._has_tried = None, False
 
     def take(self, parts: list[StepRows]) -> tuple[StepRows, EarlyBatch, np.ndarray] | None:
         """Return the one of `parts` whose step was begun early, its batch and the sequences' places there, int64 [n].
 
-        None when there is none. A step whose rows are computed in several batches is computed as any other.
+        Return None if there is no such part. A step in several batches is computed as any other step.
         """
         batch = self._begun
         if batch is None:
@@ -221,18 +221,18 @@ class EarlyDrafts:
         return None
 
     def is_done(self, batch: EarlyBatch) -> bool:
-        """Return whether its drafts have been computed."""
+        """Return whether the drafts have been computed."""
         return batch.launched is None or self._proposer.is_done
 
     def proposal(self, batch: EarlyBatch) -> Proposal:
-        """Wait for its drafts and return them; they are valid until the next launch."""
+        """Wait for the drafts and return them; valid until the next launch."""
         if batch.launched is None:
             assert batch.proposal is not None
             return batch.proposal
         return self._proposer.take(batch.launched)
 
     def settle(self) -> None:
-        """Wait for the early batch and keep its drafts: its inputs are about to be overwritten."""
+        """Wait for the early batch and copy its drafts, before its inputs are overwritten."""
         self._drop_prepared()
         unread, self._unread = self._unread, None
         if unread is not None:
@@ -249,7 +249,7 @@ class EarlyDrafts:
         self.num_wasted += 1
 
     def forget(self, session: Session) -> None:
-        """Forget what a session has announced, and with it memory that is shared."""
+        """Forget the announced steps of a session, and with them shared memory."""
         self._drop_prepared()
         self._announced = deque(one for one in self._announced if one[0] is not session)
         if self._begun is not None and self._begun.session is session:

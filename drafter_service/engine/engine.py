@@ -58,7 +58,8 @@ class DraftEngine:
         make_graphs: Callable[[DraftLoop, LogitsBuffers, int], LoopGraphs | None] = make_graphs,
         make_row_feed: Callable[..., RowFeed] = RowFeed,
     ) -> None:
-        """`make_graphs` makes the graphs of draft steps, or None; `make_row_feed` what computes rows without drafts."""
+        """`make_graphs` creates the graphs of draft steps, or None; `make_row_feed` creates the object that computes
+        rows without drafts."""
         self.head = head
         self.limits = limits = limits.fit(head.spec.max_drafts)
         self.device = device
@@ -78,22 +79,22 @@ class DraftEngine:
 
     @property
     def load(self) -> Load:
-        """How busy the engine is; may be read from any thread."""
+        """Return the engine's load; thread-safe."""
         return Load(len(self._sessions), self._table.num_open, self._pool.usage)
 
     @property
     def waiting_rows(self) -> int:
-        """Rows of steps that are in no batch yet; may be read from any thread."""
+        """Rows of waiting steps; thread-safe."""
         return sum(session.waiting_rows for session in list(self._sessions))
 
     @property
     def num_evictions(self) -> int:
-        """Sequences that made room for another session's so far; may be read from any thread."""
+        """Sequences evicted for another session so far; thread-safe."""
         return self._scheduler.num_evictions
 
     @property
     def memory(self) -> pb.MemoryUse:
-        """What the process takes of memory; may be read from any thread."""
+        """Return the process' memory; thread-safe."""
         return measure_memory(self._cache, self.device, draft_logits=self.logits_bytes)
 
     @property
@@ -103,18 +104,18 @@ class DraftEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step waits."""
+        """Return whether a step waits."""
         return any(map(_WORKS, self._sessions))
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Session:
-        """Adds a session; `deliver` gets the answer to each of its steps.
+        """Add a session; `deliver` gets the answer to each of its steps.
 
         Raises
         ------
         torch.OutOfMemoryError
-            When there is no memory for the draft logits that it asks for, or for what is captured for it.
+            When there is no memory for the session's draft logits or graphs.
         """
-        self.early.settle()  # what is captured clears the inputs
+        self.early.settle()  # capturing clears the inputs
         self._keep_buffers(terms)
         if self.graphs is not None:
             try:
@@ -127,7 +128,7 @@ class DraftEngine:
         return session
 
     def close_session(self, session: Session) -> None:
-        """Drops a session with all that it holds; nothing is delivered to it any more."""
+        """Drop a session with its sequences; nothing is delivered to the session any more."""
         if session not in self._sessions:
             return
         self.early.forget(session)
@@ -138,18 +139,18 @@ class DraftEngine:
         self._keep_buffers()
 
     def drain(self) -> None:
-        """Opens no sequence any more; those that are open go on."""
+        """Open no further sequences; open sequences continue."""
         self._scheduler.takes_sequences = False
 
     def fail(self, error: Exception) -> None:
-        """Ends every session with `error`."""
+        """End every session with `error`."""
         self._scheduler.end_batch()
         for session in list(self._sessions):
             self.close_session(session)
             session.deliver(error)
 
     def submit(self, session: Session, step: Step) -> None:
-        """Queues a step that was checked against the session's terms."""
+        """Queue a step, already checked against the session's terms."""
         if session in self._sessions:
             self.early.note(session, step)
             work = StepWork(step)
@@ -157,22 +158,23 @@ class DraftEngine:
             session.waiting_rows += len(work.tokens)
 
     def announce(self, session: Session, step: AnnouncedStep) -> None:
-        """Take a step that a session has announced; it was checked against the session's terms."""
+        """Take a session's announced step, already checked against the session's terms."""
         if session in self._sessions:
             self.early.announce(session, step)
 
     def look_early(self) -> bool:
         """Return whether early drafts can begin: no step waits, and an announced step's tokens have been written.
 
-        While they have not, prepare the step.
+        Otherwise prepare the step.
         """
         return not self.has_work and self.early.look()
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
-        """Captures greedy steps, compiles what prompts need and drafts once, from zeros, so that no verifier waits.
+        """Capture greedy steps, compile the kernels of prompts, and draft once from zeros, so that no verifier waits
+        for it.
 
-        `track` is given what is captured, and shows how far it has come.
+        `track` wraps the shapes to capture, and shows the progress.
         """
         k = min(DEFAULT_SPECULATIVE_TOKENS, self.limits.max_num_speculative_tokens)
         if self.graphs is not None:
@@ -180,7 +182,7 @@ class DraftEngine:
         self._row_feed.warm_up()
         session = self.open_session(SessionTerms("warm-up", SamplingMode(), k, 1), lambda _: None)
         one = np.ones(1, np.int64)
-        num_rows = k + 2  # the first of them are fed, the last drafts
+        num_rows = k + 2  # the last row drafts, the rows before it do not
         step = Step(
             step_id=1,
             opened=[OpenedSequence(1, temperature=1.0, proposal_key=0, first_row=0)],
@@ -197,12 +199,12 @@ class DraftEngine:
         self.close_session(session)
 
     def iterate(self, meanwhile: Callable[[], None] = _nothing) -> None:
-        """Computes one batch of waiting rows, drafts where a sequence's rows are complete, answers finished steps.
+        """Compute one batch of waiting rows, draft for sequences whose rows are complete, and answer finished steps.
 
-        Drafts, and the rows that they need, go first: nobody waits for rows after which nothing is drafted. `meanwhile`
-        is called while the device computes.
+        Drafts and the rows that they need come first, because no request waits for other rows. `meanwhile` is called
+        while the device computes.
 
-        To be called in torch's inference mode, which costs too much to enter for each batch.
+        Call in torch's inference mode, which takes too long to enter for each batch.
         """
         began = time.monotonic()
         batch = self._scheduler.next_batch(self._sessions)
@@ -225,7 +227,7 @@ class DraftEngine:
     def _deliver(
         self, finished: list[tuple[Session, StepWork]], waiting: set[StepWork]
     ) -> list[tuple[Session, StepWork]]:
-        """Answers steps, in each session's order, up to the first one that has to wait; the steps that are left."""
+        """Answer steps, in each session's order, up to the first step that must wait, and return the other steps."""
         held: set[Session] = set()
         left = []
         for session, work in finished:
@@ -245,12 +247,12 @@ class DraftEngine:
             self.graphs.drop_stale()
 
     def _feed(self, parts: list[StepRows]) -> None:
-        """Computes rows, after which nothing is drafted; of a sequence in the order of its steps."""
+        """Compute rows without drafts after them; a sequence's rows in the order of its steps."""
         table = self._table
         for own in _each_sequence_once(parts):
             states = self._row_feed.states(sum(part.num_rows for part in own))
             tokens = self._load(own, partial(_rows_of, states))
-            _finish_features(own)  # at once: nobody waits for the device before the answer
+            _finish_features(own)  # now: the answer waits for no other work of the device
             slots, first_rows, counts = (_joined(own, name) for name in ("slots", "first_rows", "counts"))
             positions = np.repeat(first_rows - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
             places = first_rows - table.first_row[slots]
@@ -268,7 +270,7 @@ class DraftEngine:
         began: float,
         meanwhile: Callable[[], None],
     ) -> None:
-        """Drafts after the last rows of sequences of one mode; the drafts go into the answers of their steps."""
+        """Draft after the last rows of sequences of one mode, and add the drafts to their steps' answers."""
         found = self.early.take(parts)
         if found is not None:
             part, batch, places = found
@@ -296,7 +298,7 @@ class DraftEngine:
     def _prepare_answers(
         self, parts: list[StepRows], slots: np.ndarray, num_drafts: np.ndarray, meanwhile: Callable[[], None]
     ) -> None:
-        """What is done while the device drafts."""
+        """Do host work while the device drafts."""
         _finish_features(parts)
         for part in parts:
             part.announce()
@@ -304,7 +306,8 @@ class DraftEngine:
         meanwhile()
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:
-        """Tokens int32 [T] of rows, whose states g are written to where rows from `begin` to `end` go."""
+        """Return the tokens int32 [T] of rows, and write their states g to rows `begin` to `end` of the loop's
+        states."""
         tokens, begin = [], 0
         for part in parts:
             given_tokens, given = part.work.read(part)
@@ -317,17 +320,17 @@ class DraftEngine:
 
 
 def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRows]], list[StepRows]]:
-    """(rows that drafts need, rows that draft by mode, rows that nobody waits for).
+    """Return (rows that drafts need, rows that draft by mode, rows that no drafts wait for).
 
-    At most k + 1 rows of a sequence, as many as a verify step brings, draft; those before them are fed.
+    At most k + 1 rows of a sequence, as in a verify step, draft; earlier rows do not.
     """
     needed: list[StepRows] = []
-    leads: list[StepRows] = []  # of the newest steps of their sequences
+    leads: list[StepRows] = []  # rows of their sequences' newest steps
     drafting: dict[SamplingMode, list[StepRows]] = {}
     idle: list[StepRows] = []
     for session, rows in batch.rows:
         most, mode = session.terms.num_speculative_tokens + 1, session.terms.mode
-        # Lists: of so few numbers Python finds the largest sooner than NumPy does.
+        # Lists: Python finds the largest of a few numbers faster than NumPy.
         if min(rows.num_drafts.tolist()) > 0 and max(rows.counts.tolist()) <= most:  # a step like any other
             drafting.setdefault(mode, []).append(rows)
             continue
@@ -348,7 +351,7 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
 
 
 def _each_sequence_once(parts: list[StepRows]) -> Iterator[list[StepRows]]:
-    """Parts that one forward computes: rows of a sequence that follow others are not computed beside those."""
+    """Yield the parts of each forward pass; two parts of one sequence are in different passes."""
     own: list[StepRows] = []
     seen: set[int] = set()
     for part in parts:
@@ -382,13 +385,13 @@ def _add_time(works: set[StepWork], began: float) -> None:
 
 
 def _joined(parts: list[StepRows], name: str) -> np.ndarray:
-    """A column of all parts' entries."""
+    """Return one column of the entries of all parts."""
     column: np.ndarray = getattr(parts[0], name)
     return column if len(parts) == 1 else np.concatenate([getattr(part, name) for part in parts])
 
 
 def add_drafts(part: StepRows, proposal: Proposal) -> None:
-    """Answers the sequences of a step with their drafts."""
+    """Answer the sequences of a step with their drafts."""
     tokens, is_draft, logits, confidences = proposal
     part.work.answer.add_drafts(is_draft.sum(1), tokens[is_draft])
     if confidences is not None:

@@ -1,4 +1,4 @@
-"""Where the time of the drafter's engine goes."""
+"""Time of the drafter's engine by phase."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from draftwire.server.step_histogram import StepHistogram
 
 
 class Phase(IntEnum):
-    """What the engine's thread is doing."""
+    """Phase of the engine's thread."""
 
     IDLE = auto()  # no step waits
     DECODE = auto()  # reading and checking steps, opening and closing sessions
     COMPUTE = auto()  # batches
-    ANSWER = auto()  # handing answers over, sending those that go straight to the verifier, and counting them
+    ANSWER = auto()  # delivering answers, sending those that use the channel, and counting
 
 
 class EngineTimes:
-    """Time of the engine's thread by phase, seconds. That thread calls all but `read`, which any thread may call.
+    """Seconds of the engine's thread by phase. The thread calls all methods but `read`, which is thread-safe.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class EngineTimes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # a reader between two of the fields would show a counter that falls
+        self._lock = threading.Lock()  # a read between the two updates would show a falling counter
         self._phase = Phase.IDLE
         self._since = clock()
         self._seconds = dict.fromkeys(Phase, 0.0)
@@ -42,7 +42,7 @@ class EngineTimes:
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Ends the current phase and begins another, or goes on with the same."""
+        """End the current phase and begin another, or continue the same."""
         if phase is self._phase:
             return
         with self._lock:
@@ -51,11 +51,11 @@ class EngineTimes:
             self._since, self._phase = now, phase
 
     def end_step(self) -> None:
-        """Puts the time since the last step into the histogram."""
+        """Put the time since the last step into the histogram."""
         self.histogram.observe({phase.name.lower(): seconds for phase, seconds in self.read().items()})
 
     def read(self) -> dict[Phase, float]:
-        """Seconds of each phase so far, the one that lasts included."""
+        """Return the seconds of each phase so far, the current phase included."""
         with self._lock:
             seconds = self._seconds.copy()
             seconds[self._phase] += self._clock() - self._since

@@ -1,4 +1,4 @@
-"""From the accepted rows of sequences of one mode to their drafts, on the host."""
+"""The host's side of a draft step: from accepted rows of sequences of one mode to their drafts."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ class Proposal(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A step whose inputs are written but for its rows."""
+    """A step whose inputs are written, except its rows."""
 
     host: LoopInputs
     run: Callable[[], None]  # launches it on the device
     mode: SamplingMode
     num_sequences: int
-    num_drafts: int  # drafts of the sequence that wants most
+    num_drafts: int  # most drafts of a sequence
 
 
 class Launched(NamedTuple):
     """A step that the device computes."""
 
     num_sequences: int
-    num_drafts: int  # drafts of the sequence that wants most
+    num_drafts: int  # most drafts of a sequence
     mode: SamplingMode
     logits: list[torch.Tensor]  # as in `Proposal`
 
 
 class Proposer:
-    """Fills the loop's inputs, runs it and takes what it drafted; one step at a time."""
+    """Fills the loop's inputs, runs the loop and returns its drafts; one step at a time."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Proposer:
         self._drafts, self._confidences = loop.drafts.numpy(), loop.confidences.numpy()
 
     def launch(self, mode: SamplingMode, rows: DraftRows) -> Launched:
-        """Drafts for rows of sessions of one mode; `prepare` and `start` in one."""
+        """Prepare and start a step for rows of one mode; see `prepare` and `start`."""
         num_rows, max_rows = len(rows.tokens), max(rows.counts.tolist())
         prepared = self.prepare(mode, rows.slots, rows.first_rows, rows.num_drafts, num_rows, max_rows)
         return self.start(prepared, rows.counts, rows.tokens)
@@ -103,14 +103,14 @@ class Proposer:
         num_rows: int,
         max_rows: int,
     ) -> Prepared:
-        """Writes the inputs of a step but for its rows. The device must be done with those of the last one.
+        """Write the inputs of a step, except its rows. The device must have read the last step's inputs.
 
         Parameters
         ----------
         slots, first_rows, num_drafts
             As in `DraftRows`.
         num_rows, max_rows
-            Most rows that there will be, of all sequences and of one.
+            Most rows of all sequences, and of one sequence.
         """
         # No sequence may have room for a block: then one draft is computed that nobody wants.
         count, most = len(slots), max(1, *num_drafts.tolist())
@@ -127,8 +127,8 @@ class Proposer:
         return Prepared(host, run, mode, count, most)
 
     def start(self, prepared: Prepared, counts: np.ndarray, tokens: np.ndarray) -> Launched:
-        """Drafts for the rows of what was prepared last; counts [S] and tokens int32 [T] as in `DraftRows`. Does not
-        wait for the device; `take` must be called before the next `prepare`."""
+        """Start the prepared step with its rows; counts [S] and tokens int32 [T] as in `DraftRows`.
+        Does not wait for the device. Call `take` before the next `prepare`."""
         fill_rows(prepared.host, counts, tokens)
         prepared.run()
         count = prepared.num_sequences
@@ -137,14 +137,14 @@ class Proposer:
 
     @property
     def is_done(self) -> bool:
-        """Whether what was launched has been computed."""
+        """Return whether the device has computed a launched step."""
         return not self._loop.states.is_cuda or torch.cuda.current_stream().query()
 
     def take(self, launched: Launched) -> Proposal:
-        """What was drafted, once the device is done."""
+        """Wait for the device and return the drafts."""
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
-        # A state with NaN has no distribution to draw from: its drafts end there, and nobody else's.
+        # A state with NaN has no distribution to draw from: only its own sequence's drafts end.
         size = slice(launched.num_sequences), slice(launched.num_drafts)
         tokens = self._drafts[size]
         confidences = self._confidences[size] if launched.mode.confidences else None

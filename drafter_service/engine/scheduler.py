@@ -1,4 +1,4 @@
-"""Which waiting rows the next batch computes, and which sequences live."""
+"""The scheduler: waiting rows of the next batch, and room for sequences."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Batch:
-    """Rows to compute, and the steps that are done with them. A sequence may have rows of several steps, in order."""
+    """Rows to compute, and the steps that end with these rows. A sequence may have rows of several steps, in order."""
 
     rows: list[tuple[Session, StepRows]] = field(default_factory=list)
     finished: list[tuple[Session, StepWork]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Opens, feeds and closes sequences as the sessions' steps say, and shares what there is among the sessions.
+    """Opens, feeds and closes sequences as the sessions' steps say, and shares rows, slots and blocks among the
+    sessions.
 
-    Rows of a batch are shared evenly. Slots and blocks go to whoever asks first; when there are none left, a session
-    takes them from the one that holds most, sequence by sequence, until it holds no less than that one.
+    Rows of a batch are shared evenly. The first session to ask gets slots and blocks. When none are left, a session
+    takes sequences from the session that holds the most, until both hold the same.
     """
 
     def __init__(self, limits: EngineLimits, table: SequenceTable) -> None:
@@ -41,13 +42,13 @@ class Scheduler:
         self._limits = limits
         self._table = table
         self._is_busy = np.zeros(limits.max_num_seqs, bool)  # the slots with rows in the batch
-        self._dropped: list[int] = []  # slots of the batch whose sequences are gone
+        self._dropped: list[int] = []  # slots of the batch whose sequences were closed
 
     def next_batch(self, sessions: Sequence[Session]) -> Batch:
-        """Shares max_batch_rows evenly; what a session does not need is shared by those with more rows waiting.
+        """Return the next batch: max_batch_rows shared evenly; sessions with more waiting rows share the unused rows.
 
-        So drafts never wait for another session's prefill, and no prefill starves. The batch must be computed, and
-        `end_batch` called, before the next one.
+        So drafts never wait for another session's prefill, and no prefill starves. Compute the batch and call
+        `end_batch` before the next call.
         """
         batch = Batch()
         waiting = [session for session in sessions if session.works]
@@ -58,14 +59,14 @@ class Scheduler:
         return batch
 
     def end_batch(self) -> None:
-        """Frees what the computed batch was the last to use."""
+        """Free slots and blocks that only the computed batch used."""
         for slot in self._dropped:
             self._table.close(slot)
         self._dropped.clear()
         self._is_busy[:] = False
 
     def drop(self, session: Session, sequence_id: int) -> None:
-        """Forgets a sequence; its blocks are free once the batch that uses them is computed."""
+        """Forget a sequence; its blocks are free after the batch that uses them."""
         slot = session.slots.pop(sequence_id, None)
         if slot is None:
             return
@@ -75,7 +76,7 @@ class Scheduler:
             self._table.close(slot)
 
     def _take(self, session: Session, sessions: Sequence[Session], share: int, batch: Batch) -> int:
-        """Takes up to `share` rows of a session's steps, in order."""
+        """Take up to `share` rows of a session's steps, in order."""
         taken = 0
         parts: list[StepRows] = []
         while session.works and taken < share:
@@ -101,14 +102,15 @@ class Scheduler:
         return taken
 
     def _closes_busy(self, session: Session, step: Step) -> bool:
-        """Whether the step closes a sequence with rows in this batch, whose slot is not free before its end."""
+        """Return whether a step closes a sequence with rows in this batch, whose slot is free only after the batch."""
         slots = [session.slots[sequence_id] for sequence_id in step.closed_ids if sequence_id in session.slots]
         return bool(slots) and bool(self._is_busy[slots].any())
 
     def _claim(self, session: Session, sessions: Sequence[Session], step: Step) -> bool:
-        """Makes room for a step at the cost of sessions that hold more; whether it is there after this batch only.
+        """Make room for a step at the cost of sessions that hold more, and return whether the room is free only after
+        this batch.
 
-        A sequence that is taken away is answered as unknown when its next rows come, and its verifier opens it anew.
+        An evicted sequence is answered as unknown at its next rows, and its verifier opens it again.
         """
         table, evicted_busy = self._table, False
         others = [other for other in sessions if other is not session]
@@ -133,7 +135,8 @@ class Scheduler:
         return evicted_busy
 
     def _num_missing_blocks(self, session: Session, step: Step) -> int:
-        """Blocks that the step's rows need beside what their sequences have; 0 where enough are free in any case."""
+        """Return the number of blocks that a step's rows need beyond their sequences' blocks; 0 if enough are free in
+        any case."""
         if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= self._table.num_free_blocks:
             return 0
         known = (session.slots.get(sequence_id) for sequence_id in step.sequence_ids)
@@ -146,7 +149,7 @@ class Scheduler:
         return int(self._table.num_blocks[list(session.slots.values())].sum())
 
     def _evict(self, session: Session) -> bool:
-        """Takes its newest sequence from a session; whether its room is free after the batch only."""
+        """Evict a session's newest sequence, and return whether its room is free only after the batch."""
         self.num_evictions += 1
         sequence_id, slot = next(reversed(session.slots.items()))
         logger.debug("%s: sequence %d makes room for another verifier's", session.terms.verifier, sequence_id)
@@ -157,7 +160,7 @@ class Scheduler:
         return is_busy
 
     def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
-        """Drafts only after a sequence's newest rows: a newer step has moved its end on, or closes it."""
+        """Drop the drafts of older steps: draft only after a sequence's newest rows."""
         named = [sequence_id for work in session.works if not work.is_admitted for sequence_id in _named(work.step)]
         if not named and len(parts) < 2:
             return
@@ -168,7 +171,7 @@ class Scheduler:
             is_newer[part.slots] = True
 
     def _admit(self, session: Session, work: StepWork) -> None:
-        """Closes and opens sequences, finds room for the step's rows and answers for those that have none."""
+        """Close and open sequences, find room for the step's rows, and answer sequences without room."""
         step, table = work.step, self._table
         for sequence_id in step.closed_ids:
             self.drop(session, sequence_id)
@@ -193,7 +196,7 @@ class Scheduler:
         is_taken: np.ndarray,
         refused: set[int],
     ) -> None:
-        """Reserves blocks for sequences that are not taken as they are, in order; drops those whose rows do not fit."""
+        """Reserve blocks for sequences, in order; drop sequences whose rows do not fit."""
         step = work.step
         for index in np.flatnonzero(~is_taken):
             sequence_id = step.sequence_ids[index]
@@ -206,7 +209,7 @@ class Scheduler:
                 work.answer.add_failure(sequence_id, status)
 
     def _open(self, session: Session, step: Step) -> set[int]:
-        """Opens the step's new sequences; the ids of those that there is no room for."""
+        """Open the step's new sequences, and return the ids without room."""
         refused = set()
         for new in step.opened:
             slot = None

@@ -1,4 +1,4 @@
-"""State of every open sequence in the drafter, structure of arrays, so that a batch is handled without a loop."""
+"""State of every open sequence, as a structure of arrays, so that a batch needs no loop over sequences."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SequenceTable:
     first_row
         [max_num_seqs] int64, position of the first row.
     next_row
-        [max_num_seqs + 1] int64, position of the first row that is not true: the accepted rows counted from position 0.
-        The last one is -1, which no row follows: slot -1 stands for a sequence that there is not.
+        [max_num_seqs + 1] int64, position after the last accepted row: the number of accepted rows counted from
+        position 0. The last entry is -1, which no row follows: slot -1 stands for an unknown sequence.
     temperature, proposal_key
         [max_num_seqs] float32 and int64.
     end_row
@@ -52,21 +52,21 @@ class SequenceTable:
 
     @property
     def num_open(self) -> int:
-        """Sequences that are open."""
+        """Number of open sequences."""
         return self._max_num_seqs - len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Slots that no sequence has."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence has."""
+        """Number of free blocks."""
         return self._pool.num_free
 
     def open(self, new: OpenedSequence) -> int | None:
-        """The slot of a new sequence, None when all are taken."""
+        """Open a sequence and return its slot; None if all slots are taken."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -76,7 +76,7 @@ class SequenceTable:
         return slot
 
     def close(self, slot: int) -> None:
-        """Takes a slot and its blocks back."""
+        """Free a slot and its blocks."""
         count = self.num_blocks[slot]
         self._pool.release(self.blocks[slot, :count].tolist())
         self.blocks[slot, :count] = 0
@@ -84,20 +84,22 @@ class SequenceTable:
         self._free.append(slot)
 
     def blocks_of(self, slot: int) -> Any:
-        """[n] int32, the blocks of a sequence."""
+        """Return the blocks of a sequence, [n] int32."""
         return self.blocks[slot, : self.num_blocks[slot]]
 
     def num_missing_blocks(self, slot: int, num_rows: int) -> int:
-        """Blocks that a sequence needs for `num_rows` rows after its accepted ones, beside those that it has."""
+        """Return the blocks that a sequence needs for `num_rows` rows after its accepted ones, beside those that it
+        has."""
         end = self.next_row.item(slot) + num_rows
         return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
 
     def has_room(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Whether each sequence's blocks and context hold rows up to the position `ends`, exclusive; [n] bool."""
+        """Return whether each sequence's blocks and context hold rows up to the position `ends`, exclusive; [n]
+        bool."""
         return ends <= self.end_row[slots]
 
     def reserve(self, slot: int, num_rows: int) -> bool:
-        """Makes room for `num_rows` rows after a sequence's accepted ones, if the context and the pool have it."""
+        """Make room for `num_rows` rows after a sequence's accepted ones, if the context and the pool have it."""
         if self.next_row.item(slot) + num_rows > self._max_model_len:
             return False
         missing = self.num_missing_blocks(slot, num_rows)
@@ -153,7 +155,7 @@ class SequenceTable:
         return np.full(len(num_drafts), self._block_rows) if self._block_rows else num_drafts - 1
 
     def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
-        """Makes room for so many rows after the sequences' accepted ones; one block for each open sequence stays free.
+        """Make room for so many rows after the sequences' accepted ones; one block for each open sequence stays free.
 
         A step for which there is room is taken with no look at each of its sequences.
         """
@@ -163,7 +165,7 @@ class SequenceTable:
             self._extend(slots[lacks], num_rows[lacks], spare=self.num_open)
 
     def _extend(self, slots: np.ndarray, num_rows: np.ndarray, spare: int = 0) -> None:
-        """Gives sequences the blocks for so many rows after their accepted ones, in order; `spare` blocks stay free."""
+        """Give sequences the blocks for so many rows after their accepted ones, in order; `spare` blocks stay free."""
         first_rows, held = self.first_row[slots], self.num_blocks[slots]
         ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
         missing = -(-(ends - first_rows) // BLOCK_SIZE) - held
@@ -171,7 +173,7 @@ class SequenceTable:
         total = int(missing.sum())
         columns = (held - (missing.cumsum() - missing)).repeat(missing) + np.arange(total)
         blocks = self._pool.allocate(total)
-        assert blocks is not None  # so many are free
+        assert blocks is not None  # enough blocks are free
         self.blocks[slots.repeat(missing), columns] = blocks
         self.num_blocks[slots] = held + missing
         self.end_row[slots] = np.minimum(first_rows + (held + missing) * BLOCK_SIZE, self._max_model_len)

@@ -13,13 +13,13 @@ from drafter_service.engine.step_work import StepWork
 
 @dataclass(eq=False)
 class Session:
-    """Sequences and waiting steps of one stream; touched by the engine's thread alone."""
+    """Sequences and waiting steps of one stream; used by the engine's thread alone."""
 
     terms: SessionTerms
     deliver: Callable[[Answer | Exception], None]  # called on the engine's thread
     slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
     works: deque[StepWork] = field(default_factory=deque)
     waiting_rows: int = 0
-    # Early batches that may begin: one for each step that has come. Negative after one was dropped.
+    # Early batches that may begin: one for each arrived step. Negative after a dropped early batch.
     steps_ahead: int = 0
-    has_claimed: bool = False  # what others had to give up for it is free in the next batch
+    has_claimed: bool = False  # room that other sessions gave up is free in the next batch

@@ -23,38 +23,38 @@ class OpenedSequence(NamedTuple):
 
 @dataclass(eq=False)
 class AnnouncedStep:
-    """The contract's Announce; S sequences. Its tokens are read once and checked; its features are not trusted."""
+    """The contract's Announce; S sequences. Tokens are read once and checked; features are untrusted."""
 
     announced_id: int
     sequence_ids: list[int]  # [S]
     first_rows: np.ndarray  # int64 [S]
     num_drafts: int  # of each sequence, at least 1
     columns: int  # numbers of each sequence in the body
-    body: Body  # that the verifier's device writes
+    body: Body  # written by the verifier's device
     features: Incoming  # [most rows, width]
     vocab_size: int  # of the target
     is_fused: bool  # the features are the head's states
     is_resolved: bool = False  # committed or dropped
     is_dropped: bool = False
-    show: Callable[[torch.Tensor], object] = lambda _: None  # has early drafts written for the verifier
+    show: Callable[[torch.Tensor], object] = lambda _: None  # writes early drafts for the verifier
     _read: tuple[np.ndarray, np.ndarray] | None = None
     _has_read: bool = False
 
     @property
     def is_written(self) -> bool:
-        """Whether the verifier's device has written the tokens, and the features before them."""
+        """Return whether the verifier's device has written the tokens, and before them the features."""
         return self._has_read or self.body.is_written
 
     def drop(self) -> None:
-        """Drop the step: its tokens and features are not read any more."""
+        """Drop the step and release its tokens and features."""
         self.is_resolved = self.is_dropped = True
         self.body.release()
         self.features.finish()
 
     def read(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the rows of each sequence, int64 [S], and their tokens, int32 [T]; None when there are no such rows.
+        """Return the rows of each sequence, int64 [S], and their tokens, int32 [T]; None if the numbers are invalid.
 
-        Later calls return the same: the verifier may write the memory again, but not what was checked.
+        Later calls return the same checked copy, even if the verifier writes the memory again.
         """
         if not self._has_read:
             self._has_read, self._read = True, self._read_checked()
@@ -68,14 +68,14 @@ class AnnouncedStep:
         if min(listed) < 1 or max(listed) >= self.columns or sum(listed) > len(self.features.tensor):
             return None
         tokens = tokens[np.arange(self.columns - 1) < counts[:, None]]
-        # Read without its sign, a negative id is above all others.
+        # Read as unsigned, a negative id exceeds every valid id.
         if np.count_nonzero(tokens.view(np.uint32) >= self.vocab_size):
             return None
         return counts, tokens
 
 
 class Step(NamedTuple):
-    """The contract's DraftStep, or the one that a Commit stands for; S sequences, T rows."""
+    """The contract's DraftStep, or the announced step of a Commit; S sequences, T rows."""
 
     step_id: int
     opened: list[OpenedSequence]
@@ -87,7 +87,7 @@ class Step(NamedTuple):
     tokens: np.ndarray  # int32 [T], x_{i+1} of every row, sequence after sequence
     features: Incoming  # [T, width], g_i of every row, which the engine reads and finishes; of a Commit see `rows`
     is_fused: bool = False  # the features are the head's states
-    announced: AnnouncedStep | None = None  # that is committed
+    announced: AnnouncedStep | None = None  # the committed announced step
     places: np.ndarray | None = None  # int64 [S], of the sequences among the announced ones
     rows: np.ndarray | None = None  # int64 [T], of the step's rows in the features; None where they are those
 

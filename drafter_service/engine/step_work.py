@@ -1,4 +1,4 @@
-"""A step on its way through the engine."""
+"""A step in progress."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from draftwire.v1 import draft_pb2 as pb
 
 @dataclass(eq=False)
 class StepRows:
-    """Rows of a step that one batch computes: int64 [n] each, one entry for each sequence."""
+    """Rows of a step in one batch: int64 [n] each, one entry for each sequence."""
 
     work: StepWork
     indices: np.ndarray  # of the sequence in the step
     slots: np.ndarray  # of the sequence in the table
     first_rows: np.ndarray  # position of the first row
-    ends: np.ndarray  # behind the last row in the step's tensors
+    ends: np.ndarray  # end of the rows in the step's tensors
     counts: np.ndarray
     num_drafts: np.ndarray  # drafts wanted after the rows; 0 while more of the sequence's rows follow
     num_rows: int  # sum of the counts
 
     def select(self, chosen: np.ndarray) -> StepRows:
-        """The entries of a mask."""
+        """Return the entries of a mask."""
         if chosen.all():
             return self
         columns = (self.indices, self.slots, self.first_rows, self.ends, self.counts, self.num_drafts)
@@ -56,18 +56,18 @@ class StepRows:
         return self.work.tokens if self.num_rows == len(self.work.tokens) else self.work.tokens[self.places()]
 
     def places(self) -> slice | np.ndarray:
-        """Places of the rows in the step's tensors; a slice where they are neighbours."""
+        """Return the places of the rows in the step's tensors, as a slice if contiguous."""
         begin, end = self.ends.item(0) - self.counts.item(0), self.ends.item(-1)
         if end - begin == self.num_rows:
             return slice(begin, end)
         return np.repeat(self.ends - self.counts.cumsum(), self.counts) + np.arange(self.num_rows)
 
     def announce(self) -> None:
-        """Answers the sequences but for their drafts, which `Answer.add_drafts` must add."""
+        """Answer the sequences without their drafts, which `Answer.add_drafts` must add."""
         self.work.answer.add_sequences(self.sequence_ids, self.committed_lengths, self.last_tokens)
 
     def withdraw(self, chosen: np.ndarray) -> None:
-        """Answers these entries, where they want drafts, without any."""
+        """Answer the entries that want drafts with no drafts."""
         chosen = chosen & (self.num_drafts > 0)
         if chosen.any():
             part = self.select(chosen)
@@ -77,7 +77,7 @@ class StepRows:
             self.num_drafts = np.where(chosen, 0, self.num_drafts)
 
     def split(self, most: int) -> tuple[StepRows, StepRows]:
-        """(all but the last row of each entry of more than `most` rows, the rest of each entry)."""
+        """Return (all but the last row of entries of more than `most` rows, the remaining rows of each entry)."""
         is_long = self.counts > most
         if not is_long.any():
             return self.select(is_long), self
@@ -104,57 +104,58 @@ def _rows(work: StepWork, *columns: np.ndarray) -> StepRows:
 
 
 class StepWork:
-    """Rows that are still to be computed, and the answer as far as it is known."""
+    """Waiting rows of a step, and its answer so far."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.is_admitted = False
-        self.is_split = False  # a batch has taken some of its rows and left others
+        self.is_split = False  # whether a batch has taken a part of the rows
         self.rows_left = 0
-        self._unread_rows = len(step.tokens)  # whose features have not been read
+        self._unread_rows = len(step.tokens)  # rows whose features were not read yet
         # Indices, slots, ends of the rows, rows and drafts wanted of the sequences with rows left, in order.
         self._left: tuple[np.ndarray, ...] = ()
         self.tokens = step.tokens
 
     @cached_property
     def answer(self) -> Answer:
-        """What the verifier gets."""
+        """Return the finished answer."""
         return Answer(self.step.step_id)
 
     def read(self, rows: StepRows) -> tuple[np.ndarray, torch.Tensor]:
-        """Tokens [n] of rows of the step, and their features [n, width] where they have arrived; once for each row."""
+        """Return the tokens [n] of rows of the step and their features [n, width]; once for each row."""
         self.pass_over(rows)
         places = slice(0, len(self.tokens)) if rows.num_rows == len(self.tokens) else rows.places()
         return self.tokens[places], self.step.features_at(places)
 
     def pass_over(self, rows: StepRows) -> None:
-        """Counts rows as read, whose features are needed no more."""
+        """Count rows as read: their features are no longer needed."""
         self._unread_rows -= rows.num_rows
 
     def finish_features(self) -> None:
-        """Gives the features' memory back if the copies of all rows have been issued."""
+        """Release the features' memory if the copies of all rows have been issued."""
         if not self._unread_rows:
             self.step.features.finish()
 
     def drop_features(self) -> None:
-        """Gives the features' memory back: the rows that have not been read are not taken."""
+        """Release the features' memory; unread rows are dropped."""
         self._unread_rows = 0
         self.finish_features()
 
     def admit(self, slots: np.ndarray) -> None:
-        """Leaves the rows of the step's sequences at `slots` [S] to be computed."""
+        """Set the rows of the step's sequences at `slots` [S] as waiting."""
         counts = self.step.num_rows
         self.is_admitted = True
         self.rows_left = len(self.tokens)
         self._left = (np.arange(len(counts)), slots, counts.cumsum(), counts, self.step.num_drafts)
 
     def keep(self, chosen: np.ndarray) -> None:
-        """Computes the rows of no other sequences than the `chosen` [S]; to be called before any are taken."""
+        """Keep only the rows of the `chosen` [S] sequences; call before rows are taken."""
         self._left = tuple(column[chosen] for column in self._left)
         self.rows_left = int(self._left[3].sum())
 
     def forget(self, slot: int) -> int:
-        """Computes no more rows of the sequence at `slot`, which is answered as unknown; how many rows were left."""
+        """Drop the waiting rows of the sequence at `slot`, answer it as unknown, and return how many rows were
+        dropped."""
         if not self.rows_left:
             return 0
         indices, slots, _, counts, _ = self._left
@@ -167,14 +168,14 @@ class StepWork:
         return num_rows
 
     def take(self, limit: int, table: SequenceTable) -> StepRows:
-        """Takes the next rows, `limit` at most; each sequence then counts its own as true."""
+        """Take up to `limit` waiting rows, and count them as their sequences' accepted rows."""
         indices, slots, ends, counts, num_drafts = self._left
         num_rows = min(self.rows_left, limit)
         self.rows_left -= num_rows
         if self.rows_left:
             self.is_split = True
             sums = np.cumsum(counts)
-            last = int(np.searchsorted(sums, limit))  # of the sequences touched
+            last = int(np.searchsorted(sums, limit))  # index of the last touched sequence
             beyond = int(sums[last]) - limit
             rest_counts = counts[last:].copy()
             rest_counts[0] = beyond

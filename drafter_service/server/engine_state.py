@@ -1,4 +1,4 @@
-"""What a scrape of the metrics reads of the engine."""
+"""The engine's state for a scrape of the metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from drafter_service.engine.answer import Load
 
 @dataclass(frozen=True)
 class EngineState:
-    """Its load, its queue and its counters."""
+    """Load, queue and counters of the engine."""
 
     load: Load
-    waiting_rows: int  # of steps that it has, in no batch yet
-    evictions: int  # sequences taken away for another session's
-    taken_ahead: int  # batches that were begun before their step, and that a step asked for
-    wasted_ahead: int  # and that none did
-    idle_s: float  # time of its thread without a step
+    waiting_rows: int  # rows of waiting steps
+    evictions: int  # sequences evicted for another session
+    taken_ahead: int  # early batches that a Commit took
+    wasted_ahead: int  # early batches that were dropped
+    idle_s: float  # seconds of the engine's thread without a step

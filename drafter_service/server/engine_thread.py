@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class EngineFailureError(Exception):
-    """The engine could not go on with a session for a reason of its own."""
+    """The engine ended a session because of an internal error."""
 
 
 class EngineThread:
-    """Takes commands from any thread and gives them to the engine between two of its batches, in order."""
+    """Takes commands from any thread and runs them between two batches of the engine, in order."""
 
     def __init__(self, engine: DraftEngine, on_failure: Callable[[], None]) -> None:
         """`on_failure` is called, on the engine's thread, when the engine has failed for good."""
@@ -46,22 +46,22 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the batch that it computes."""
+        """End the thread after the batch that it computes."""
         self._commands.put(None)
         self._thread.join()
 
     @property
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
         return self.engine.load
 
     @property
     def state(self) -> EngineState:
-        """What the metrics tell of it; from any thread."""
+        """Return the state for the metrics; thread-safe."""
         engine, early = self.engine, self.engine.early
         return EngineState(
             engine.load,
@@ -73,38 +73,38 @@ class EngineThread:
         )
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Future[Session]:
-        """Opens a session; `deliver` is called on the engine's thread."""
+        """Open a session; `deliver` is called on the engine's thread."""
         opened: Future[Session] = Future()
         self._commands.put(partial(self._open_session, terms, deliver, opened))
         return opened
 
     def close_session(self, session: Session) -> None:
-        """Drops a session and all that it holds."""
+        """Drop a session and all that it holds."""
         self._commands.put(partial(self.engine.close_session, session))
 
     def drain(self) -> None:
-        """Opens no sequence any more."""
+        """Open no sequence any more."""
         self._commands.put(self.engine.drain)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Calls `command` on the engine's thread, in order."""
+        """Call `command` on the engine's thread, in order."""
         self._commands.put(command)
 
     def watch(self, fd: int, read: Callable[[], Sequence[Callable[[], None]] | None]) -> None:
-        """Calls the commands that `read` returns when `fd` is readable; on the engine's thread."""
+        """Call the commands that `read` returns when `fd` is readable; on the engine's thread."""
         self._commands.watch(fd, read)
 
     def unwatch(self, fd: int) -> None:
-        """Takes no more from there; on the engine's thread."""
+        """Stop reading from a descriptor; on the engine's thread."""
         self._commands.unwatch(fd)
 
     def later(self, call: Callable[[], None]) -> None:
-        """Calls `call` when no step waits for it: while the device drafts, or before the thread waits; in order. On the
-        engine's thread. For what is counted and told of steps: an error is logged and ends nothing."""
+        """Run `call` later, in order, when no step waits: while the device drafts, or before the thread sleeps. Call on
+        the engine's thread. Meant for counters and logs: an error is logged and has no other effect."""
         self._later.append(call)
 
     def submit(self, session: Session, step: Step) -> None:
-        """Queues a step; on the engine's thread."""
+        """Queue a step; on the engine's thread."""
         self.engine.submit(session, step)
 
     def announce(self, session: Session, step: AnnouncedStep) -> None:
@@ -112,7 +112,7 @@ class EngineThread:
         self.engine.announce(session, step)
 
     def _look_early(self) -> Callable[[], None] | None:
-        """Return what begins early drafts, once they can begin; on the engine's thread."""
+        """Return the command that begins early drafts, if they can begin; on the engine's thread."""
         return self._begin_early if self._guard(self.engine.look_early) else None
 
     def _begin_early(self) -> None:
@@ -163,7 +163,8 @@ class EngineThread:
                 self._catch_up()
 
     def _run_commands(self) -> bool:
-        """Runs what has arrived, waiting for something when there is no work; False when the thread is to end."""
+        """Run the commands that have arrived, wait for one if there is no work, and return False if the thread must
+        end."""
         has_looked = False
         while True:
             has_work = self.engine.has_work
@@ -184,28 +185,28 @@ class EngineThread:
                 return False
             self.times.enter(Phase.DECODE)
             command()
-            del command  # it may hold what is to be freed, as shared memory, while the next one is waited for
+            del command  # it may keep shared memory alive while the thread waits for the next command
 
     def iterate(self) -> None:
         self.times.enter(Phase.COMPUTE)
         self._guard(lambda: self.engine.iterate(self._catch_up))
 
     def _guard(self, compute: Callable[[], T]) -> T | None:
-        """Computes; where there is no memory for it all sessions end, and it gives None."""
+        """Call `compute`; without enough memory end all sessions and return None."""
         try:
             return compute()
         except (RuntimeError, MemoryError) as error:
             known = (torch.OutOfMemoryError, MemoryError)
-            if not (isinstance(error, known) or "memory" in str(error)):  # as the CPU's allocator says
+            if not (isinstance(error, known) or "memory" in str(error)):  # the wording of torch's CPU allocator
                 raise
-            check_context(self.engine.device)  # "illegal memory access" is none of that
+            check_context(self.engine.device)  # "illegal memory access" is no lack of memory
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()
             return None
 
     def _catch_up(self) -> None:
-        """Makes the calls that could wait."""
+        """Make the deferred calls."""
         while self._later:
             call = self._later.popleft()
             try:

@@ -1,4 +1,4 @@
-"""The drafter's side of the handshake: does this verifier fit this head?"""
+"""The drafter's side of the handshake: checks that a verifier fits the head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from draftwire.v1 import draft_pb2 as pb
 
 
 def settle_terms(request: pb.DraftRequest, info: pb.GetDrafterInfoResponse) -> SessionTerms:
-    """The terms of a session with the verifier that sent `request`.
+    """Return the terms of a session with the verifier that sent `request`.
 
     Raises
     ------
     InvalidArgumentError
         When the message is no hello, or its speculative config breaks the contract.
     MismatchError
-        When verifier and drafter do not fit; names the field and both sides' values.
+        When verifier and drafter do not match; names the field and both values.
     """
     if request.WhichOneof("message") != "hello":
         raise InvalidArgumentError("message", request.WhichOneof("message"), "the first message must be the hello")
@@ -67,7 +67,7 @@ def _check_features(given: pb.FeatureSpec, info: pb.GetDrafterInfoResponse) -> N
     _require_equal("features.layers", list(given.layers), list(wanted.layers))
     width = wanted.width
     if given.fused_for:
-        # States of another head are of no use, and nothing else would tell them apart.
+        # Only the fingerprint tells the states of different heads apart.
         own = info.head_fingerprint if info.HasField("fusion") else ""
         _require_equal("features.fused_for", given.fused_for, own)
         width = info.fusion.width

@@ -1,4 +1,4 @@
-"""What a drafter tells Prometheus."""
+"""The drafter's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DrafterCollector(Collector):
         step_times: StepHistogram,
         traffic: Traffic,
     ) -> None:
-        """`unanswered` is the number of steps that have come and have no answer yet."""
+        """`unanswered` returns the number of received steps without an answer."""
         self._head_name = head_name
         self._state = state
         self._step_times = step_times
@@ -46,11 +46,11 @@ class DrafterCollector(Collector):
         self._refused = 0
 
     def count_refused(self) -> None:
-        """Count a call that found no room, on the event loop."""
+        """Count a refused call; on the event loop."""
         self._refused += 1
 
     def count(self, answer: Answer | Exception) -> None:
-        """Counts an answer, or a session that failed."""
+        """Count an answer, or a session that failed."""
         if isinstance(answer, Exception):
             self._failures += 1
             return

@@ -1,4 +1,4 @@
-"""What is told of the sequences of one stream: log lines and spans that name the verifier's requests."""
+"""Log lines and spans of one stream's sequences, which name the verifier's requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Requests that one line about a stream names at most.
+# Most requests that one line about a stream names.
 MAX_NAMED = 32
 
 
 @dataclass
 class _Watched:
-    """A sequence that is open, and what it has had if somebody wants to know."""
+    """An open sequence, with counters for debug lines and spans."""
 
     sequence_id: int
     request_id: str
@@ -46,7 +46,7 @@ class SequenceWatch:
         self._counts = logger.isEnabledFor(logging.DEBUG) or is_exporting()
 
     def take_step(self, step: pb.DraftStep | pb.Commit) -> None:
-        """A step that was checked closes and opens sequences."""
+        """Record the sequences that a checked step closes and opens."""
         for sequence_id in step.closed_ids:
             self._end(sequence_id, "closed")
         if isinstance(step, pb.Commit):
@@ -61,7 +61,7 @@ class SequenceWatch:
             logger.debug("sequence opened", extra=fields(verifier=self._verifier, **watched.described()))
 
     def take_answer(self, answer: Answer) -> None:
-        """An answer goes out: it has drafts, and sequences that were not taken."""
+        """Record an answer's drafts and refused sequences."""
         drafts = answer.drafts
         if any(status != pb.SEQUENCE_STATUS_OK for status in drafts.statuses):
             for sequence_id, status in zip(drafts.sequence_ids, drafts.statuses, strict=True):
@@ -75,7 +75,7 @@ class SequenceWatch:
                     watched.drafts += num_drafts
 
     def end(self, error: BaseException | None) -> None:
-        """The stream has ended, with an error or in order."""
+        """Record the end of the stream, with or without an error."""
         if error is not None and self._open:
             request_ids = [watched.request_id for watched in self._open.values()]
             told = fields(

@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Drafting"].full_name
 # Verifiers call seldom and one after the other. A window has room for the steps of most batches.
 READING = ReadingLimits(MAX_MESSAGE_BYTES, 2, 1, 64, 16, window_bytes=4 * 1024 * 1024)
-# When a verifier that found no room may try again.
+# Seconds after which a refused verifier may try again.
 RETRY_S = 1.0
-# Shared memory has room for steps of so many rows of features at least: what a step with prompts brings by default.
+# Least rows of features that shared memory has room for: those of a step with prompts by default.
 PROMPT_ROWS = 512
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,7 +67,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -> pb.GetDrafterInfoResponse:
-    """What a drafter tells of its head and limits, but for its load and memory."""
+    """Return a drafter's information on its head and limits, without load and memory."""
     head, limits = engine.engine.head, engine.engine.limits
     spec = head.spec
     return pb.GetDrafterInfoResponse(
@@ -99,7 +99,7 @@ def _retry_metadata(error: Exception) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def feature_segment_bytes(features: pb.FeatureSpec, terms: SessionTerms) -> int:
-    """Size of the shared memory for a session's features."""
+    """Return the size of the shared memory for a session's features."""
     num_rows = max(terms.max_sequences * (terms.num_speculative_tokens + 1), PROMPT_ROWS)
     return segment_bytes(num_rows * features.width * DTYPES[features.dtype].itemsize)
 
@@ -125,7 +125,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         carriers: Sequence[pb.Carrier] = ALL_CARRIERS,
         rendezvous_dir: Path | None = None,
     ) -> None:
-        """`carriers` are those that the operator allows, best first; `rendezvous_dir` is the directory of `meet`."""
+        """`carriers` are the allowed carriers, best first; `rendezvous_dir` is the directory of `meet`."""
         self._engine = engine
         self._device = engine.engine.device
         self._carriers = offered_carriers(carriers, self._device)
@@ -133,9 +133,9 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._info = describe_drafter(engine, head_name, dtype)
         self._max_sessions = engine.engine.limits.max_sessions
         self._num_sessions = 0
-        self._num_fusions = 0  # that are being sent
+        self._num_fusions = 0  # number of fusion weights that are being sent
         self._streams: set[DraftStream] = set()
-        self._drain_timeout_s: float | None = None  # set once it drains
+        self._drain_timeout_s: float | None = None  # set when the drafter drains
         self._all_left = asyncio.Event()
         self._traffic = Traffic()
         self.interceptor = CountingInterceptor(SERVICE_NAME, self._count)
@@ -147,7 +147,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no session and no sequence any more, tells the verifiers, and gives them so many seconds to leave."""
+        """Refuse new sessions and sequences, tell the verifiers, and give them `timeout_s` seconds to leave."""
         self._drain_timeout_s = timeout_s
         self._engine.drain()
         for stream in self._streams:
@@ -163,13 +163,13 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
     async def GetDrafterInfo(  # noqa: N802
         self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
     ) -> pb.GetDrafterInfoResponse:
-        """The head, what it needs from a target and the drafter's limits."""
+        """Return the head, what it needs from a target and the drafter's limits."""
         return self._current_info()
 
     async def GetFeatureFusion(  # noqa: N802
         self, request: pb.GetFeatureFusionRequest, context: Any
     ) -> AsyncIterator[pb.FeatureFusionChunk]:
-        """The weights with which a verifier fuses features for the head."""
+        """Yield the weights with which a verifier fuses features for the head."""
         head = self._engine.engine.head
         if head.fusion is None or request.head_fingerprint != head.fingerprint:
             await context.abort(
@@ -191,19 +191,20 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         finally:
             self._num_fusions -= 1
 
-    # It reads and writes through the context, in two tasks, and so is no iterator.
+    # Reads and writes through the context, in two tasks, and so is no iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:
         """One verifier's stream."""
-        peer = context.peer()  # asked now: a call that has ended cannot tell any more, and may bring the process down
+        peer = context.peer()  # read now: reading the peer of an ended call may crash the process
         try:
             await self._serve(context, peer)
             return
         except tuple(STATUS_CODES) as error:
             refusal = STATUS_CODES[type(error)], str(error), _retry_metadata(error)
         logger.warning("stream of %s ended: %s", peer, refusal[1])
-        # Not above: gRPC keeps what `abort` raises, which would keep the error, its frames and the memory shared there.
+        # Outside the handler: gRPC keeps the exception of `abort`, which would keep the error, its frames and shared
+        # memory.
         await context.abort(*refusal)
 
     async def _serve(self, context: Context, peer: str) -> None:
@@ -230,7 +231,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
                 self._all_left.set()
 
     async def _share(self, hello: pb.VerifierHello, terms: SessionTerms) -> SharedSegments:
-        """The memory that this host shares with the verifier, if it is here too."""
+        """Return the memory shared with a verifier on this host, if any."""
         carriers = [carrier for carrier in hello.carriers if carrier in self._carriers]
         if carriers == [pb.CARRIER_BYTES] or not hello.HasField("rendezvous"):
             return SharedSegments()
@@ -284,7 +285,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             answer = self._hello(receiver.carrier, sender.carrier, is_direct=shared.channel is not None)
             await context.write(answer)
             self._streams.add(stream)
-            if self._drain_timeout_s is not None:  # it began after this session was let in
+            if self._drain_timeout_s is not None:  # draining began after this session was accepted
                 stream.drain(self._drain_timeout_s)
             await stream.run(session)
         finally:
@@ -310,7 +311,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         return pb.DraftResponse(hello=hello)
 
     def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
-        """Counts a message of gRPC."""
+        """Count a message of gRPC."""
         self._traffic.count_message("grpc", direction, message, num_bytes)
         if direction == "received":
             last_read_bytes.set(num_bytes)

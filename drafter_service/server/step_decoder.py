@@ -1,4 +1,4 @@
-"""Reads a verifier's step messages; none that is malformed reaches the engine."""
+"""Decodes a verifier's step messages; no malformed message reaches the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftwire.server.tracing import check_traceparent
 from draftwire.transport import Body, Incoming, TensorReceiver
 from draftwire.v1 import draft_pb2 as pb
 
-# Announced steps that may be neither committed nor dropped.
+# Most announced steps that are neither committed nor dropped.
 MAX_ANNOUNCED = 4
 
 
@@ -45,7 +45,7 @@ class StepDecoder:
         self._last_step_id = 0
         self._announced: deque[AnnouncedStep] = deque()
         self._last_announced_id = 0
-        # Ids rise within a stream, which is how "never reused" is enforced without remembering them all.
+        # Ids must rise within a stream, so that reuse is refused without a list of all ids.
         self._last_opened_id = -1
 
     def decode(self, request: pb.DraftRequest) -> Step:
@@ -54,7 +54,7 @@ class StepDecoder:
         Raises
         ------
         InvalidArgumentError
-            Names the field that is malformed.
+            Names the malformed field.
         """
         kind = request.WhichOneof("message")
         if kind == "commit":
@@ -66,7 +66,7 @@ class StepDecoder:
         if step.replaces:
             self._drop_announced(step.replaces, "replaces")
         opened = self._decode_opened(step.opened) if step.HasField("opened") else []
-        # Lists, because each look at a repeated field costs as much as one of these conversions.
+        # Lists: each access to a repeated field costs as much as one of these conversions.
         sequence_ids, num_rows = step.sequence_ids[:], step.num_rows[:]
         columns = (step.first_rows[:], num_rows, step.num_drafts[:])
         self._check_sequences(sequence_ids, *columns)
@@ -86,14 +86,14 @@ class StepDecoder:
         )
 
     def decode_announce(self, announce: pb.Announce, body: Body | None) -> AnnouncedStep:
-        """Return an announced step, whose record has the `body`; what is written there later is not checked yet.
+        """Return an announced step with the `body` of its record; numbers written there later are not checked yet.
 
         Raises
         ------
         InvalidArgumentError
-            Names the field that is malformed.
+            Names the malformed field.
         QueueFullError
-            When as many steps as may be are announced, and neither committed nor dropped.
+            When MAX_ANNOUNCED steps are neither committed nor dropped.
         """
         if len(self._announced) == MAX_ANNOUNCED:
             raise QueueFullError(f"{MAX_ANNOUNCED} announced steps are neither committed nor replaced")
@@ -179,7 +179,7 @@ class StepDecoder:
         self._last_step_id = step_id
 
     def _drop_announced(self, announced_id: int, name: str) -> None:
-        """Drop the announced steps up to that id."""
+        """Drop the announced steps up to an id."""
         if announced_id > self._last_announced_id:
             allowed = f"must be at most {self._last_announced_id}, announced so far"
             raise InvalidArgumentError(name, announced_id, allowed)
@@ -223,7 +223,7 @@ class StepDecoder:
         num_drafts: list[int],
         message: str = "",
     ) -> None:
-        """Checks the arrays of the sequences with rows; `message` goes before the names of the fields."""
+        """Check the arrays of the sequences with rows; `message` is the prefix of field names in errors."""
         count = len(sequence_ids)
         ids = f"{message}sequence_ids"
         _check_length(f"{message}first_rows", first_rows, count, ids)
@@ -241,7 +241,7 @@ class StepDecoder:
         if num_rows == 0 and not step.HasField("tokens"):
             return np.empty(0, np.int32)
         tokens = decode_id_array(step.tokens, "tokens", num_rows)
-        # Read without its sign, a negative id is above all others: one look finds both kinds.
+        # Read as unsigned, a negative id exceeds every valid id, so one comparison finds both errors.
         if np.count_nonzero(tokens.view(np.uint32) >= self._target_vocab_size):
             wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise InvalidArgumentError("tokens", wrong, f"token ids must be in [0, {self._target_vocab_size})")

@@ -32,16 +32,15 @@ MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 
 Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse | Encoded]
-# Of the message that the running task has read last. gRPC decodes it in that task, where the service counts it, and
-# hands it over without its size.
+# Bytes of the message that the running task has read last: gRPC decodes a message in this task, and drops its size.
 last_read_bytes: ContextVar[int] = ContextVar("last_read_bytes")
 
 
 class DraftStream:
-    """Reads and checks steps, hands them to the engine and writes its answers; bounds what is unanswered.
+    """Reads and checks steps, queues them in the engine and writes the answers; limits unanswered steps.
 
     Steps come over the stream or the channel, and are checked on the engine's thread. Answers go over the channel until
-    one does not fit: on the engine's thread, or on the event loop where their logits must be waited for.
+    an answer does not fit: from the engine's thread, or from the event loop if it must wait for logits.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class DraftStream:
         answer_row_bytes: int,
         channel: Channel | None = None,
     ) -> None:
-        """`receiver` takes features, `sender` sends draft logits, `answer_row_bytes` of each draft; `watch` tells what
-        becomes of the sequences, `traffic` counts the bytes of both and of the channel's messages.
+        """`receiver` takes features, `sender` sends draft logits of `answer_row_bytes` a draft. `watch` logs the
+        sequences. `traffic` counts the bytes of tensors and of the channel's messages.
         """
         self._context = context
         self._decoder = decoder
@@ -72,9 +71,9 @@ class DraftStream:
         self._session: Session | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
-        # None: all have been written.
+        # None after the last answer.
         self._answers: asyncio.Queue[Answer | pb.Draining | Exception | None] = asyncio.Queue()
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._all_read = False
         self._has_failed = False
         self._unanswered: dict[int, int] = {}  # step id -> bytes of its message, features and answer
@@ -82,11 +81,11 @@ class DraftStream:
 
     @property
     def num_unanswered(self) -> int:
-        """Steps that have come and have no answer yet; from any thread."""
+        """Number of received steps without an answer; thread-safe."""
         return len(self._unanswered)
 
     def deliver(self, answer: Answer | Exception) -> None:
-        """Takes an answer, or the error that ended the session, on the engine's thread."""
+        """Take an answer, or the error that ended the session, on the engine's thread."""
         if isinstance(answer, Answer):
             self._engine.later(partial(self._watch.take_answer, answer))
             answer.begin_sending(self._sender, self._traffic)
@@ -96,20 +95,20 @@ class DraftStream:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     def drain(self, timeout_s: float) -> None:
-        """Tells the verifier that the drafter ends this stream in so many seconds, if it does not do so itself."""
+        """Tell the verifier that the drafter ends this stream after `timeout_s` seconds."""
         self._answers.put_nowait(pb.Draining(timeout_s=timeout_s))
 
     async def run(self, session: Session) -> None:
-        """Serves until the verifier has sent its last step and has its answer.
+        """Serve until the verifier has sent its last step and got the answer.
 
         Raises
         ------
         InvalidArgumentError
             For a malformed message.
         QueueFullError
-            When the verifier sends faster than it is answered.
+            When too many steps or bytes are unanswered.
         EngineFailureError
-            When the engine gave up the session.
+            When the engine ended the session.
         TimeoutError
             When no whole message came for SILENCE_S.
         """
@@ -128,17 +127,17 @@ class DraftStream:
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
-            # They keep the error, whose traceback keeps this frame: such a cycle would hold the stream's shared memory
-            # until Python looks for cycles, which may take minutes.
+            # The error's traceback refers to this frame. Such a cycle would keep the stream's shared memory until the
+            # next cycle collection, which may take minutes.
             del reader, writer
 
     def close(self) -> None:
-        """Takes nothing more; from any thread."""
+        """Refuse further answers; thread-safe."""
         self._has_failed = True
         self._engine.post(self._close)
 
     def _close(self) -> None:
-        # Both hold this stream, and with it memory that is shared.
+        # Both refer to this stream, and so to shared memory.
         error, self._error, self._session = self._error, None, None
         self._decoder.close()
         self._engine.later(partial(self._watch.end, error))
@@ -147,7 +146,7 @@ class DraftStream:
             self._channel.close()
 
     def _read_channel(self, channel: Channel) -> list[Callable[[], None]] | None:
-        """Return commands that take the messages which have come; on the engine's thread."""
+        """Return commands that take the received messages; on the engine's thread."""
         try:
             return None if self._has_failed else [partial(self._take_record, one) for one in channel.receive()]
         except ConnectionError:
@@ -168,7 +167,7 @@ class DraftStream:
             async with asyncio.timeout(SILENCE_S):
                 return await self._context.read()
         except TimeoutError:
-            pass  # the error that follows must not keep this one
+            pass  # the error below must not refer to this exception
         due = f"a verifier sends one every {KEEP_ALIVE_S:g} s"
         raise TimeoutError(f"no whole message has come within {SILENCE_S:g} s; {due}")
 
@@ -192,7 +191,7 @@ class DraftStream:
         self._take(request, len(message))
 
     def _announce(self, announce: pb.Announce, body: Body | None) -> None:
-        """Check an announced step and hand it to the engine, on the engine's thread."""
+        """Check an announced step and pass it to the engine, on the engine's thread."""
         if self._has_failed:
             return
         try:
@@ -207,7 +206,7 @@ class DraftStream:
             self._fail(EngineFailureError(f"an announced step could not be read: {error}"))
 
     def _show_early(self, announced_id: int, drafts: torch.Tensor) -> None:
-        """Have early drafts written where the verifier looks for them, on the engine's thread."""
+        """Write early drafts to the channel, on the engine's thread."""
         if not self._is_direct or self._channel is None or not self._channel.takes_numbers:
             return
         response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
@@ -216,14 +215,13 @@ class DraftStream:
             self._engine.later(partial(self._traffic.count_message, "direct", "sent", response, len(message)))
 
     def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
-        """Checks a step and queues it, on the engine's thread; bytes of its message that room was made for count no
-        more."""
+        """Check a step and queue it, on the engine's thread; release the bytes counted for its message."""
         if self._has_failed:
             return
         try:
             step = self._decoder.decode(request)
             carrier, num_bytes = step.features.carrier, len(step.tokens) * self._decoder.row_bytes
-            # What the answer takes counts too: a verifier that does not read it must not have it pile up here.
+            # The answer's bytes count too, so that answers of a verifier that does not read them cannot pile up.
             size = message_bytes
             if self._answer_row_bytes:
                 size += self._answer_row_bytes * int(step.num_drafts.sum())
@@ -237,7 +235,7 @@ class DraftStream:
             self._engine.later(partial(self._note_step, message, carrier, num_bytes))
         except (InvalidArgumentError, QueueFullError) as error:
             self._fail(error)
-        except Exception as error:  # one stream's, whatever it is: the engine goes on with the others
+        except Exception as error:  # any error ends this stream alone
             logger.exception("a step could not be read")
             self._fail(EngineFailureError(f"a step could not be read: {error}"))
 
@@ -251,7 +249,7 @@ class DraftStream:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
 
     def _make_room(self, step_id: int, size: int) -> None:
-        """Counts a step and bytes that it takes until it is answered, so that no more are read than there is room for.
+        """Count a step and its bytes until it is answered, to limit unanswered steps.
         """
         with self._lock:
             own = self._unanswered.get(step_id)
@@ -264,7 +262,7 @@ class DraftStream:
             self._unanswered_bytes += size
 
     def _settle(self, step_id: int) -> None:
-        """A step has been answered; the stream ends when it was the last one."""
+        """Count an answered step, and end the stream after the last one."""
         with self._lock:
             self._unanswered_bytes -= self._unanswered.pop(step_id, 0)
             is_last = self._all_read and not self._unanswered
@@ -272,7 +270,7 @@ class DraftStream:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, None)
 
     def _send_directly(self, response: Encoded) -> bool:
-        """Sends a response over the channel unless one has not fitted before; False when it must go over the stream."""
+        """Send a response over the channel; return False if it, or an earlier response, must go over the stream."""
         if self._is_direct and self._channel is not None:
             self._is_direct = self._channel.send(response.data)
             if self._is_direct:
@@ -288,7 +286,7 @@ class DraftStream:
                 try:
                     raise answer
                 finally:
-                    del answer  # it will keep this frame: a cycle too
+                    del answer  # else a reference cycle with this frame
             if isinstance(answer, pb.Draining):
                 await self._context.write(pb.DraftResponse(draining=answer))
                 continue
