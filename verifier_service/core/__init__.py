@@ -1,1 +1,1 @@
-"""What the rooms of the verifier share: requests and the rows of a step."""
+"""Data that the verifier's packages share: requests, batches, tokenizer, stop conditions."""

@@ -16,21 +16,21 @@ from draftwire.v1 import generate_pb2
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.core.stop_conditions import Piece
 
-# Stands for a token that only the device knows.
+# Placeholder of a token that only the device knows.
 UNKNOWN_TOKEN = 0
 
 
 class SampledLogprobs(NamedTuple):
-    """Log probabilities under the target. To make messages of them takes longer than to sample, and is left until they
-    are delivered."""
+    """Log probabilities under the target. Turning them into messages takes longer than sampling, and is done at
+    delivery."""
 
-    num_top: int  # likeliest tokens that are reported beside the emitted one
+    num_top: int  # most likely tokens to report beside the emitted token
     ranks: Tensor  # [R] int64, of the sampled token of each row
     top_ids: Tensor  # [R, >= num_top] int64
     values: Tensor  # [R, >= 1 + num_top] float32, the sampled token's first
 
     def messages(self, count: int) -> list[generate_pb2.TokenLogprobs]:
-        """Return those of the first `count` tokens."""
+        """Return the log probabilities of the first `count` tokens."""
         ids, values = self.top_ids[:count, : self.num_top], self.values[:count, : 1 + self.num_top]
         return [
             generate_pb2.TokenLogprobs(logprob=own, rank=rank, top_ids=top_ids, top_logprobs=top)
@@ -41,31 +41,31 @@ class SampledLogprobs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What a step sampled for one request: no tokens when its logits were not a distribution."""
+    """Tokens that a step sampled for one request; none if its logits were not a distribution."""
 
     tokens: list[int]
-    logprobs: SampledLogprobs | None = None  # where they are asked for
+    logprobs: SampledLogprobs | None = None  # if the request asks for log probabilities
 
 
 @dataclass
 class ScheduledRows:
-    """The rows of one request in a step, and what the step brings the request."""
+    """The rows of one request in a step, and the step's result for the request."""
 
     request: Request
     start: int  # position of the first row
     tokens: list[int]  # of the rows: committed tokens, then drafts
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, samples a token
-    follows: int | None = None  # place of its only token among those that the previous step samples
-    cause: generate_pb2.FallbackCause | None = None  # why it has no drafts, where that is known
-    is_decoding: bool = field(init=False)  # whether it verifies, as the request is before the step
+    follows: int | None = None  # place of its only token in the previous step's sample
+    cause: generate_pb2.FallbackCause | None = None  # why the request has no drafts, if known
+    is_decoding: bool = field(init=False)  # whether the request decodes before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows whose logits are wanted
     admission: int = field(init=False)  # preemptions of the request so far
     sampled: SampledTokens | None = field(init=False, default=None)
-    sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had it
-    piece: Piece | None = field(init=False, default=None)  # what of it is emitted
-    # At the request's end; where a stop text may end the output, at every step.
+    sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had the sample
+    piece: Piece | None = field(init=False, default=None)  # the emitted part of the sample
+    # Taken at the end of a request; at every step if a stop text may end the output.
     statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -76,30 +76,30 @@ class ScheduledRows:
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still has the blocks that it had: it has neither ended nor been preempted since."""
+        """Return whether the request has neither ended nor been preempted since this step was planned."""
         return bool(self.request.blocks) and self.request.num_preemptions == self.admission
 
 
 @dataclass(frozen=True)
 class FutureTokens:
-    """Token ids that the previous step samples: the device alone has them."""
+    """Token ids that the previous step samples, known only to the device."""
 
     rows: np.ndarray
     """[F] int64: rows of the step that have such a token."""
     places: np.ndarray
-    """[F] int64: where it is in `tokens`."""
+    """[F] int64: place of the token in `tokens`."""
     tokens: Tensor
     """[B] int64 on the device, -1 where nothing was sampled."""
 
     def write(self, token_ids: Tensor) -> None:
-        """Write them into the step's token ids; a request without one continues with any token until it is ended."""
+        """Write the tokens into the step's token ids; a request without a token gets any id and is ended later."""
         rows, places = upload([self.rows, self.places], token_ids.device)
         token_ids.index_copy_(0, rows, self.tokens.index_select(0, places).clamp_(min=0))
 
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """What a forward pass of the target computes, on the host."""
+    """Input of the target's forward pass, on the host."""
 
     token_ids: np.ndarray
     """[T] int64, sequence after sequence."""
@@ -108,32 +108,32 @@ class ForwardInput:
     sequences: Sequence[SequenceRows]
     """Where the rows are written and what they attend to."""
     logit_rows: np.ndarray
-    """[R] int64, ascending: the rows whose logits are wanted."""
+    """[R] int64, ascending: the rows with logits."""
     future: FutureTokens | None = None
-    """Token ids that `token_ids` lacks."""
+    """Token ids that are not in `token_ids` yet."""
 
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward pass of T rows computes, on the device; valid until the next one."""
+    """Output of a forward pass of T rows, on the device; valid until the next forward pass."""
 
     logits: Tensor
     """[R, vocab_size] of the logit rows, in the target's dtype."""
     states: Sequence[Tensor]
     """num_layers + 1 of at least T rows of [hidden_size]: those entering each layer, and the last after the norm."""
     slots: Tensor
-    """[T] int64, where the rows are in the cache."""
+    """[T] int64, slots of the rows in the cache."""
     slots_on_host: np.ndarray
     """The same on the host."""
     began: torch.cuda.Event | None = None
-    """On a GPU: when it had the inputs."""
+    """On a GPU: recorded after the inputs were copied."""
 
     def features(self, layers: Sequence[int]) -> Tensor:
         """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
         return torch.cat([self.states[layer][: len(self.slots_on_host)] for layer in layers], dim=-1)
 
     def with_logits_of(self, rows: np.ndarray) -> ForwardOutput:
-        """The same with the logits of some of the rows that it has them of, int64 [R]."""
+        """Return the output with the logits of some of the rows, int64 [R]."""
         if np.array_equal(rows, np.arange(len(self.logits))):
             return self
         (index,) = upload([rows], self.logits.device)

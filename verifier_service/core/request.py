@@ -32,12 +32,12 @@ class AnswerLogits:
 
     @property
     def row_bytes(self) -> int:
-        """What one draft takes on the wire, bytes."""
+        """Return the size of one draft's logits on the wire, bytes."""
         return sum(tensor[:1].nbytes for tensor in (self.values, self.token_ids) if tensor is not None)
 
 
 class ReadyDrafts(NamedTuple):
-    """Draft tokens that have arrived and what they continue."""
+    """Draft tokens that have arrived, and the committed tokens that they continue."""
 
     committed_length: int
     last_token: int
@@ -47,7 +47,7 @@ class ReadyDrafts(NamedTuple):
     confidences: list[float] | None = None  # [0, 1], of each token; see `Drafts.confidences` in draft.proto
 
     def first(self, count: int) -> ReadyDrafts:
-        """The first `count` of them."""
+        """Return the first `count` drafts."""
         return self._replace(tokens=self.tokens[:count])
 
 
@@ -56,8 +56,8 @@ class Request:
     """State of a request from arrival to its last token.
 
     The committed tokens are x_0 .. x_n; the cache holds keys and values of the first `num_computed` of them. While
-    decoding, num_computed = n: the last token has not run through the target. A request that gives its blocks back for
-    a while keeps its tokens, which all run again.
+    decoding, num_computed = n: the last token has not run through the target. A preempted request keeps its tokens,
+    which all run again.
     """
 
     request_id: str
@@ -66,22 +66,23 @@ class Request:
     num_speculative_tokens: int
     keys: NoiseKeys
     stops: StopConditions
-    max_length: int  # tokens of prompt and output at which it ends
-    traceparent: str = ""  # of its span, told to the drafters; empty without a trace
-    number: int = 0  # by which its service knows it
+    max_length: int  # most tokens of prompt and output
+    traceparent: str = ""  # of the request's span, sent to the drafters; empty without a trace
+    number: int = 0  # id in its service
     priority: int = 0  # requests of a lower number go first
-    cache_salt: str = ""  # it shares cache blocks with requests of the same salt
-    arrival: int = 0  # its place among all requests in the order of arrival; set by the scheduler
+    cache_salt: str = ""  # only requests of the same salt share cache blocks
+    arrival: int = 0  # number of the request in order of arrival; set by the scheduler
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they have been wanted
-    num_published: int = 0  # blocks that others can find
-    num_reused: int = 0  # rows that were in the cache when it was last admitted
-    num_prefix_hits: int = 0  # when it was first admitted
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of its full blocks, as far as needed
+    num_published: int = 0  # blocks that other requests can find
+    num_reused: int = 0  # rows found in the cache at the last admission
+    num_prefix_hits: int = 0  # rows found in the cache at the first admission
     num_preemptions: int = 0
-    num_in_flight: int = 0  # steps with rows of it that were launched and have not landed
-    # Whether a drafter sees what a step in flight draws. That must count: who has seen it could bias another draw.
+    num_in_flight: int = 0  # launched steps with rows of the request that are not committed
+    # Whether a drafter sees the draw of a step in flight. Such a draw must be committed: a new draw could be biased by
+    # a drafter that has seen the first.
     is_announced: bool = False
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
@@ -105,28 +106,28 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the last token was drawn and all before it have run."""
+        """Return whether all tokens but the last have run."""
         return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step that was launched has rows of it, so that more tokens may be on their way."""
+        """Return whether a launched step has rows of the request, so that more tokens may come."""
         return self.num_in_flight > 0
 
     @property
     def num_drafts_wanted(self) -> int:
-        """Drafts of use to the next verify step: it emits one token more, within the request's length."""
+        """Most drafts of the next verify step, which emits one more token, within the request's length."""
         room = self.max_length - len(self.tokens) - 1
         return self.num_speculative_tokens if room >= self.num_speculative_tokens else max(0, room)
 
     @property
     def num_feature_rows(self) -> int:
-        """Accepted rows of the head that can be sent: row i needs the features at i and the token at i + 1."""
+        """Number of accepted rows that can be sent: row i needs the features at i and the token at i + 1."""
         last = len(self.tokens) - 1
         return self.num_computed if self.num_computed < last else last
 
     def count_step(self, num_drafts: int, num_emitted: int) -> None:
-        """Counts a verify step."""
+        """Count a verify step."""
         self.verify_steps += 1
         self.verify_tokens += num_emitted
         for position in range(num_drafts):
@@ -135,7 +136,7 @@ class Request:
             self.accepted[position] += 1
 
     def statistics(self, synthetic: bool) -> generate_pb2.RequestStatistics:
-        """Counts and times so far."""
+        """Return the counts and times so far."""
         now = time.monotonic()
         return generate_pb2.RequestStatistics(
             prompt_tokens=len(self.prompt),

@@ -1,4 +1,4 @@
-"""How fast the queue moves, for clients that found it full."""
+"""The retry delay of clients that found the queue full."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import random
 import time
 from collections import deque
 
-# The requests that have ended in so many seconds tell the pace.
+# Seconds of ended requests that count.
 WINDOW_S = 10.0
-# What clients are asked to wait.
+# Least and most seconds of the delay.
 RETRY_S = (0.1, 30.0)
 
 
 class QueuePace:
-    """Counts requests that leave, and says when half of a full queue will have moved on."""
+    """Counts requests that leave, and estimates when half of a full queue will have been admitted."""
 
     def __init__(self, max_queue: int) -> None:
         self._half = max(1.0, max_queue / 2)
         self._ends: deque[float] = deque()
 
     def count_end(self) -> None:
-        """A request has left."""
+        """Count a request that leaves."""
         now = time.monotonic()
         self._ends.append(now)
         self._prune(now)
 
     def retry_after_s(self) -> float:
-        """Seconds after which it is worth to come again; drawn anew each time, so that clients do not come together."""
+        """Return the seconds after which a client should retry; random, so that clients do not retry together."""
         self._prune(time.monotonic())
         low, high = RETRY_S
         seconds = self._half * WINDOW_S / len(self._ends) if self._ends else high

@@ -1,4 +1,4 @@
-"""Where the engine's time goes and what it has computed and sent: counters, which are read twice and subtracted."""
+"""Time of the engine by phase, and counters of computed and sent rows; read twice and subtract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftwire.v1 import draft_pb2, generate_pb2
 
 
 class Phase(IntEnum):
-    """What the engine's thread is doing. Numbers, for each step looks phases up some twenty times."""
+    """Phase of the engine's thread; integers, because each step looks phases up about twenty times."""
 
     IDLE = auto()  # no request to compute
     WAIT = auto()  # for drafts, while no step is computed
@@ -30,14 +30,14 @@ class Phase(IntEnum):
 
 @dataclass
 class _Own:
-    """What the engine's thread did since the last step landed, seconds."""
+    """Seconds of the engine's thread since the last step was finished."""
 
     phases: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
-    drafting: float = 0.0  # in which a drafter computed the next drafts, and no step was computed
+    drafting: float = 0.0  # a drafter computed the next drafts while no step ran
 
 
 class StepMarks(NamedTuple):
-    """Events of a step on a GPU's stream, which has passed the last of them when the step's tokens are there."""
+    """Events of a step on a GPU's stream; the last has passed when the host has the step's tokens."""
 
     began: torch.cuda.Event  # the forward pass
     computed: torch.cuda.Event  # the logits
@@ -47,33 +47,33 @@ class StepMarks(NamedTuple):
 class StepTimes:
     """Counts of the engine's steps and the time of its thread by phase.
 
-    The engine's thread calls everything but `read`. On a GPU the thread's own phases say nothing of what the device
-    does meanwhile: of the time from the end of one step to the end of the next, VERIFY and SAMPLE have what the device
-    took between the step's marks. From one step's tokens to the next step's pass the drafter has the time in which it
-    computes that step's drafts, also where the thread has something else to do meanwhile; the wire has the rest of what
-    the thread waits for drafts, and HOST what is left, when neither device had anything to do.
+    The engine's thread calls all methods but `read`. On a GPU, VERIFY and SAMPLE are the device's times between the
+    step's marks, within the time from the end of one step to the end of the next. From one step's tokens to the next
+    step's forward pass, the time of computing drafts counts as the drafter's, even if the thread has other work
+    meanwhile. The rest of the wait for drafts counts as the wire's. HOST is the remaining time, when both devices were
+    idle.
 
     Attributes
     ----------
     histogram
         Times of the steps by phase.
     traffic
-        Bytes to and from drafters, of which only tensors in shared memory are counted here.
+        Bytes to and from drafters; this object counts only tensors in shared memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # a reader between the fields would show a counter that falls
+        self._lock = threading.Lock()  # a read between two updates would show a falling counter
         self._phase = Phase.IDLE
         self._since = clock()
         self._own = _Own()
-        self._landed: _Own | None = None  # of the step that has landed and is not counted yet
+        self._landed: _Own | None = None  # of the finished step that is not counted yet
         self._landed_at = self._since
         self._seconds = dict.fromkeys(Phase, 0.0)  # until then, but for waits, which are split
         self._draft_s = self._wire_s = 0.0
-        self._came_at = -math.inf  # the last drafts of the next step
-        self._computed_s = 0.0  # by the drafter that took longest for them
-        self._told_s = 0.0  # by one whose answer came behind its drafts
+        self._came_at = -math.inf  # time at which the next step's last drafts arrived
+        self._computed_s = 0.0  # seconds of the slowest drafter for them
+        self._told_s = 0.0  # seconds of a drafter whose answer came after its early drafts
         self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
         self.traffic = Traffic()
         self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
@@ -82,7 +82,7 @@ class StepTimes:
         )
 
     def enter(self, phase: Phase) -> None:
-        """Ends the current phase and begins another, or the same again."""
+        """End the current phase and begin another, or the same again."""
         now = self._clock()
         elapsed = now - self._since
         with self._lock:
@@ -94,18 +94,18 @@ class StepTimes:
             self._computed_s = 0.0
 
     def land(self) -> None:
-        """The step's tokens are there: what the thread does from here on is for the next one."""
+        """Finish the step, whose tokens the host has: the thread's later time belongs to the next step."""
         self.enter(Phase.HOST)
         self._landed, self._own, self._landed_at = self._own, _Own(), self._since
 
     def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
-        """Counts the step that has landed, or else lands now; on a GPU with the step's marks, unless it failed. To be
-        called before the next one lands.
+        """Count the step that was finished, or finish it now; on a GPU with the step's marks, unless the step failed.
+        Call before the next step is finished.
 
         Returns
         -------
         tuple[float, float]
-            Seconds that the step took, VERIFY and SAMPLE, and those of HOST, which went before it.
+            Seconds of the step (VERIFY and SAMPLE), and of HOST before it.
         """
         if self._landed is None:
             self.land()
@@ -138,14 +138,14 @@ class StepTimes:
         return verify_s + sample_s, host_s
 
     def count_step(self, *, prompt_rows: int, verify_steps: int, verify_rows: int) -> None:
-        """Counts a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""
+        """Count a forward pass: rows of prompts, decoding requests, and the rows of these, drafts included."""
         self._steps += 1
         self._prompt_rows += prompt_rows
         self._verify_steps += verify_steps
         self._verify_rows += verify_rows
 
     def count_sent(self, carrier: draft_pb2.Carrier, feature_rows: int, feature_bytes: int) -> None:
-        """Counts a step sent to a drafter."""
+        """Count a step sent to a drafter."""
         counts = self._carriers[carrier]
         counts.steps += 1
         counts.feature_rows += feature_rows
@@ -153,8 +153,8 @@ class StepTimes:
         self.traffic.count_tensor(carrier, "sent", "features", feature_bytes)
 
     def count_answer(self, compute_time_s: float, *, is_behind: bool = False) -> None:
-        """Counts a drafter's answer, which took the drafter that time to compute, as it says. It may come `is_behind`
-        its drafts, when their step has begun: then it tells what the next ones that come so take, most likely."""
+        """Count a drafter's answer with its declared seconds of computation. With `is_behind` the answer came after its
+        early drafts, when their step had begun; its time is then the estimate for the next early drafts."""
         if not 0 <= compute_time_s < math.inf:
             return
         if is_behind:
@@ -163,19 +163,19 @@ class StepTimes:
             self._came_at, self._computed_s = self._clock(), max(self._computed_s, compute_time_s)
 
     def see_drafts(self) -> None:
-        """Counts drafts that have come before their answer."""
+        """Count early drafts, which arrived before their answer."""
         self._came_at, self._computed_s = self._clock(), max(self._computed_s, self._told_s)
 
     def count_logits(self, carrier: draft_pb2.Carrier, num_bytes: int) -> None:
-        """Counts draft logits that a drafter has sent."""
+        """Count draft logits of a drafter."""
         self._carriers[carrier].logits_bytes += num_bytes
         self.traffic.count_tensor(carrier, "received", "logits", num_bytes)
 
     def read(self) -> generate_pb2.EngineCounters:
-        """The counters so far; from any thread. Of a step that runs the rows are counted, and no time."""
+        """Return the counters so far; thread-safe. A running step counts with its rows and no time."""
         with self._lock:
             seconds, draft_s, wire_s = self._seconds.copy(), self._draft_s, self._wire_s
-            if self._phase is Phase.IDLE:  # it may last for hours, which must not come all at once
+            if self._phase is Phase.IDLE:  # an idle phase may last for hours and must be counted as it passes
                 seconds[Phase.IDLE] += self._clock() - self._since
         traffic = []
         for carrier, counts in list(self._carriers.items()):

@@ -1,4 +1,4 @@
-"""Which of the drawn tokens a request emits: the reasons to end that tokens alone give."""
+"""Stop conditions on tokens: which of the sampled tokens a request emits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftwire.v1 import generate_pb2 as pb
 
 @dataclass(slots=True)
 class Piece:
-    """What one step adds to the output."""
+    """Output of one request in one step."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
@@ -20,7 +20,7 @@ class Piece:
 class StopConditions:
     """Cuts emitted tokens at the first end token, stop token or length limit.
 
-    Stop texts are no concern of the engine: see `ResponseText`.
+    The engine does not look for stop texts; see `ResponseText`.
     """
 
     def __init__(self, params: config_pb2.SamplingParams, eos_token_ids: frozenset[int]) -> None:
@@ -34,7 +34,7 @@ class StopConditions:
     def takes_all(self, token_ids: list[int], room: int) -> bool:
         """Take a step's tokens if the output continues after all of them; return whether it does.
 
-        `room` is how many more tokens the context holds.
+        `room` is the number of further tokens that the context holds.
         """
         count = len(token_ids)
         continues = (
@@ -45,7 +45,7 @@ class StopConditions:
         return continues
 
     def take(self, token_ids: list[int], room: int) -> Piece:
-        """Take a step's tokens up to the first reason to end; `room` as above."""
+        """Take a step's tokens up to the first stop condition; `room` as above."""
         if self.takes_all(token_ids, room):
             return Piece(token_ids)
         last = min(self._max_tokens - self._count, room)

@@ -45,12 +45,12 @@ class EngineLimits:
     draft_deadline_s: float | None  # None waits until a drafter answers or is lost
     adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
     prefix_caching: bool = True
-    async_scheduling: bool = False  # whether a step is executed before the one before it is committed
+    async_scheduling: bool = False  # whether a step is executed before the previous step is committed
 
     @property
     def max_open(self) -> int:
-        """Requests that are computed, wait, or are not read to their end. A whole batch may end at once, and its output
-        is still on its way when others have taken its places.
+        """Return the most open requests: running, waiting, or with unread output. A whole batch may end at once, with
+        its output still unread when other requests have taken its places.
         """
         return 2 * self.max_num_seqs + self.max_queue
 
@@ -59,7 +59,7 @@ class Followers(Protocol):
     """The other processes of a split target."""
 
     def lead(self, run: Callable[[ForwardInput], ForwardOutput]) -> Callable[[ForwardInput], ForwardOutput]:
-        """Return what runs a step here and in all of them; `run` does it here."""
+        """Return a function that runs a step on all ranks; `run` runs it on this rank."""
 
 
 class Engine:
@@ -68,9 +68,9 @@ class Engine:
     One iteration of the loop plans a step, executes it, commits the step before it and tells the drafters. All state
     belongs to the engine's thread; others reach it through `submit`, `cancel` and `post`.
 
-    With `async_scheduling` a GPU has its next step before the tokens of the last one are known on the host; `Planner`
-    says of what. A row that turns out to come after a request's end is computed for nothing. Where all requests wait
-    for drafts, the executor may launch their forward pass, which starts when the drafts arrive.
+    With `async_scheduling` a step is launched before the host has the previous step's tokens; see `Planner`. A row
+    after a request's end is then computed without use. If all requests wait for drafts, the executor may launch their
+    forward pass, which starts when the drafts arrive.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Engine:
         followers: Followers | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        """Three are called in the engine's thread and must not block: `deliver` with a step's output, `on_failure` when
-        the engine has failed for good and its requests have their error, and `observer`, if any, with each step at each
-        stage. `followers` have the rest of a split target.
+        """The engine's thread calls `deliver` with a step's output, `on_failure` after a fatal failure, when the
+        requests have their error, and `observer`, if any, with each step at each stage; none may block. `workers` have
+        the other ranks of a split target.
         """
         runner = start_runner(
             target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
@@ -128,7 +128,7 @@ class Engine:
             awake_s(target.device),
         )
         self._in_flight: Step | None = None  # executed and not committed
-        self._uncounted: Step | None = None  # the last step that was committed, until its time is counted
+        self._uncounted: Step | None = None  # the last committed step, until its time is counted
         self._thread = threading.Thread(target=self._run, args=(on_failure,), name="engine", daemon=True)
 
     def start(self) -> None:
@@ -136,12 +136,12 @@ class Engine:
         self._thread.start()
 
     def stop(self, reason: str = "the server is shutting down") -> None:
-        """End the thread after the step that runs; requests that are left get UnavailableError with the reason."""
+        """End the thread after the running step; remaining requests get UnavailableError with the reason."""
         self._inbox.stop(reason)
         self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Hand a request over; its sink gets the output or the error."""
+        """Submit a request; its sink gets the output or the error."""
         self._inbox.submit(request)
 
     def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
@@ -149,11 +149,11 @@ class Engine:
         self._inbox.cancel(request, reason, output_tokens)
 
     def count_refused(self) -> None:
-        """Count a request that was not handed over."""
+        """Count a request that was not submitted."""
         self._inbox.count_refused()
 
     def post(self, event: LinkEvent) -> None:
-        """Hand over what happened on a drafter's stream."""
+        """Post an event of a drafter's stream."""
         self._inbox.post(event)
 
     def _run(self, on_failure: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ class Engine:
         has_moved = has_told = False
         while self._receive(wait=not has_moved):
             committing, step = self._in_flight, None
-            # When everybody waits for drafts and nothing has happened, there is nothing to tell or to plan.
+            # If all requests wait for drafts and no event came, there is nothing to send or to plan.
             if committing is not None or not has_told or self._inbox.has_received or not self._planner.all_wait:
                 self._tell_drafters()
                 step = self._execute_next()
@@ -203,15 +203,16 @@ class Engine:
             has_moved = self._outputs.take_has_freed() or committing is not None or step is not None
 
     def _receive(self, *, wait: bool) -> bool:
-        """Apply what has happened; return False when it is time to stop."""
+        """Apply the events; return False if the engine must stop."""
         if wait and not self._inbox.has_events():
             self._count_step()
-            if not self._executor.is_prepared:  # else its forward pass hides the rest
+            if not self._executor.is_prepared:  # else the forward pass hides this work
                 self._outputs.count()
         return self._inbox.receive(wait=wait)
 
     def _tell_drafters(self, *, has_answers: bool = True) -> None:
-        """Send the drafters what is new. Whether all answers have been taken shows which drafters are slow or lost."""
+        """Send new rows to the drafters. If all answers were taken (`has_answers` is false), also find slow and lost
+        drafters."""
         try:
             if has_answers:
                 self.drafting.placement.drop_lost()
@@ -233,7 +234,7 @@ class Engine:
             return None
 
     def _prepare(self) -> None:
-        """Have the executor prepare the step that waits for drafts, if all requests do."""
+        """Let the executor prepare the awaited step, if all requests wait for drafts."""
         try:
             if not self._executor.is_prepared and (step := self._planner.plan_awaited()) is not None:
                 self._executor.prepare(step)
@@ -249,7 +250,7 @@ class Engine:
             step.committed_at = time.monotonic()
             step.is_delayed = self._in_flight is not None and self._in_flight.has_prompts
             self._uncounted = step
-            if step.marks is None:  # else the phases come from the marks, at any time
+            if step.marks is None:  # else the marks give the phases
                 self._count_step()
             self._outputs.commit(step)
             step.advance(Stage.COMMITTED)
@@ -257,16 +258,16 @@ class Engine:
             step.abandon()
             self._outputs.fail_step([row.request for row in step.rows], error)
             return False
-        self._tell_drafters(has_answers=False)  # they wait for it, the rest does not
+        self._tell_drafters(has_answers=False)  # drafters wait for the tokens, other work does not
         return True
 
     def _count(self) -> None:
-        """Count the last step and what it verified; late, so that the drafters have what they wait for."""
+        """Count the last step and its verified drafts, after the drafters got their rows."""
         self._count_step()
         self._outputs.count()
 
     def _count_step(self) -> None:
-        """Count what the last step has cost."""
+        """Count the cost of the last step."""
         step, self._uncounted = self._uncounted, None
         if step is not None:
             step_s, host_s = self.times.end_step(step.marks)
@@ -280,12 +281,12 @@ class Engine:
             )
 
     def _release(self, request: Request) -> None:
-        """Drop what is kept of a request beside its tokens: a preempted one is opened anew when it runs again."""
+        """Drop a request's state other than its tokens; a preempted request is opened again when it runs again."""
         self.drafting.release(request)
         self._executor.forget(request)
 
     def counters(self) -> generate_pb2.EngineCounters:
-        """What the engine has done so far; from any thread."""
+        """Return the engine's counters; thread-safe."""
         counters = self.times.read()
         counters.preemptions = self.scheduler.num_preemptions
         counters.prefix_hit_rows = self.scheduler.num_reused_rows
@@ -300,5 +301,5 @@ class Engine:
 
     @property
     def memory(self) -> draft_pb2.MemoryUse:
-        """What the process takes of memory; from any thread."""
+        """Return the process' memory; thread-safe."""
         return self._executor.memory

@@ -30,14 +30,13 @@ RunForward = Callable[[ForwardInput], ForwardOutput]
 class Executor:
     """Used by the engine's thread alone.
 
-    A launch takes the host a millisecond. So the forward pass of a step whose drafts are awaited is launched by
-    `prepare`, and starts when a drafter's answer, or its drafts in shared memory, are seen.
+    A launch takes the host a millisecond. So `prepare` launches the forward pass of a step before its drafts arrive,
+    and the pass starts when a drafter's answer, or its drafts in shared memory, are seen.
 
-    Behind its sampling a step puts its features where they are sent from. What else drafting sends is copied on a
-    stream of its own, so that nothing is sent a step late; it touches rows of committed steps alone, and each launch
-    waits for what of it is not done. Kernels do not belong there, though draft logits have some: a GPU on which those
-    of a second stream have run takes longer from each kernel to the next from then on
-    (docs/decisions/007-second-stream.md).
+    After sampling, a step writes its features to the memory that they are sent from. Other features are copied on a
+    second stream, so that they are not sent a step late. The second stream reads only rows of committed steps, and each
+    launch waits for its unfinished copies. The second stream should run no kernels, although draft logits need some:
+    after kernels on a second stream a GPU takes longer between all kernels (docs/decisions/007-second-stream.md).
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Executor:
         drafting: Drafting,
         times: StepTimes,
     ) -> None:
-        """`run_forward` is the runner's, or that of all ranks of a split target."""
+        """`run_forward` runs the forward pass of `runner`, or of all ranks of a split target."""
         self._device = runner.device
         self._cache = runner.cache
         self._run_forward = run_forward
@@ -59,23 +58,23 @@ class Executor:
         self._stores = stores
         self._drafting = drafting
         self._times = times
-        # The streams of a GPU: that of the steps, and the thread's own, which drafting uses beside them.
+        # Streams of a GPU: that of the steps, and the thread's current stream, which drafting uses.
         is_gpu = self._device.type == "cuda"
         self._steps = torch.cuda.default_stream(self._device) if is_gpu else None
         self._beside = torch.cuda.Stream(self._device, priority=-1) if is_gpu else None
 
     def make_current(self) -> None:
-        """Have the calling thread use the device, and the stream beside the steps."""
+        """Let the calling thread use the device and the second stream."""
         make_current(self._device)
         if self._beside is not None:
             torch.cuda.set_stream(self._beside)
 
     def _on_steps(self) -> AbstractContextManager[object]:
-        """Launch what is launched within on the stream of the steps."""
+        """Launch on the stream of the steps within this context."""
         return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
 
     def execute(self, step: Step, in_flight: Step | None) -> Step:
-        """Launch a planned step behind the one in flight.
+        """Launch a planned step after the step in flight.
 
         Returns
         -------
@@ -83,7 +82,7 @@ class Executor:
             The step that runs: the prepared one with the planned rows if its forward pass computes them, else `step`.
         """
         with self._on_steps():
-            # Mostly nothing is left, and a wait would be two more calls of the driver in each step.
+            # Usually no copy is left; waiting would cost two driver calls in each step.
             if self._steps is not None and self._beside is not None and not self._beside.query():
                 self._steps.wait_stream(self._beside)
             self._count(step.rows)
@@ -130,7 +129,7 @@ class Executor:
         self._times.count_step(prompt_rows=prompt_rows, verify_steps=len(verified), verify_rows=sum(verified))
 
     def wait(self, step: Step) -> None:
-        """Wait until the device has finished a step, and give its rows what was sampled for them."""
+        """Wait until the device has finished a step, and give its rows their sampled tokens."""
         self._times.enter(Phase.SAMPLE)
         if step.sampler_output is not None:
             output, step.sampler_output = step.sampler_output, None
@@ -142,7 +141,7 @@ class Executor:
     # Steps whose drafts are awaited.
 
     def prepare(self, step: Step) -> None:
-        """Have a planned step start as soon as the drafts that it waits for are seen, where the device can do that."""
+        """Prepare a planned step to start as soon as its drafts are seen, if the device can."""
         self._times.enter(Phase.WAIT)
         with self._on_steps():
             self._prelaunch.launch(step)
@@ -152,12 +151,12 @@ class Executor:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether a prepared step has been neither executed nor dropped."""
+        """Return whether a prepared step has been neither executed nor dropped."""
         return self._prelaunch.is_pending
 
     @property
     def computes_prepared(self) -> bool:
-        """Whether the device computes a prepared step, which waits for its drafts' answer alone."""
+        """Return whether the device computes a prepared step, which waits only for its drafts' answer."""
         return self._prelaunch.is_released
 
     @property
@@ -177,7 +176,7 @@ class Executor:
 
     @property
     def sees_drafts(self) -> bool:
-        """Whether drafts that a prepared step waits for have come before their answer."""
+        """Return whether early drafts of a prepared step have arrived."""
         return self._prelaunch.has_early_drafts
 
     def take_early_drafts(self) -> bool:
@@ -213,9 +212,10 @@ class Executor:
     # Features and memory.
 
     def need_features(self, stream: Stream) -> bool:
-        """Make the store of the features that a new stream needs; return whether there is one, else end the stream."""
+        """Allocate the feature store of a new stream and return True; without memory end the stream and return
+        False."""
         try:
-            with self._on_steps():  # which write it
+            with self._on_steps():  # the steps write the store
                 self._stores.need(stream.head.kind, stream.head.fusion)
         except (RuntimeError, MemoryError) as error:
             check_context(self._device)
@@ -225,7 +225,7 @@ class Executor:
         return True
 
     def keep_features(self, used: Collection[FeatureKind]) -> None:
-        """Free the features that no drafter takes any more."""
+        """Free the features that no drafter needs."""
         self._stores.keep(used)
 
     @property
@@ -234,16 +234,17 @@ class Executor:
         return self._stores.by_kind
 
     def copying(self, in_flight: Step | None) -> AbstractContextManager[object]:
-        """Have features that are read within copied beside the steps; between them where the device is idle."""
+        """Copy features read within this context on the second stream, or on the stream of the steps if the device is
+        idle."""
         return self._on_steps() if in_flight is None and not self.is_prepared else nullcontext()
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request that has ended or was preempted."""
+        """Drop the state of a request that has ended or was preempted."""
         self._sampler.forget(request)
 
     @property
     def memory(self) -> draft_pb2.MemoryUse:
-        """What the process takes of memory; from any thread."""
+        """Return the process' memory; thread-safe."""
         return measure_memory(self._cache, self._device, features=self._stores.num_bytes)
 
 
@@ -267,7 +268,7 @@ def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> For
 
 
 def _future_tokens(followed: Sequence[tuple[int, int]], in_flight: Step | None) -> FutureTokens | None:
-    """Return the token ids of (row, place among the tokens that the step in flight samples)."""
+    """Return the future token ids of (row, place in the sample of the step in flight)."""
     if not followed:
         return None
     assert in_flight is not None

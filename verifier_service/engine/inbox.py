@@ -1,4 +1,4 @@
-"""What happens to the engine: requests and cancellations of any thread, and the drafters' messages."""
+"""The engine's events: requests and cancellations from any thread, and the drafters' messages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from verifier_service.engine.request_metrics import RequestMetrics
 from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Step
 
-# How often a thread that waits for a step looks for drafts that let it execute the next one.
+# Seconds between polls for drafts while the thread waits for a step.
 LOOK_EVERY_S = 50e-6
-# How long output waits for the drafts of the next step, whose forward pass hides the delivery.
+# Seconds that output waits for the next step's drafts, whose forward pass hides the delivery.
 OUTPUT_DELAY_S = 0.003
 
 
@@ -33,7 +33,7 @@ class _Submitted:
 
 @dataclass(frozen=True, eq=False)
 class _Cancelled:
-    """The client's side needs no more output of a request."""
+    """A request is cancelled by its client's side."""
 
     request: Request
     reason: str
@@ -42,12 +42,12 @@ class _Cancelled:
 
 @dataclass(frozen=True, eq=False)
 class _Refused:
-    """A request was refused before it came here."""
+    """A request was refused before it was submitted."""
 
 
 @dataclass(frozen=True, eq=False)
 class _EarlyDrafts:
-    """Drafts have come before their answer."""
+    """Early drafts have arrived."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ _EARLY_DRAFTS = _EarlyDrafts()
 
 
 class Inbox:
-    """Takes events from any thread, and applies them in the engine's thread.
+    """Takes events from any thread and applies them in the engine's thread.
 
     Attributes
     ----------
@@ -90,12 +90,12 @@ class Inbox:
         self._metrics = metrics
         self._times = times
         self._mailbox: Mailbox[_Event] = Mailbox(awake_s, lambda: _EARLY_DRAFTS if executor.sees_drafts else None)
-        self._error: DraftwireError | None = None  # that requests get once the engine has ended
+        self._error: DraftwireError | None = None  # for requests after the engine has ended
 
     # From any thread.
 
     def submit(self, request: Request) -> None:
-        """Hand a request over; once the engine has ended, it gets an error."""
+        """Submit a request; after the engine has ended it gets an error."""
         self._mailbox.put(_Submitted(request))
         if self._error is not None:
             self._refuse_submitted(self._error)
@@ -105,15 +105,15 @@ class Inbox:
         self._mailbox.put(_Cancelled(request, reason, output_tokens))
 
     def count_refused(self) -> None:
-        """Count a request that was not handed over."""
+        """Count a request that was not submitted."""
         self._mailbox.put(_Refused())
 
     def post(self, event: LinkEvent) -> None:
-        """Hand over what happened on a drafter's stream."""
+        """Post an event of a drafter's stream."""
         self._mailbox.put(event)
 
     def stop(self, reason: str) -> None:
-        """Have `receive` return False."""
+        """Make `receive` return False."""
         self._mailbox.put(_Stopped(reason))
 
     def _refuse_submitted(self, error: DraftwireError) -> None:
@@ -129,11 +129,11 @@ class Inbox:
         self._refuse_submitted(error)
 
     def has_events(self) -> bool:
-        """Return whether there is an event; what is there may be drafts, which go first."""
+        """Return whether there is an event, which may be drafts."""
         return self._mailbox.wait(0)
 
     def comes_before(self, step: Step) -> bool:
-        """Wait for a step to be done; return whether an event came first that may let the next one be executed."""
+        """Wait for a step; return whether an event came first that may allow the next step."""
         self._times.enter(Phase.SAMPLE)
         if self._drafting.wait_policy.is_awaited:
             while not step.is_done:
@@ -160,7 +160,7 @@ class Inbox:
         return True
 
     def _next(self) -> _Event:
-        """Wait for an event; output waits only for a moment: drafts that come soon let a step hide its delivery.
+        """Wait for an event, and deliver output if none comes soon; a step that starts soon hides the delivery.
 
         Raises
         ------
@@ -198,7 +198,7 @@ class Inbox:
 
     def _apply_link_event(self, event: LinkEvent) -> None:
         if isinstance(event, (Connected, Disconnected)):
-            # Memory of the device comes or goes, for which the driver may wait for all streams.
+            # Allocating or freeing device memory may wait for all streams.
             self._executor.drop_prepared()
             if isinstance(event, Connected) and not self._executor.need_features(event.stream):
                 return
@@ -215,7 +215,7 @@ class Inbox:
         self._executor.keep_features(self._drafting.feature_kinds)
 
     def _start(self, start: Callable[[], bool | None]) -> bool:
-        """Return what `start` does; True when it failed, since nothing is left to be started."""
+        """Return the result of `start`; True if it failed, because nothing is left to start."""
         try:
             return bool(start())
         except Exception as error:
@@ -223,7 +223,7 @@ class Inbox:
             return True
 
     def _watch_stream(self, event: Connected | Disconnected) -> None:
-        """Have answers that come directly reach this thread without another one."""
+        """Read answers of a direct channel in this thread."""
         stream = event.stream
         if stream.is_direct and isinstance(event, Connected):
             self._mailbox.watch(stream.fileno(), stream.read_direct)

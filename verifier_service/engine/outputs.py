@@ -1,4 +1,4 @@
-"""What becomes of sampled tokens: committed at once, counted and delivered when there is time."""
+"""Sampled tokens: committed at once, counted and delivered later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifier_service.engine.step import Step
 
 logger = logging.getLogger(__name__)
 
-# What a request's sink gets.
+# A request's output.
 Item = generate_pb2.GenerateResponse | DraftwireError
 Deliver = Callable[[list[tuple[Request, Item]]], None]
 
@@ -33,7 +33,7 @@ MOST_STEPS_HELD = 3
 class RequestOutputs:
     """Commits tokens, counts and delivers them, and ends requests. Used by the engine's thread alone.
 
-    Drafters wait for what is committed. So the rest is done later, by `count` and `deliver`.
+    Drafters wait for committed tokens, so other work is done later, by `count` and `deliver`.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class RequestOutputs:
         *,
         is_synthetic: bool,
     ) -> None:
-        """`deliver` hands messages and errors on and must not block; `release` drops what others keep of a request that
-        has ended.
+        """`deliver` takes messages and errors and must not block; `release` drops other state of an ended request.
         """
         self._scheduler = scheduler
         self._drafting = drafting
@@ -65,16 +64,16 @@ class RequestOutputs:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is anything to deliver."""
+        """Return whether there is anything to deliver."""
         return bool(self._undelivered) or bool(self._errors)
 
     @property
     def has_errors(self) -> bool:
-        """Whether an error is among it."""
+        """Return whether an error waits for delivery."""
         return bool(self._errors)
 
     def commit(self, step: Step) -> None:
-        """Append what was sampled for the rows of a step; drafts past the accepted ones are rolled back by length."""
+        """Append the sampled tokens of a step; rejected drafts are rolled back by length."""
         for row in step.rows:
             row.request.is_announced = False
             if not row.is_current:
@@ -118,9 +117,9 @@ class RequestOutputs:
             self.forget(request)
 
     def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
-        """End a request, if it has not ended, for one of `FINISHED_REASONS` that only its client's side knows.
+        """End a request, unless it has ended, for one of `FINISHED_REASONS` that its client's side found.
 
-        `output_tokens` are those that the client gets of a request that a stop text ends.
+        `output_tokens` is the number of tokens that the client gets of a request ended by a stop text.
         """
         if request in self._scheduler.running or request in self._scheduler.waiting:
             self._metrics.count_end(reason, time.monotonic() - request.arrived)
@@ -179,10 +178,10 @@ class RequestOutputs:
                 self._drafting.count_verified(row.request, row.num_drafts, num_emitted - 1)
 
     def deliver_behind(self, step: Step | None, committing: Step) -> None:
-        """Deliver while the device computes `step`, or hold output back for that of the next step.
+        """Deliver output while the device computes `step`, or hold it back until the next step.
 
-        Held back it is where the device waits for the host, since `committing` is done: one message for several steps
-        takes less of the interpreter, which this thread shares with the one that writes the messages.
+        Output is held back if the device waits for the host, because `committing` is done: one message for several
+        steps takes less time of the interpreter, which this thread shares with the thread that writes messages.
         """
         is_late = step is not None and committing.marks is not None and committing.is_done
         self._num_held = self._num_held + 1 if is_late and self._num_held < MOST_STEPS_HELD else 0
@@ -199,7 +198,7 @@ class RequestOutputs:
                 assert row.sampled is not None
                 row.piece = Piece(row.sampled.tokens)
             self._observe(row, row.piece)
-            # Statistics are as of the last token of their message.
+            # Statistics as of the message's last token.
             if row.request in latest and latest[row.request][-1].statistics is None:
                 latest[row.request].append(row)
             else:

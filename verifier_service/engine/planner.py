@@ -1,4 +1,4 @@
-"""Which rows the next step computes, while another step may be in flight."""
+"""The plan of the next step, while another step may be in flight."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verifier_service.engine.step import Step, StepObserver
 
 
 class Planner:
-    """Plans steps from what the scheduler has and what drafts are awaited. Used by the engine's thread alone.
+    """Plans steps from the scheduler's requests and the awaited drafts. Used by the engine's thread alone.
 
-    With asynchronous scheduling a step may be planned while another one is in flight: of requests that are not in it,
-    of further rows of its prompts, and, where nothing is drafted, of the tokens that it samples.
+    With asynchronous scheduling a step may be planned while another step is in flight: with other requests, with
+    further rows of the same prompts, and, without drafts, with the tokens that the step in flight samples.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Planner:
         self._observer = observer
 
     def plan(self, in_flight: Step | None, *, is_prepared: bool = False) -> Step | None:
-        """Return the next step; None where nothing can be computed, or where it is faster to wait for drafts.
+        """Return the next step; None if there is nothing to compute, or waiting for drafts is faster.
 
         Parameters
         ----------
@@ -59,9 +59,9 @@ class Planner:
         return Step(rows, self._observer) if rows else None
 
     def plan_awaited(self) -> Step | None:
-        """Return the step in which all requests verify the drafts that are awaited; None where the next step differs.
+        """Return the step in which all requests verify their awaited drafts; None if the next step differs.
 
-        Its draft rows have room and no tokens yet. A request that waits in the queue is computed before drafts come.
+        Draft rows have blocks and no tokens yet. A waiting request is computed before the drafts arrive.
         """
         if not self.is_async or self._scheduler.may_admit:
             return None
@@ -76,13 +76,12 @@ class Planner:
 
     @property
     def all_wait(self) -> bool:
-        """Whether all requests wait for drafts, so that nothing can be scheduled."""
+        """Return whether all requests wait for drafts, so that nothing can be scheduled."""
         return not self._scheduler.may_admit and self._drafting.wait_policy.all_wait(self._scheduler.running)
 
     def _splits_batch(self, in_flight: Step, can_join: Callable[[Request], bool]) -> bool:
-        """Return whether a step beside the one in flight would separate requests that the step after it has together:
-        requests without a drafter would never share a step again, and prompts alone would delay requests whose drafts
-        come soon."""
+        """Return whether a step beside the step in flight would split the batch of the step after it. Requests without
+        a drafter would never share a step again, and prompts alone would delay requests whose drafts come soon."""
         waits, is_bound = self._drafting.wait_policy, self._drafting.placement.is_bound
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
         flying = [row.request for row in in_flight.rows if row.is_current]
@@ -92,12 +91,12 @@ class Planner:
             return any(one.drafts is not None for one in others) or waits.come_soon(landing)
         if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
             return True
-        # Sequences of two drafters that are near are faster in one step.
+        # Sequences of two near drafters are faster in one step.
         return all(one.drafts is not None for one in joining) and waits.come_soon(landing)
 
     def _following(self, in_flight: Step) -> dict[Request, int]:
         """Return the requests that continue before the tokens of the step in flight are known, and the places of these
-        tokens among all that it samples: all requests or none, so that they stay together."""
+        tokens in its sample. All requests continue or none, so that they stay in one batch."""
         output = in_flight.sampler_output
         if output is None or output.first_tokens is None or self._drafting.wait_policy.is_awaited:
             return {}

@@ -1,4 +1,4 @@
-"""The cache's blocks: who uses them, and which are found again by the tokens that they hold."""
+"""The cache's blocks: their users, and full blocks that are found again by their tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _HASH_BYTES = 16
 
 
 class PrefixCache:
-    """Hands out blocks and counts their users; full blocks can be found by their own and all earlier tokens.
+    """Allocates blocks and counts their users; full blocks can be found by their tokens and all earlier tokens.
 
-    A block that nobody uses and that can be found is kept until its room is needed, the least recently used one goes
-    first. Blocks that several requests use hold rows that all of them have computed, and are never written.
+    An unused block that can be found is kept until its room is needed; the least recently used block is freed first.
+    Blocks shared by several requests are never written.
 
-    Hashes are keyed with a secret of the process, so that nobody can prepare two prefixes with the same hash. A salt is
-    part of all hashes of its tokens: requests share blocks only with requests of the same salt, or of none as they.
+    Hashes are keyed with a secret of the process, so that no client can construct two prefixes with the same hash. A
+    salt is part of the hashes: only requests with equal salts share blocks.
     """
 
     def __init__(self, num_blocks: int, *, is_enabled: bool = True) -> None:
-        """Where it is not enabled, no block is ever found.
+        """If not enabled, no block is ever found.
 
         Raises
         ------
         InvalidArgumentError
-            When there is not even one block to hand out.
+            When there is no block to allocate.
         """
         self.is_enabled = is_enabled
         self._pool = BlockPool(num_blocks)
@@ -42,12 +42,12 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Number of unused blocks."""
         return self._pool.num_free + len(self._unused)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that somebody uses, [0, 1]."""
+        """Share of the blocks in use, [0, 1]."""
         return 1 - self.num_free / (self._pool.num_blocks - 1)
 
     def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], num_blocks: int, salt: str = "") -> None:
@@ -59,7 +59,8 @@ class PrefixCache:
             hashes.append(blake2b(parent + own, digest_size=_HASH_BYTES, key=self._key).digest())
 
     def take_known(self, hashes: Iterable[bytes], is_usable: Callable[[int], bool]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that are known and usable, with one more user, the caller."""
+        """Return the blocks of the longest prefix of `hashes` that are known and usable, with one more user, the
+        caller."""
         taken = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
@@ -71,7 +72,7 @@ class PrefixCache:
         return taken
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks for the caller alone, or None when fewer are free."""
+        """Return `count` unshared blocks, or None if fewer are free."""
         if count > self.num_free:
             return None
         while self._pool.num_free < count:
@@ -84,9 +85,9 @@ class PrefixCache:
         return taken
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """A block of the caller is full and will not be written any more.
+        """Publish a full block, which is not written any more.
 
-        Of several alike the last is found: it was computed because the others were of no use to its request.
+        Of several equal blocks the last is found: it was computed because the earlier ones lacked something.
         """
         if not self.is_enabled:
             return
@@ -100,14 +101,14 @@ class PrefixCache:
         self._hashes[block] = block_hash
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """What blocks in use hold is not to be trusted: they are not found any more."""
+        """Unpublish the blocks in use, whose contents may be wrong."""
         for block in blocks:
             block_hash = self._hashes.pop(block, None)
             if block_hash is not None:
                 del self._blocks[block_hash]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The caller uses a sequence's blocks no more. The last goes first, for it is of no use without the others."""
+        """Release a sequence's blocks, last block first, because a block is useless without the blocks before it."""
         for block in reversed(blocks):
             self._num_users[block] -= 1
             if self._num_users[block] == 0:

@@ -16,15 +16,15 @@ from verifier_service.drafters.stream import Answered
 from verifier_service.engine.step import Stage, Step
 from verifier_service.target.runner import TargetRunner
 
-# A prelaunched forward pass is abandoned after this time, so that what has come in the meantime is computed.
+# Seconds after which a prelaunched forward pass is abandoned, so that new requests are computed.
 PATIENCE_S = 0.05
 
 
 class Prelaunch:
     """At most one prelaunched step. Used by the executor alone.
 
-    The step that is computed in the end may have fewer requests and fewer drafts: what a row computes depends on the
-    rows before it alone, and surplus rows are overwritten before they are read, like those of rejected drafts.
+    The step that is confirmed may have fewer requests and fewer drafts: a row depends only on the rows before it, and
+    surplus rows are overwritten before they are read, like rows of rejected drafts.
     """
 
     def __init__(self, runner: TargetRunner, vocab_size: int) -> None:
@@ -32,21 +32,21 @@ class Prelaunch:
         self._vocab_size = vocab_size
         self._step: Step | None = None
         self._deadline = 0.0  # monotonic time
-        self._places: dict[Request, _Place] = {}  # in the last step that was prelaunched
+        self._places: dict[Request, _Place] = {}  # in the last prelaunched step
         self._num_rows = 0
         self._awaited: AwaitedAnswer | None = None  # the one answer that brings all drafts of the step
-        # Token ids [rows] without the drafts of that answer, and where these go.
+        # Token ids [rows] without the drafts of the awaited answer, and the places of these drafts.
         self._template: tuple[np.ndarray, np.ndarray] | None = None
-        self._token_ids: list[int] = []  # with which the step was released
+        self._token_ids: list[int] = []  # the ids that the step was released with
 
     @property
     def is_pending(self) -> bool:
-        """Whether a prelaunched step has been neither confirmed nor abandoned."""
+        """Return whether a prelaunched step has been neither confirmed nor abandoned."""
         return self._step is not None
 
     @property
     def is_released(self) -> bool:
-        """Whether such a step has been released."""
+        """Return whether the prelaunched step was released."""
         return self._step is not None and self._step.stage is Stage.RELEASED
 
     @property
@@ -57,7 +57,7 @@ class Prelaunch:
     def launch(self, step: Step) -> None:
         """Launch the forward pass of a planned step, all of whose rows have logits, if the runner can.
 
-        A step with the rows of the one before it is not launched: that one was abandoned.
+        A step with the rows of the previous prelaunched step is not launched: that step was abandoned.
         """
         self._awaited, places, first = None, {}, 0
         for row in step.rows:
@@ -70,7 +70,7 @@ class Prelaunch:
         forward = ForwardInput(
             np.zeros(first, np.int64),
             np.arange(first) + np.repeat(starts - firsts, counts),
-            # As they are now: the requests' blocks may change before the step is released.
+            # A copy: the requests' blocks may change before the step is released.
             [SequenceRows(row.request.blocks.copy(), row.start, len(row.tokens)) for row in step.rows],
             np.arange(first),
         )
@@ -79,8 +79,7 @@ class Prelaunch:
             step.advance(Stage.PRELAUNCHED)
 
     def expect(self, awaited: AwaitedAnswer | None) -> None:
-        """Prepare to release the step with the drafts of one answer; without effect where it has more than there is
-        room for."""
+        """Prepare to release the step with the drafts of one answer; without effect if they exceed the room."""
         self._awaited, places = awaited, self._places
         if self._step is None or awaited is None:
             return
@@ -99,13 +98,13 @@ class Prelaunch:
 
     @property
     def _can_be_filled(self) -> bool:
-        """Whether the drafts of one answer are all that the step waits for."""
+        """Return whether the drafts of one answer are all that the step waits for."""
         return self._step is not None and self._step.stage is Stage.PRELAUNCHED and self._template is not None
 
     def read_answer(self, answer: Answered) -> np.ndarray | None:
         """Return the drafts, int32 [D], of an unchecked answer, if the step waits for that answer; else None.
 
-        `confirm` finds out whether the step has the right drafts, should the answer prove wrong.
+        `confirm` abandons the step if the answer proves wrong.
         """
         awaited = self._awaited
         if awaited is None or awaited.stream is not answer.stream or not self._can_be_filled:
@@ -114,7 +113,7 @@ class Prelaunch:
 
     @property
     def has_early_drafts(self) -> bool:
-        """Whether the drafts lie in shared memory before their answer has come."""
+        """Return whether the drafts are in shared memory before their answer."""
         return self._awaited is not None and self._can_be_filled and self._awaited.has_early_drafts()
 
     def read_early_drafts(self) -> np.ndarray | None:
@@ -130,7 +129,7 @@ class Prelaunch:
         self._release(token_ids)
 
     def has_all_drafts(self, is_waiting: Callable[[Request], bool]) -> bool:
-        """Return whether the step is not released yet although none of its requests waits for drafts any more."""
+        """Return whether the step is unreleased and no request of it waits for drafts."""
         if self._step is None or self._step.stage is not Stage.PRELAUNCHED:
             return False
         return not any(map(is_waiting, [request for request in self._places if request.drafts is None]))
@@ -145,7 +144,7 @@ class Prelaunch:
         )
 
     def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
-        """Release the step with the tokens of each request, which may be more or fewer than there is room for."""
+        """Release the step with the tokens of each request, cut or padded to the room."""
         token_ids: list[int] = []
         for request, place in self._places.items():
             own = tokens.get(request, [])
@@ -185,9 +184,9 @@ class Prelaunch:
         return None
 
     def abandon(self) -> None:
-        """Abandon the prelaunched step, if any, and let the device go on."""
+        """Abandon the prelaunched step, if any, and let the device continue."""
         step, self._step = self._step, None
-        self._awaited = None  # refers to a stream, and thereby to memory shared with a drafter
+        self._awaited = None  # refers to a stream, and so to memory shared with a drafter
         if step is not None:
             if step.stage is Stage.PRELAUNCHED:
                 self._runner.abandon()
@@ -195,7 +194,7 @@ class Prelaunch:
 
 
 class _Place(NamedTuple):
-    """Where the rows of a request lie in a prelaunched step, and in the cache."""
+    """Location of a request's rows in a prelaunched step and in the cache."""
 
     first: int
     start: int  # position

@@ -12,7 +12,7 @@ from verifier_service.drafters.fallbacks import Cause
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-# Every bound that vLLM has, so that a rule made for one of them finds it here, and finer ones where drafts need them.
+# All bounds of vLLM, so that its alert rules work here, and finer bounds where drafts need them.
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -28,10 +28,10 @@ _REQUEST_BUCKETS = (
 
 
 class RequestMetrics:
-    """Latencies and counts of requests, observed by the engine's thread as output is handed out.
+    """Latencies and counts of requests, observed by the engine's thread at delivery.
 
-    Latencies are those that the engine sees, seconds: without the network to the client. Names, labels and meanings are
-    those of vLLM where it has the metric.
+    Latencies are in seconds, without the network to the client. Names, labels and meanings are vLLM's, if vLLM has the
+    metric.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -69,47 +69,47 @@ class RequestMetrics:
         self._fallbacks: dict[Cause, int] = {}
 
     def count_step(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a verify step of one request."""
+        """Count a verify step of one request."""
         self._drafted[num_drafts] += 1
         self._accepted[num_accepted] += 1
 
     def count_fallback(self, cause: Cause) -> None:
-        """Counts a token that a verify step emitted without drafts."""
+        """Count a token that a verify step emitted without drafts."""
         self._fallbacks[cause] = self._fallbacks.get(cause, 0) + 1
 
     @property
     def num_accepted(self) -> int:
-        """Drafts accepted in all verify steps."""
+        """Number of accepted drafts."""
         return _total(self._accepted)
 
     def fallbacks(self) -> list[generate_pb2.FallbackCount]:
-        """Tokens without drafts by cause; from any thread."""
+        """Return the tokens without drafts by cause; from any thread."""
         counts = list(self._fallbacks.items())
         return [generate_pb2.FallbackCount(cause=cause, tokens=tokens) for cause, tokens in counts]
 
     def observe_first(self, since_arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
-        """The first output of a request."""
+        """Observe the first output of a request."""
         self._first_token.observe(since_arrival_s)
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += output_tokens
 
     def observe_next(self, since_last_s: float, output_tokens: int) -> None:
-        """Later output of a request."""
+        """Observe later output of a request."""
         self._token_interval.observe(since_last_s)
         self._generation_tokens += output_tokens
 
     def observe_decode(self, decode_s: float, output_tokens: int) -> None:
-        """The time from the first to the last token of a request that has all of its tokens."""
+        """Observe the time from the first to the last token of a finished request."""
         if output_tokens > 1:
             self._output_token.observe(decode_s / (output_tokens - 1))
 
     def count_end(self, reason: str, duration_s: float) -> None:
-        """The end of a request, for one of `FINISHED_REASONS`."""
+        """Count the end of a request, for one of `FINISHED_REASONS`."""
         self._finished[reason] += 1
         self._duration.observe(duration_s)
 
     def count_refused(self) -> None:
-        """Counts a request that found no room in the queue."""
+        """Count a request refused because of a full queue."""
         self._refused += 1
 
     def collect(self) -> Iterator[Metric]:
@@ -149,7 +149,7 @@ class RequestMetrics:
         )
 
     def _acceptance_length(self) -> HistogramMetricFamily:
-        """A bucket for each number of tokens, 1 .. k + 1: the drafts accepted and the one that follows them."""
+        """Return a bucket for each number of tokens, 1 .. k + 1: the drafts accepted and the one that follows them."""
         steps = list(self._accepted)
         buckets = [(f"{float(tokens)}", sum(steps[:tokens])) for tokens in range(1, len(steps) + 1)]
         return HistogramMetricFamily(
@@ -165,7 +165,7 @@ def _total(steps_by_count: Sequence[int]) -> int:
 
 
 def _by_position(name: str, text: str, steps_by_count: Sequence[int]) -> CounterMetricFamily:
-    """Counts at each position, from the number of steps that reached each count."""
+    """Return the counts at each position, from the number of steps that reached each count."""
     family = CounterMetricFamily(name, text, labels=["position"])
     for position in range(len(steps_by_count) - 1):
         family.add_metric([str(position)], sum(steps_by_count[position + 1 :]))

@@ -1,4 +1,4 @@
-"""Which requests run, and which of their rows the next step computes."""
+"""The scheduler: which requests run, and which of their rows the next step computes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from verifier_service.engine.prefix_cache import PrefixCache
 
 
 def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
-    """What a request is told that finds the queue full."""
+    """Return the error of a request that finds the queue full."""
     return QueueFullError(f"the queue is full: {max_queue} requests are waiting; try again later", retry_after_s)
 
 
 class Scheduler:
     """Owns the queue, the running requests and the cache blocks.
 
-    Requests that wait are admitted by priority, lower numbers first, then in the order in which they came. A request is
-    admitted when there are blocks for its tokens, and grows block by block. When none is free, the running request that
-    comes last in this order is preempted: it gives its blocks back and waits, at its place in the queue, to be computed
-    anew. A waiting request never preempts a running one. A request of full length fits into the cache, so the first one
-    in this order always continues. Full blocks of computed rows are shared by requests that begin with the same tokens
-    and have the same salt.
+    Waiting requests are admitted by priority, lower numbers first, then in order of arrival. A request is admitted when
+    there are blocks for its tokens, and grows block by block. When no block is free, the last running request in this
+    order is preempted: it releases its blocks, returns to its place in the queue, and is computed again later. A
+    waiting request never preempts a running one. A request of full length fits into the cache, so the first request in
+    this order always continues. Requests with equal first tokens and equal salts share full blocks.
     """
 
     def __init__(
@@ -43,14 +42,15 @@ class Scheduler:
         on_preempt: Callable[[Request], None],
         is_usable: Callable[[Request, int], bool],
     ) -> None:
-        """`on_preempt` is called with each request that gives its blocks back for a while; `is_usable` tells whether a
-        known block has all that the request needs of it.
+        """`on_preempt` is called with each preempted request; `is_usable` returns whether a cached block serves a
+        request.
         """
         self.waiting: list[Request] = []  # in the order of `_order`
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_reused_rows = 0
-        self.prefix_cache_queries = self.prefix_cache_hits = 0  # tokens of requests that began, and those found
+        # Tokens of admitted requests, and those of them found in the cache.
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
         self._arrivals = itertools.count()
         self._cache = cache
         self._max_num_seqs = max_num_seqs
@@ -61,12 +61,12 @@ class Scheduler:
         self._is_usable = is_usable
 
     def add(self, request: Request) -> None:
-        """Puts a request into the queue.
+        """Put a request into the queue.
 
         Raises
         ------
         QueueFullError
-            When max_queue requests wait besides the max_num_seqs that may run.
+            When max_queue requests wait beyond the max_num_seqs that may run.
         """
         if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
             raise queue_full(self._max_queue, self._pace.retry_after_s())
@@ -74,7 +74,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:
-        """Forgets a request, wherever it is, and takes its blocks back; nobody uses rows of one that has failed."""
+        """Forget a waiting or running request and release its blocks; rows of a failed request are not reused."""
         if request in self.running:
             self.running.remove(request)
             self._pace.count_end()
@@ -95,19 +95,20 @@ class Scheduler:
         *,
         takes_prompts: bool = True,
     ) -> list[ScheduledRows]:
-        """Rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of prompts.
+        """Return the rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of
+        prompts.
 
         No row of a prompt, and no draft, takes the place of a row of a decoding request.
 
         Parameters
         ----------
         is_ready
-            False for a request that still waits for its drafts.
+            Returns False for a request that waits for its drafts.
         following
-            Those requests in flight of which a step draws exactly one token more, and that token's place in its draw.
-            They go on with a row of that token; others in flight are left out.
+            Requests in flight that get exactly one more token from the running step, and its place in the sample. They
+            continue with a row of this token; other requests in flight are left out.
         going_on
-            Those requests in flight whose prompts are not at their end, and the first row after those in flight.
+            Requests in flight with further rows of their prompts, and the first of these rows.
         takes_prompts
             False leaves the rows of prompts to a later step.
         """
@@ -123,7 +124,7 @@ class Scheduler:
         missing = sum(
             max(0, blocks_for(length) - len(request.blocks)) for request, length in zip(decoding, lengths, strict=True)
         )
-        if self._cache.num_free < missing:  # not before: a step may have been launched with those blocks
+        if self._cache.num_free < missing:  # only now: a launched step may use these blocks
             self._take_back_draft_rows()
         for request, length in zip(decoding, lengths, strict=True):
             if length > len(request.blocks) * BLOCK_SIZE:
@@ -146,11 +147,11 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step may begin a request that waits."""
+        """Return whether the next step may admit a waiting request."""
         return bool(self.waiting) and len(self.running) < min(self._max_num_seqs, self._cache.num_free)
 
     def _admit(self) -> Request | None:
-        """Moves the first of the queue into the batch if a block is left for each running request to grow into."""
+        """Admit the first waiting request if one block is left for each running request."""
         if not self.may_admit:
             return None
         request = self.waiting[0]
@@ -173,7 +174,7 @@ class Scheduler:
         return request
 
     def _take_known(self, request: Request) -> list[int]:
-        """The blocks that hold the request's first rows already; its last token always runs, for its logits."""
+        """Return the cached blocks of the request's first rows; the last token always runs, for its logits."""
         if not self._cache.is_enabled:
             return []
         most = (len(request.tokens) - 1) // BLOCK_SIZE
@@ -181,7 +182,7 @@ class Scheduler:
         return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
 
     def _publish(self, request: Request) -> None:
-        """Lets others find the blocks that computed rows of committed tokens have filled."""
+        """Publish the blocks filled with computed rows of committed tokens."""
         full = min(request.num_computed, len(request.tokens)) // BLOCK_SIZE
         if full > request.num_published and self._cache.is_enabled:
             self._cache.extend_hashes(request.block_hashes, request.tokens, full, request.cache_salt)
@@ -190,7 +191,8 @@ class Scheduler:
             request.num_published = full
 
     def _grow(self, request: Request, length: int) -> None:
-        """Give a decoding request the blocks of `length` rows, at the cost of the last one that is not announced."""
+        """Give a decoding request the blocks of `length` rows; preempt the last request that is not announced if
+        necessary."""
         while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
             if block is None:
@@ -204,7 +206,7 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._release(request)
-        request.num_in_flight = 0  # what its steps draw is of no use
+        request.num_in_flight = 0  # its running steps' samples are dropped
         request.drafts = None
         insort(self.waiting, request, key=_order)
         self._on_preempt(request)
@@ -231,9 +233,10 @@ class Scheduler:
         return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause)
 
     def place_drafts(self, request: Request, count: int) -> int:
-        """How many of `count` draft rows have room; what depends on no draft's value may be dropped without a bias.
+        """Return how many of `count` draft rows have room. Dropping drafts is unbiased, because room depends on no
+        draft's value.
 
-        Negative where the last token has none.
+        Negative if the last token has no room.
         """
         room = len(request.blocks) * BLOCK_SIZE - len(request.tokens)
         if room >= count:
@@ -243,7 +246,7 @@ class Scheduler:
         return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
 
     def _take_back_draft_rows(self) -> None:
-        """Frees the blocks that hold nothing but draft rows of former steps."""
+        """Free the blocks that hold only draft rows of earlier steps."""
         for request in self.running:
             if request.is_in_flight:
                 continue  # its draft rows may be accepted

@@ -1,4 +1,4 @@
-"""A step of the engine: the rows of its requests, and how far it has come."""
+"""A step of the engine: the rows of its requests, and its stage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    """How far a step has come."""
+    """Stage of a step."""
 
     PLANNED = auto()  # its rows are chosen
     PRELAUNCHED = auto()  # its forward pass is launched and waits for the drafts
-    RELEASED = auto()  # its forward pass has all token ids
-    SAMPLED = auto()  # its tokens are on their way to the host
+    RELEASED = auto()  # its forward pass has all token ids and runs
+    SAMPLED = auto()  # its tokens are sampled on the device
     COMMITTED = auto()  # its requests have its tokens
-    ABANDONED = auto()  # nobody reads what it computes
+    ABANDONED = auto()  # its results are dropped
 
 
 _NEXT: Mapping[Stage, frozenset[Stage]] = {
@@ -41,10 +41,10 @@ StepObserver = Callable[["Step"], object]
 
 @dataclass(eq=False)
 class Step:
-    """One batch on its way through the target: planned, executed and committed.
+    """One batch: planned, executed and committed.
 
-    A prelaunched step has a row for each draft that its requests may get. Its rows become those that are computed when
-    the drafts have arrived.
+    A prelaunched step has a row for each draft that its requests may get. The actual rows replace them when the drafts
+    have arrived.
     """
 
     rows: Sequence[ScheduledRows]
@@ -69,17 +69,17 @@ class Step:
             self.observer(self)
 
     def abandon(self) -> None:
-        """Give the step up, whatever its stage; drop its tensors."""
+        """Abandon the step at any stage and drop its tensors."""
         self.forward = self.sampler_output = None
         if self.stage not in (Stage.COMMITTED, Stage.ABANDONED):
             self.advance(Stage.ABANDONED)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether it has rows of prompts."""
+        """Return whether the step has rows of prompts."""
         return not all(row.is_decoding for row in self.rows)
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has finished it."""
+        """Return whether the device has finished the step."""
         return self.marks is None or self.marks.drawn.query()

@@ -31,10 +31,10 @@ class Submission:
     params: config_pb2.SamplingParams
     num_speculative_tokens: int
     keys: NoiseKeys
-    max_length: int  # tokens of prompt and output at which it ends
+    max_length: int  # most tokens of prompt and output
     traceparent: str = ""  # of its span; empty without a trace
     priority: int = 0  # requests of a lower number go first
-    cache_salt: str = ""  # it shares cache blocks with requests of the same salt
+    cache_salt: str = ""  # only requests of the same salt share cache blocks
     arrived: float = field(default_factory=time.monotonic)  # a clock of the machine, so the same in all its processes
 
 
@@ -50,7 +50,7 @@ class EngineFacts:
 
 
 def is_end(output: Output) -> bool:
-    """Whether a request has no more output after this."""
+    """Return whether a request has no more output after this."""
     return isinstance(output, DraftwireError) or output.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -60,30 +60,30 @@ class EngineAccess(Protocol):
     facts: EngineFacts
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
-        """Starts the engine. `deliver` is called on the event loop; `on_failure`, in any thread, when the engine has
+        """Start the engine. `deliver` is called on the event loop; `on_failure`, in any thread, when the engine has
         failed for good and its requests have their error.
         """
 
     def submit(self, submission: Submission) -> None:
-        """Hands a request over; its output, or its error, is delivered."""
+        """Hand a request over; its output, or its error, is delivered."""
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
-        """Ends a request without further output, if it has not ended.
+        """End a request without further output, if it has not ended.
 
         `reason` is one of `FINISHED_REASONS`: "stop" where a stop text ends the output after `output_tokens` tokens.
         """
 
     def count_refused(self) -> None:
-        """Counts a request that was not handed over."""
+        """Count a request that was not submitted."""
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """What `GetVerifierInfo` answers; raises UnavailableError when there is no engine any more."""
+        """Return what `GetVerifierInfo` answers; raises UnavailableError when there is no engine any more."""
 
     async def end_requests(self, reason: str) -> None:
-        """Ends all requests, and those that still come, with UnavailableError, which says the reason."""
+        """End all requests, and those that still come, with UnavailableError, which says the reason."""
 
     async def stop(self) -> None:
-        """Ends the engine and the connections to the drafters; requests that are left get an error."""
+        """End the engine and the connections to the drafters; requests that are left get an error."""
 
 
 class InProcessEngine:

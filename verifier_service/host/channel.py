@@ -26,13 +26,13 @@ _SIZE = struct.Struct("!I")
 
 
 def pack(message: Message) -> bytes:
-    """The message as it travels: its size, then itself."""
+    """Return the message as it travels: its size, then itself."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _SIZE.pack(len(data)) + data
 
 
 def receive(connection: socket.socket) -> Message:
-    """Waits for the next message; raises EOFError when the other end is closed."""
+    """Wait for the next message; raise EOFError when the other end is closed."""
     (size,) = _SIZE.unpack(_receive_exactly(connection, _SIZE.size))
     message: Message = pickle.loads(_receive_exactly(connection, size))
     return message
@@ -74,7 +74,7 @@ class Outbox:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Sends a message, or has it sent; nothing where the other end is closed."""
+        """Send a message, or has it sent; nothing where the other end is closed."""
         data = memoryview(pack(message))
         with self._changed:
             if not self._left:
@@ -84,14 +84,14 @@ class Outbox:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Returns when everything is sent."""
+        """Return when everything is sent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join()
 
     def _send_some(self, data: memoryview) -> int:
-        """How many bytes the socket has taken."""
+        """Return how many bytes the socket has taken."""
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -76,7 +76,7 @@ class EngineHost:
         )
 
     def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
-        """Starts the engine and the connections to the drafters.
+        """Start the engine and the connections to the drafters.
 
         Both are called in other threads and must not block: `deliver` with a step's output, `on_failure` when the
         engine has failed for good and its requests have their error, or when a rank of the target is lost.
@@ -88,7 +88,7 @@ class EngineHost:
             self._followers.on_loss = on_failure
 
     def submit(self, submission: Submission) -> None:
-        """Hands a request over; its output, or its error, is delivered."""
+        """Hand a request over; its output, or its error, is delivered."""
         request = Request(
             request_id=submission.request_id,
             prompt=submission.prompt,
@@ -113,15 +113,15 @@ class EngineHost:
             self.engine.cancel(request, reason, output_tokens)
 
     def count_refused(self) -> None:
-        """Counts a request that was not handed over."""
+        """Count a request that was not submitted."""
         self.engine.count_refused()
 
     def end_requests(self, reason: str) -> None:
-        """Ends all requests, and those that still come, with UnavailableError, which says the reason."""
+        """End all requests, and those that still come, with UnavailableError, which says the reason."""
         self.engine.stop(reason)
 
     def stop(self) -> None:
-        """Ends the engine and the connections to the drafters; requests that are left get an error."""
+        """End the engine and the connections to the drafters; requests that are left get an error."""
         self._drafters.stop()
         self.engine.stop()
 
@@ -133,7 +133,7 @@ class EngineHost:
         )
 
     def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """What `GetVerifierInfo` answers; from any thread."""
+        """Return what `GetVerifierInfo` answers; from any thread."""
         target, scheduler = self._target, self.engine.scheduler
         drafters = self._drafters.statuses
         for status in drafters:

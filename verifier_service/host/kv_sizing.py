@@ -34,7 +34,7 @@ FUSED_STATES = 1
 def choose_num_blocks(
     target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions, memory: GpuMemory | None
 ) -> int:
-    """Blocks of the cache, the padding block included: never more than all requests at full length need.
+    """Return the blocks of the cache, the padding block included: never more than all requests at full length need.
 
     Parameters
     ----------
@@ -97,12 +97,12 @@ def _block_bytes(target: Target, feature_states: int) -> int:
 
 
 def _fusion_bytes(target: Target) -> int:
-    """Weights of one head's fusion."""
+    """Return the weights of one head's fusion."""
     return FUSED_STATES * FEATURE_STATES * target.hidden_size**2 * target.dtype.itemsize
 
 
 def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions) -> None:
-    """Verifies all drafts of max_num_seqs requests beside max_prefill_rows rows of prompts, with every filter on."""
+    """Verify all drafts of max_num_seqs requests beside max_prefill_rows rows of prompts, with every filter on."""
     device = target.device
     num_drafts = config.num_speculative_tokens
     counts = [num_drafts + 1] * options.max_num_seqs

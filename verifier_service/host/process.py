@@ -42,7 +42,8 @@ STOP_LIMIT_S = 10.0
 
 
 def has_engine_process(options: VerifierOptions) -> bool:
-    """Whether the engine gets a process of its own: by default where a GPU computes, which leaves Python to others."""
+    """Return whether the engine gets a process of its own: by default where a GPU computes, which leaves Python to
+    others."""
     if options.engine_process is not None:
         return options.engine_process
     if options.device is not None:
@@ -54,7 +55,7 @@ def has_engine_process(options: VerifierOptions) -> bool:
 
 @contextmanager
 def starting_engine(options: VerifierOptions) -> Iterator[EngineProcess | None]:
-    """Starts the engine's process, if there is to be one, which is ended at the end."""
+    """Start the engine's process, if there is to be one, which is ended at the end."""
     if not has_engine_process(options):
         yield None
         return
@@ -83,7 +84,7 @@ class EngineProcess:
             engine_end.close()
 
     def wait_until_ready(self) -> EngineFacts:
-        """Waits until the target is loaded.
+        """Wait until the target is loaded.
 
         Raises
         ------
@@ -101,16 +102,17 @@ class EngineProcess:
         return facts
 
     def exit_status(self) -> int | None:
-        """Its exit status, negative for a signal, when it has closed its socket; None if it has not ended by then."""
+        """Return its exit status, negative for a signal, when it has closed its socket; None if it has not ended by
+        then."""
         self._process.join(EXIT_LIMIT_S)
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does."""
+        """End it at once, whatever it does."""
         self._process.kill()
 
     def close(self) -> None:
-        """Waits until it has ended, which the end of its socket makes it do."""
+        """Wait until it has ended, which the end of its socket makes it do."""
         self.connection.close()
         self._process.join(EXIT_LIMIT_S)
         if self._process.exitcode is None:
@@ -155,7 +157,7 @@ def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """Ends this process when the other end of the socket is closed, which the kernel does however that process ends."""
+    """End this process when the other end of the socket is closed, which the kernel does however that process ends."""
     poll = select.poll()
     poll.register(connection, 0)  # hang-ups are told unasked
     poll.poll()

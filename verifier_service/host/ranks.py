@@ -50,7 +50,7 @@ RunStep = Callable[[ForwardInput], ForwardOutput]
 
 
 def rank_device(first: torch.device, rank: Rank) -> torch.device:
-    """The rank's device: GPUs from `first` on, one a rank.
+    """Return the rank's device: GPUs from `first` on, one a rank.
 
     Raises
     ------
@@ -134,7 +134,7 @@ class Followers:
         return run_on_all
 
     def close(self) -> None:
-        """Ends the followers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
+        """End the followers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
         self._is_closing = True
         self._kill()
         self._watcher.join()
@@ -173,7 +173,7 @@ class Followers:
 
 
 def _join(store: dist.Store, rank: Rank, device: torch.device) -> None:
-    """Makes the group of all ranks: gloo for what is on the host, NCCL for what is on GPUs, over loopback alone."""
+    """Make the group of all ranks: gloo for what is on the host, NCCL for what is on GPUs, over loopback alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -208,7 +208,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
 
 
 def _last_words(failures: Connection) -> str:
-    """What a follower that has ended said of it; nothing when it was killed."""
+    """Return what a follower that has ended said of it; nothing when it was killed."""
     try:
         return str(failures.recv())
     except EOFError:

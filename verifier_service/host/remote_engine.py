@@ -95,7 +95,7 @@ class EngineProxy:
             self._writer.write(pack(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Takes what the engine sends, until its process has ended."""
+        """Take what the engine sends, until its process has ended."""
         try:
             while True:
                 self._take(await read(reader))
@@ -142,7 +142,7 @@ class EngineProxy:
         self._deliver(outputs)
 
     def _end_open(self) -> None:
-        """Tells the requests that nobody computes any more."""
+        """Tell the requests that nobody computes any more."""
         assert self._loss is not None
         self._give_out([(number, self._loss) for number in self._open])
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
-    """Loads an engine and runs it; False when it cannot be loaded, which the other end is told."""
+    """Load an engine and run it; False when it cannot be loaded, which the other end is told."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     outbox = Outbox(connection)
     try:
@@ -35,7 +35,7 @@ def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
 
 
 def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> None:
-    """Starts an engine and does what the other end says, until that is to stop."""
+    """Start an engine and does what the other end says, until that is to stop."""
 
     def deliver(outputs: Sequence[tuple[int, Output]]) -> None:
         outbox.send(("deliver", [(number, _encode(output)) for number, output in outputs]))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[EngineHost]:
-    """Loads the target and makes its engine, which is to be started; within it the metrics are served.
+    """Load the target and make its engine, which is to be started; within it the metrics are served.
 
     Raises
     ------

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def start_target(
     options: VerifierOptions, config: config_pb2.SpeculativeConfig, device: torch.device, rank: Rank = ALONE
 ) -> tuple[Target, int]:
-    """The target on `device`, compiled where that is a GPU, and the blocks of its cache: as many on every rank.
+    """Return the target on `device`, compiled where that is a GPU, and the blocks of its cache: as many on every rank.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def start_target(
 
 
 def _smallest(count: int, rank: Rank) -> int:
-    """The smallest of all ranks' counts."""
+    """Return the smallest of all ranks' counts."""
     if rank.size == 1:
         return count
     smallest = torch.tensor([count])

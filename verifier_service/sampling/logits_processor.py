@@ -49,7 +49,7 @@ class LogitsProcessor:
         return spec
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request that has ended or was preempted."""
+        """Drop the state of a request that has ended or was preempted."""
         self._specs.pop(request, None)
         for tables in (self._history, self._biases, self._end_ids, self._allowed, self._bad_words):
             tables.release(request)

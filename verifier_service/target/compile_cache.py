@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def use_compile_cache(directory: str | None = None) -> None:
-    """Keeps what torch compiles in `directory` for the starts to come; call it before the first compilation.
+    """Keep what torch compiles in `directory` for the starts to come; call it before the first compilation.
 
     By default that is `draftwire/compile` in the user's cache directory: torch's own place is the temporary directory,
     which may not outlive the machine's next start. What $TORCHINDUCTOR_CACHE_DIR says is not asked here: torch sets it

@@ -76,7 +76,7 @@ class GraphInputs:
         return GraphTensors(token_ids, positions, logit_rows, batch)
 
     def padding(self, bucket: Bucket) -> GraphTensors:
-        """Fill the memory that the graph of a bucket reads with padding, and return it."""
+        """Return fill the memory that the graph of a bucket reads with padding, and return it."""
         return self.send(bucket, self.stage(bucket, _PADDING))
 
     def _on_host(self, values: np.ndarray, size: int) -> Tensor:

@@ -26,12 +26,13 @@ class Bucket:
 
     @property
     def has_all_logits(self) -> bool:
-        """Whether all rows have logits, not chosen ones."""
+        """Return whether all rows have logits, not chosen ones."""
         return self.num_logit_rows == self.num_rows
 
 
 def sequence_counts(most: int) -> list[int]:
-    """Numbers of sequences up to `most`: padding adds at most half, and at most an eighth from 64 sequences on."""
+    """Return the numbers of sequences up to `most`: padding adds at most half, and at most an eighth from 64 sequences
+    on."""
     counts = [1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8)]
     while counts[-1] < most:
         counts.append(counts[-1] + max(counts[-1] // 64, 1) * 8)
@@ -39,17 +40,17 @@ def sequence_counts(most: int) -> list[int]:
 
 
 class Buckets:
-    """All buckets of an engine.
+    """The buckets of an engine.
 
-    A step without drafts has one row a sequence. One with drafts has up to `rows_per_sequence`, and so many rows in all
-    as its drafts want: where that makes a difference to the forward pass there are buckets for fewer in the mean, for
-    steps in which few sequences have drafts, or all have few. A step with more rows of a sequence has prompts: its
-    bucket goes by its rows alone, and has logits of as many as could be wanted.
+    A step without drafts has one row a sequence. A step with drafts has up to `rows_per_sequence` rows a sequence.
+    Where the number of rows matters to the forward pass, there are also buckets with fewer rows on average, for steps
+    in which few sequences have drafts or all have few. A step with more rows of a sequence has prompts: its bucket
+    depends only on its rows, and has the most logits that a step needs.
 
     Attributes
     ----------
     decoding, with_prompts
-        From the largest on, so that the memory of one serves the next.
+        Largest first, so that smaller graphs reuse the memory of larger ones.
     """
 
     def __init__(self, max_num_seqs: int, rows_per_sequence: int, max_rows: int) -> None:
@@ -62,8 +63,8 @@ class Buckets:
         self.with_prompts = [Bucket(max_num_seqs, rows, rows, min(rows, wanted)) for rows in self._row_counts[::-1]]
 
     def find(self, num_sequences: int, num_rows: int, max_rows: int, num_logit_rows: int) -> Bucket | None:
-        """The smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one, and that many
-        rows with logits; None if there is none."""
+        """Return the smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one, and that
+        many rows with logits; None if there is none."""
         place = bisect_left(self._counts, num_sequences)
         if place == len(self._counts):
             return None
@@ -81,7 +82,7 @@ def _size(bucket: Bucket) -> tuple[int, int]:
 
 
 def _of(count: int, most: int) -> list[Bucket]:
-    """The buckets for `count` sequences of up to `most` rows, the smallest first."""
+    """Return the buckets for `count` sequences of up to `most` rows, the smallest first."""
     means = takewhile(lambda rows: rows < most, _rising()) if count * most > _FEW_ROWS else ()
     sizes = [(1, 1), *((min(most, count * rows), rows) for rows in (*means, most) if most > 1)]
     numbers = ((max_rows, max(count * rows, LEAST_ROWS)) for max_rows, rows in sizes)
@@ -89,7 +90,7 @@ def _of(count: int, most: int) -> list[Bucket]:
 
 
 def _rising() -> Iterator[int]:
-    """2, 3, 5, 8, 12, ...: each half as much again as the one before."""
+    """Return 2, 3, 5, 8, 12, ...: each about 1.5 times the previous one."""
     rows = 2
     while True:
         yield rows

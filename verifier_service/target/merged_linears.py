@@ -1,9 +1,8 @@
 """Projections of one input merged into one product: query, key and value; gate and up.
 
-Small batches read every weight once per product, and a product of few output columns does not fill a GPU. Which linear
-layers share an input is seen in a forward pass instead of being told by names, so that any model of transformers is
-merged as far as its own code allows. Weights that are to be sharded are sharded before: what is merged is what a
-process holds.
+Small batches read every weight once per product, and a product of few output columns does not fill a GPU. A forward
+pass shows which linear layers share an input, so that models of transformers need no list of names. Weights are sharded
+before they are merged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ProjectionGroup:
 
 
 def find_projections(model: nn.Module, forward: Callable[[], object]) -> list[ProjectionGroup]:
-    """Groups of at least two layers, seen while `forward` runs `model` once without compilation.
+    """Return the groups of at least two layers, seen while `forward` runs `model` once without compilation.
 
     Only plain `nn.Linear` without hooks are taken, of one dtype and device, all with a bias or all without, each called
     once.
@@ -94,7 +93,7 @@ def _recorded_calls(modules: Any) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
 
 
 def merge_projections(groups: Sequence[ProjectionGroup]) -> None:
-    """Replaces the layers of each group in their module, so that the first computes the product of all.
+    """Replace the layers of each group in their module, so that the first computes the product of all.
 
     The separate weights are freed group by group: at most one group's are held twice.
     """
@@ -106,9 +105,10 @@ def merge_projections(groups: Sequence[ProjectionGroup]) -> None:
 
 
 class MergedProjection(nn.Module):
-    """The first projection of a group: computes all of them and leaves the rest to the others, which are called next.
+    """The first projection of a group. Computes all projections; the other layers return their parts when they are
+    called next.
 
-    Between two forward passes it holds nothing, so that a compiled graph meets the same state at each call.
+    Holds no tensor between forward passes, so that a compiled graph meets the same state at each call.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -125,7 +125,7 @@ class MergedProjection(nn.Module):
         return self.take()
 
     def take(self) -> Tensor:
-        """The next projection of the states that came last."""
+        """Return the next projection of the last states."""
         taken, self._left = self._left[0], self._left[1:]
         return taken
 
@@ -135,7 +135,7 @@ class _Part(nn.Module):
 
     def __init__(self, merged: MergedProjection) -> None:
         super().__init__()
-        self._merged = (merged,)  # within a tuple it is no submodule: its weight is named once
+        self._merged = (merged,)  # in a tuple the module is no submodule, so that its weight has one name
 
     def forward(self, _states: Tensor) -> Tensor:
         return self._merged[0].take()

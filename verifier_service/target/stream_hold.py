@@ -1,4 +1,4 @@
-"""A GPU's stream that waits for the host: work is launched before what it computes on is there."""
+"""A GPU's stream that waits for the host: work is launched before its inputs exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from draftwire.transport.cuda_segment import cuda_driver
 
-# A stream that was held for so long goes on by itself: the thread that is to release it may wait for the device.
+# Seconds after which a held stream continues by itself, because the releasing thread may wait for the device.
 MOST_HELD_S = 0.5
 _LOOK_EVERY_S = 0.1
 
@@ -21,9 +21,9 @@ WaitForValue = Callable[[int, int, int], None]  # stream, address, value
 class StreamHold:
     """Stops the current stream of a device until it is released. Used by one thread.
 
-    The stream waits for a word of pinned memory, which takes none of the GPU's processors. In the meantime the thread
-    must call nothing that waits for the stream. Should it do so all the same, because the driver waits for the whole
-    device where nobody expects it, a guard in a thread of its own lets the stream go on.
+    The stream waits for a word of pinned memory, which occupies no multiprocessor. Meanwhile the thread must call
+    nothing that waits for the stream. If it does, because the driver waits for the whole device unexpectedly, a guard
+    thread lets the stream continue.
 
     Source: CUDA Driver API, "Stream Memory Operations".
 
@@ -34,12 +34,12 @@ class StreamHold:
     """
 
     def __init__(self, device: torch.device, wait_for_value: WaitForValue | None = None) -> None:
-        """`wait_for_value` stands for the driver's function, for tests.
+        """`wait_for_value` replaces the driver's function in tests.
 
         Raises
         ------
         SegmentError
-            When the driver has none.
+            When the driver lacks the function.
         """
         self._device = device
         self._wait_for_value = wait_for_value or cuda_driver().wait_for_value
@@ -51,7 +51,7 @@ class StreamHold:
         self._guard: threading.Thread | None = None
 
     def stop(self) -> None:
-        """Whatever is launched next on the current stream waits for `release`."""
+        """Let later work on the current stream wait for `release`."""
         if self._guard is None:
             self._guard = threading.Thread(target=self._watch, name="stream-hold", daemon=True)
             self._guard.start()
@@ -63,8 +63,8 @@ class StreamHold:
             self._since = time.monotonic()
 
     def release(self, fill: Callable[[], object]) -> bool:
-        """Lets the stream go on once `fill` has written what it waits for; False when the guard has done so before, and
-        what was computed is of no use."""
+        """Call `fill` to write the inputs, and let the stream continue. Return False if the guard has let it continue
+        before; its results are then invalid."""
         with self._lock:
             if self._since is None:
                 return False

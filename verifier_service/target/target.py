@@ -1,4 +1,4 @@
-"""The target model: loading through transformers, refusal of what cannot be served, the forward pass over a batch."""
+"""The target model: loading through transformers, refusal of unsupported models, the forward pass over a batch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from verifier_service.target.tensor_parallel import ALONE, Rank, split_target
 
 logger = logging.getLogger(__name__)
 
-# Their frequencies depend on the longest sequence of the batch, so that a sequence would change with its company.
+# Their frequencies depend on the longest sequence of the batch, so that a sequence's output would depend on others.
 _REFUSED_ROPE_TYPES = {"dynamic", "longrope"}
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GENERATION_CONFIG = "generation_config.json"
 
 
 class TargetOutput(NamedTuple):
-    """What a forward pass over T rows computes."""
+    """Output of the model's forward pass over T rows."""
 
     logits: Tensor
-    """[R, vocab_size] of the rows asked for, in the model's dtype."""
+    """[R, vocab_size] of the requested rows, in the model's dtype."""
     states: tuple[Tensor, ...]
     """num_layers + 1 of [T, hidden_size]: the state entering each layer, and the last one after the final norm."""
 
@@ -53,7 +53,7 @@ class Target:
     """
 
     def __init__(self, model: Any, name: str, eos_token_ids: frozenset[int], max_model_len: int | None = None) -> None:
-        """Takes a model in evaluation mode whose attention is ours and merges its projections; `load_target` makes one.
+        """Take a model in evaluation mode with our attention hook, and merge its projections; see `load_target`.
 
         Raises
         ------
@@ -78,23 +78,23 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model
-        self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not look at it
+        self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not check it
         layers = _find_layers(model, self.num_layers)
         self._register_captures(layers)
         self._run: Callable[[Tensor, Tensor, Tensor], TargetOutput] = self._run_model
-        # A model that cannot be served is refused here, at start, and not at the first request.
+        # Refuse an unsupported model at start, not at the first request.
         self.layer_shapes = self._measure_layers()
         merge_projections(find_projections(model, self._probe))
         self._probe()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the separate weights' memory, for the cache
+            torch.cuda.empty_cache()  # frees the separate weights' memory for the cache
 
     def _register_captures(self, layers: Sequence[torch.nn.Module]) -> None:
         def entering(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
             self._states.append(args[0][0])
 
         def after_norm(_module: torch.nn.Module, _args: Any, output: Tensor) -> None:
-            if len(self._states) == self.num_layers:  # some models have the same norm before their layers
+            if len(self._states) == self.num_layers:  # some models call the final norm before their layers too
                 self._states.append(output[0])
 
         for layer in layers:
@@ -102,7 +102,7 @@ class Target:
         self._model.base_model.norm.register_forward_hook(after_norm)
 
     def _measure_layers(self) -> list[tuple[int, int, int]]:
-        """What every layer keeps of a position, as it calls our attention."""
+        """Return the shape of every layer's keys and values, from its calls of our attention hook."""
         with attention_hook.measuring() as calls, self._refusing():
             states = self._run_rows(2, 1).states
         if [state.shape for state in states] != [(2, self.hidden_size)] * (self.num_layers + 1):
@@ -118,7 +118,7 @@ class Target:
         calls.sort()
         windows = _windows(self._model.config, self.num_layers)
         for call, window in zip(calls, windows, strict=True):
-            # Some models give a window to the mask alone, which we do not take, or to the attention alone.
+            # Some models pass the window only to the mask, which is not used here, or only to the attention.
             lengths = {given for given in (call.window, window) if given is not None and given < self.max_model_len}
             if lengths and call.window != window:
                 raise CheckpointError(
@@ -128,7 +128,7 @@ class Target:
         return [call.shape for call in calls]
 
     def _probe(self) -> None:
-        """Runs two rows of no sequence through the attention that serves."""
+        """Run two rows of no sequence through the serving attention."""
         cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
         batch = RaggedBatch([SequenceRows([0] * blocks_for(2), 0, 2)], self.device)
         with attention_hook.attending(cache, batch), self._refusing():
@@ -136,7 +136,7 @@ class Target:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Within it, what a forward pass raises is a reason not to serve the model."""
+        """Turn errors of a forward pass within this context into a CheckpointError."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -146,18 +146,18 @@ class Target:
 
     @torch.inference_mode()
     def _run_rows(self, num_rows: int, num_logit_rows: int) -> TargetOutput:
-        """Runs rows of no sequence, within `attending` or `measuring`."""
-        # Tensors of their own: what is compiled for a view, or for one tensor twice, serves nothing else.
+        """Run rows of no sequence, within `attending` or `measuring`."""
+        # Separate tensors: code compiled for a view, or for one tensor twice, serves no other tensors.
         token_ids, positions, rows = (
             torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_rows, num_rows, num_logit_rows)
         )
         return self._run(token_ids, positions, rows)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compiles the forward pass, for every number of rows at once.
+        """Compile the forward pass, for every number of rows at once.
 
-        Sizes 0 and 1 are constants to the compiler, which would compile anew for them: from then on `forward` is to be
-        given at least two rows, and asked for at least two rows' logits, all of them tensors made in inference mode.
+        The compiler treats sizes 0 and 1 as constants. So `forward` must get at least two rows, and at least two rows
+        with logits, as tensors made in inference mode.
 
         Raises
         ------
@@ -165,18 +165,18 @@ class Target:
             When the model cannot be compiled as a whole, or would not run as a CUDA graph.
         """
         if self.device.type == "cuda" and self.dtype != torch.bfloat16 and has_experts(self._model):
-            # In other types transformers asks the device how many rows each expert has, which no graph can.
+            # With other dtypes transformers reads the rows of each expert from the device, which no graph can.
             raise CheckpointError(f"{self.name}: models with experts are served on a GPU in bfloat16 alone")
         self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
         with attention_hook.measuring(), self._refusing():
-            # Unlike numbers, or they would always have to be the same; small ones, which most steps have.
+            # Different numbers, because equal ones would be compiled as one size; small, like most steps.
             self._run_rows(16, 8)
 
     @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: KVCache, batch: RaggedBatch, rows: Tensor
     ) -> TargetOutput:
-        """Runs a step's rows and fills the cache.
+        """Run a step's rows and fill the cache.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class Target:
         cache, batch
             Where the rows' keys and values go and what they attend to.
         rows
-            [R] int64, the rows whose logits are wanted.
+            [R] int64, the rows with logits.
         """
         with attention_hook.attending(cache, batch):
             return self._run(token_ids, positions, rows)
@@ -209,13 +209,13 @@ def _vocab_size(model: Any) -> int:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether it has modules of transformers' `use_experts_implementation`."""
+    """Return whether a model has modules of transformers' `use_experts_implementation`."""
     return any(hasattr(module, "has_gate") and hasattr(module, "is_concatenated") for module in model.modules())
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:
-    """The window that each layer is to have by the config."""
-    # Configs keep fields that their type does not have.
+    """Return the window of each layer according to the config."""
+    # Configs keep unknown fields.
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -242,7 +242,7 @@ def load_target(
     dummy: bool = False,
     rank: Rank = ALONE,
 ) -> Target:
-    """Loads the target from a model directory; one rank's part of it where it is split.
+    """Load the target from a model directory, or one rank's part of a split target.
 
     Parameters
     ----------
@@ -251,21 +251,21 @@ def load_target(
     name
         As the operator gave it; for messages and information.
     max_model_len
-        Most positions served; None for the model's own.
+        Most positions of a sequence; None for the model's limit.
     dummy
-        Random weights from config.json alone, to measure a size without its weights; made whole before they are split.
+        Random weights by config.json, to measure a size without its weights; created whole before they are split.
     rank
-        This process among those that share the target; their process group has been made.
+        This process among those that share the target; their process group exists.
 
     Raises
     ------
     CheckpointError
         When the checkpoint is missing, damaged or of a kind that is not served.
     InvalidArgumentError
-        When it cannot be split over so many ranks.
+        When the target cannot be split over this number of ranks.
     """
     config = _read_served_config(directory, name)
-    generation = _read_generation_config(directory)  # first: transformers reads it too, and does not name it
+    generation = _read_generation_config(directory)  # first, because transformers' errors do not name the file
     if dummy:
         model = _random_model(config, dtype, device)
     else:
@@ -291,7 +291,7 @@ def load_target(
 
 
 def check_split(directory: Path, name: str, rank: Rank) -> None:
-    """Sees by config.json that the target can be split over so many ranks, before any of them is started.
+    """Check by config.json that the target can be split over this number of ranks, before ranks are started.
 
     Raises
     ------
@@ -314,7 +314,7 @@ def _read_served_config(directory: Path, name: str) -> Any:
 
 
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with small random weights, made on the device, the same in every process."""
+    """Return the model with small random weights, created on the device, equal in every process."""
     torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -362,9 +362,9 @@ def _read_generation_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _eos_token_ids(directory: Path, config: Any, generation: dict[str, Any] | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids that transformers' generate has: of generation_config.json, else of config.json.
+    """Return the end-of-sequence ids of transformers' `generate`: of generation_config.json, else of config.json.
 
-    Ids outside of the vocabulary, which a target cannot draw, are left out and logged.
+    Ids outside of the vocabulary are left out and logged.
     """
     if generation is None:
         name, given = "config.json", getattr(config, "eos_token_id", None)

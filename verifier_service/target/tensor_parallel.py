@@ -1,8 +1,8 @@
 """A target split over the ranks of one host: which layers, how, and the products that need all ranks.
 
-What is split how is told by transformers' own tensor-parallel plan of the model. The splitting is ours: transformers'
-differs between the versions that are served (hooks, later DTensor), and either would keep the projections of a split
-layer from being merged into one product.
+transformers' tensor-parallel plan of the model says how layers are split. This module splits them itself: transformers'
+splitting differs between versions (hooks, later DTensor), and would prevent merging the projections of a split layer
+into one product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftwire.contract.errors import CheckpointError, InvalidArgumentError, Ser
 
 # Styles of transformers' plans.
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
-# Held whole by every rank: norms of a head, and the embedding, whose rows are looked up and not multiplied.
+# Whole on every rank: norms of a head, and the embedding, whose rows are looked up.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 _SPLIT_SIZES = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
 
@@ -46,22 +46,22 @@ class _Split(NamedTuple):
 
 
 def split_target(model: Any, name: str, rank: Rank, device: torch.device) -> None:
-    """Replaces every layer that the model's plan splits by this rank's part of it, on `device`.
+    """Replace every layer that the model's plan splits by this rank's part of it, on `device`.
 
-    Query, key and value are split by heads, so that a rank has whole heads and attends with them alone; the states
-    between layers and the logits are whole on every rank.
+    Query, key and value are split by heads, so that a rank has whole heads. The states between layers and the logits
+    are whole on every rank.
 
     Parameters
     ----------
     model
-        With all its weights, anywhere; on the meta device this checks that it can be split.
+        The model with all its weights, on any device; on the meta device this only checks that the model can be split.
     name
         As the operator gave it; for messages.
 
     Raises
     ------
     CheckpointError
-        When transformers has no tensor-parallel plan for the model, or one that splits in ways that are not served.
+        When transformers has no tensor-parallel plan for the model, or a plan with unsupported styles.
     InvalidArgumentError
         When a size of the model is not a multiple of the number of ranks.
     """
@@ -100,7 +100,7 @@ def _find_splits(model: Any, name: str) -> Iterator[_Split]:
 
 
 def _check_sizes(config: Any, name: str, splits: list[_Split], size: int) -> None:
-    """Heads are checked by their number: a rank must not have half a head."""
+    """Check that heads divide evenly: a rank must not have half a head."""
     try:
         sizes = [(field, value) for field in _SPLIT_SIZES if isinstance(value := getattr(config, field, None), int)]
     except RuntimeError as error:  # transformers' own
@@ -122,13 +122,13 @@ def _check_sizes(config: Any, name: str, splits: list[_Split], size: int) -> Non
 
 
 def _own_part(length: int, rank: Rank) -> slice:
-    """The rank's share of `length` rows; the last ranks' may be short."""
+    """Return the rank's share of `length` rows; the last ranks' may be short."""
     share = -(-length // rank.size)
     return slice(share * rank.index, min(share * (rank.index + 1), length))
 
 
 def _moved(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    """A copy, so that a part does not hold the memory of the whole."""
+    """Return a copy, so that a part does not keep the memory of the whole."""
     return nn.Parameter(
         tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format), requires_grad=False
     )
@@ -143,7 +143,7 @@ def _keep_columns(linear: nn.Linear, rank: Rank, device: torch.device) -> None:
 
 
 class _RowProduct(nn.Module):
-    """A layer of which every rank has the columns of weight for its own part of the input; the products are summed."""
+    """A layer split by input columns: the products of all ranks are summed."""
 
     def __init__(self, linear: nn.Linear, rank: Rank, device: torch.device) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _RowProduct(nn.Module):
 
 
 class _GatheredProduct(nn.Module):
-    """The output embedding, of which every rank has a part of the vocabulary."""
+    """The output embedding, split by vocabulary."""
 
     def __init__(self, linear: nn.Linear, rank: Rank, device: torch.device) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _GatheredProduct(nn.Module):
         self._size = rank.size
         share = -(-linear.out_features // rank.size)
         own = linear.weight[_own_part(linear.out_features, rank)]
-        # Parts of one size, as gathering wants them: the last is filled up with rows of zeros.
+        # Gathering needs parts of one size: the last part is padded with zeros.
         self.weight = _moved(F.pad(own, (0, 0, 0, share - own.shape[0])), device)
         self.bias = None if linear.bias is None else _moved(linear.bias, device)
 
@@ -175,7 +175,7 @@ class _GatheredProduct(nn.Module):
         return gathered if self.bias is None else gathered + self.bias
 
 
-# Product and exchange are one operator each: the compiler need not know of other ranks, and sums are made in place.
+# One operator for product and exchange: the compiler need not know of other ranks, and sums are in place.
 
 
 def _summed_product(states: Tensor, weight: Tensor) -> Tensor:
@@ -192,12 +192,12 @@ def _gathered_product(states: Tensor, weight: Tensor, size: int) -> Tensor:
 
 
 def exchange(collective: Callable[..., object], *args: object) -> None:
-    """A collective of all ranks.
+    """Run a collective of all ranks.
 
     Raises
     ------
     ServerError
-        When it fails, as it does when another rank has ended.
+        When the collective fails, for example because another rank has ended.
     """
     try:
         collective(*args)
