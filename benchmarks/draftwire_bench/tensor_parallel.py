@@ -4,7 +4,7 @@
 
 The 8B shape with random weights in bfloat16, on 1 GPU and on 2, each in a process of its own: what the start takes, and
 for each batch BxQ (B sequences with Q rows each after --context others) the step through the verifier's runner, CUDA
-graphs and followers included, many back to back and alone.
+graphs and workers included, many back to back and alone.
 
 Before that, with the demo pair in float32 and both services: greedy output on 2 GPUs is that on 1, a verifier that is
 asked to end exits with status 0, one that loses a rank ends too. Exit code 1 when any of it does not hold; the file is
@@ -44,7 +44,7 @@ from draftwire_bench.environment import describe
 from draftwire_bench.forward import BATCHES, SHAPE, decode_step, parse_batches
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 from draftwire_bench.services import NO_DEADLINE, wait_for_drafters
-from verifier_service.host.ranks import Followers
+from verifier_service.host.ranks import Workers
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
 from verifier_service.target.runner import start_runner
@@ -84,7 +84,7 @@ def main(
     """Checks, measures and prints."""
     if measure is not None:
         print(MEASURED + json.dumps(_measure(target, device, measure, batches, context)), flush=True)
-        os._exit(0)  # as `Followers.close` says
+        os._exit(0)  # as `Workers.close` says
     console = Console(width=120)
     result: dict[str, Any] = {**describe(), "target": target.name, "context": context, "sizes": {}}
     failures: list[str] = []
@@ -136,10 +136,10 @@ def _measure(target: Path, device_name: str, size: int, batches: str, context: i
     config = parse_speculative_config(options.speculative_config)
     device = choose_device(device_name)
     began = time.monotonic()
-    with Followers(options, device) if size > 1 else nullcontext() as followers:
-        started, num_blocks = start_target(options, config, device, ALONE if followers is None else followers.rank)
+    with Workers(options, device) if size > 1 else nullcontext() as workers:
+        started, num_blocks = start_target(options, config, device, ALONE if workers is None else workers.rank)
         runner = start_runner(started, num_blocks, MAX_NUM_SEQS, NUM_DRAFTS, options.max_prefill_rows)
-        run = runner.run if followers is None else followers.lead(runner.run)
+        run = runner.run if workers is None else workers.lead(runner.run)
         start_s = time.monotonic() - began
 
         def wait() -> None:

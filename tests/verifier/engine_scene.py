@@ -22,7 +22,7 @@ from verifier_service.drafters.stream import Answered, Connected
 from verifier_service.engine.engine import Engine, EngineLimits
 from verifier_service.engine.outputs import Item
 from verifier_service.engine.step import Stage, Step
-from verifier_service.host.ranks import Followers
+from verifier_service.host.ranks import Workers
 from verifier_service.target import attention_hook
 from verifier_service.target.target import Target
 
@@ -67,7 +67,7 @@ class Served:
         target: Target,
         config: dict[str, Any] | None = None,
         *,
-        followers: Followers | None = None,
+        workers: Workers | None = None,
         **limits: Any,
     ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
@@ -82,7 +82,7 @@ class Served:
         self.has_failed = threading.Event()
         sizes = EngineLimits(**{**usual, **limits})
         self._acts: list[tuple[Stage, Callable[[Step], object]]] = []
-        self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, followers, self._observe)
+        self.engine = Engine(target, settings, sizes, self._deliver, self.has_failed.set, workers, self._observe)
         self._items: dict[Request, queue.SimpleQueue[Item]] = {}
 
     def _observe(self, step: Step) -> None:

@@ -39,7 +39,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import main, settings
 from verifier_service.core.batch import ForwardInput, ForwardOutput
-from verifier_service.host.ranks import Followers, rank_device
+from verifier_service.host.ranks import Workers, rank_device
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
 from verifier_service.target import tensor_parallel
@@ -174,17 +174,17 @@ def options(tmp_path_factory) -> VerifierOptions:
 
 
 @pytest.fixture(scope="module")
-def followers(options) -> Iterator[Followers]:
-    with Followers(options, CPU) as started:
+def workers(options) -> Iterator[Workers]:
+    with Workers(options, CPU) as started:
         yield started
     assert not multiprocessing.active_children()
 
 
 @pytest.fixture(scope="module")
-def split(options, followers) -> Target:
+def split(options, workers) -> Target:
     """Rank 0's part; the other's is in its process."""
     config = parse_speculative_config(options.speculative_config)
-    return start_target(options, config, CPU, followers.rank)[0]
+    return start_target(options, config, CPU, workers.rank)[0]
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +194,11 @@ def whole(options) -> Target:
 
 
 def run_both(
-    whole: Target, split: Target, followers: Followers, steps: list[ForwardInput]
+    whole: Target, split: Target, workers: Workers, steps: list[ForwardInput]
 ) -> list[list[ForwardOutput]]:
     """What both compute in each step."""
     runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT) for target in (whole, split)]
-    runs = runners[0].run, followers.lead(runners[1].run)
+    runs = runners[0].run, workers.lead(runners[1].run)
     return [[run(step) for run in runs] for step in steps]
 
 
@@ -209,7 +209,7 @@ def test_ranks_have_their_own_heads_and_the_whole_vocabulary(whole, split):
     assert split.fingerprint == whole.fingerprint
 
 
-def test_features_and_logits_are_those_of_one_rank(whole, split, followers):
+def test_features_and_logits_are_those_of_one_rank(whole, split, workers):
     rng = np.random.default_rng(0)
     steps = []
     # Steps that read what the one before wrote; the first is longer than one message.
@@ -230,7 +230,7 @@ def test_features_and_logits_are_those_of_one_rank(whole, split, followers):
             np.array([3, 4]),
         )
     )
-    for expected, found in run_both(whole, split, followers, steps):
+    for expected, found in run_both(whole, split, workers, steps):
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
         layers = range(NUM_LAYERS + 1)
         torch.testing.assert_close(found.features(layers), expected.features(layers), rtol=1e-4, atol=1e-4)
@@ -248,9 +248,9 @@ class Outputs(NamedTuple):
     counters: generate_pb2.EngineCounters
 
 
-def outputs(target: Target, followers: Followers | None = None) -> Outputs:
+def outputs(target: Target, workers: Workers | None = None) -> Outputs:
     """Of eight requests that have too little cache, one after the first, the others at once."""
-    own = Served(target, followers=followers, num_blocks=14, max_prefill_rows=MAX_PREFILL_ROWS)
+    own = Served(target, workers=workers, num_blocks=14, max_prefill_rows=MAX_PREFILL_ROWS)
     own.connect([5, 6, 7])
     first = own.submit(PROMPTS[0], max_tokens=40)
     own.engine.start()
@@ -270,20 +270,20 @@ def check_outputs(expected: Outputs, found: Outputs) -> None:
     assert min(found.drafted) > 0
 
 
-def test_greedy_tokens_are_those_of_one_rank(whole, split, followers):
-    check_outputs(outputs(whole), outputs(split, followers))
+def test_greedy_tokens_are_those_of_one_rank(whole, split, workers):
+    check_outputs(outputs(whole), outputs(split, workers))
 
 
 def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
     """Of the whole target and of the split one."""
     config, device = parse_speculative_config(options.speculative_config), choose_device(options.device)
     expected = outputs(start_target(options, config, device)[0])
-    with Followers(options, device) as followers:
-        return expected, outputs(start_target(options, config, device, followers.rank)[0], followers)
+    with Workers(options, device) as workers:
+        return expected, outputs(start_target(options, config, device, workers.rank)[0], workers)
 
 
 def send_outputs_of_both(options: VerifierOptions, connection: Connection) -> None:
-    """Ends the process as `Followers.close` says."""
+    """Ends the process as `Workers.close` says."""
     try:
         connection.send(outputs_of_both(options))
     finally:
@@ -304,12 +304,12 @@ def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
     process.join()
 
 
-def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, followers):
+def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, workers):
     alone = Served(whole)
     alone.engine.start()
     expected = alone.tokens(alone.submit(PREFIX, max_tokens=30))
     alone.engine.stop()
-    own = Served(split, followers=followers)
+    own = Served(split, workers=workers)
 
     def continuation(step: pb.DraftStep) -> list[int]:
         """Right drafts, but for every third step."""

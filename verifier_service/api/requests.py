@@ -31,9 +31,9 @@ from draftwire.v1.generate_pb2 import (
 )
 from verifier_service.api.preparation import DEFAULT_RULES, RequestPreparer, RequestRules
 from verifier_service.api.request_log import Metadata, RequestWatch
-from verifier_service.api.response_stream import Unread, Write
+from verifier_service.api.response_stream import ResponseStream, Write
 from verifier_service.api.response_text import ResponseText
-from verifier_service.core.retry_hint import QueuePace
+from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.scheduler import queue_full
 from verifier_service.host.access import EngineAccess, EngineFacts, Output
@@ -67,10 +67,10 @@ class RequestHandler:
         self._preparer = RequestPreparer(engine.facts, codec, config, rules)
         self._rules = rules
         self._on_failure = on_failure
-        self._unread: dict[int, Unread] = {}  # by the requests' numbers
+        self._unread: dict[int, ResponseStream] = {}  # by the requests' numbers
         self._texts: dict[int, ResponseText] = {}  # likewise
         self._num_preparing = 0  # requests that are being checked
-        self._pace = QueuePace(engine.facts.max_open)
+        self._pace = RetryAfterEstimator(engine.facts.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
 
@@ -80,7 +80,7 @@ class RequestHandler:
         return self._engine.facts
 
     @property
-    def open_outputs(self) -> list[Unread]:
+    def open_outputs(self) -> list[ResponseStream]:
         """Return the outputs that are being computed or have not been read to their end."""
         return list(self._unread.values())
 
@@ -194,7 +194,7 @@ class RequestHandler:
             return error.with_traceback(None)
         finally:
             self._num_preparing -= 1
-        self._unread[work.number] = Unread()
+        self._unread[work.number] = ResponseStream()
         self._texts[work.number] = ResponseText(name, work.params, self.codec, work.prompt)
         self._engine.submit(work)
         return await self._write(work.number, name, watch, write)

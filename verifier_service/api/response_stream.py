@@ -1,4 +1,4 @@
-"""Output on its way to one client: how much waits for one that reads slowly is bounded, and for how long."""
+"""Bounded response queue of one client stream."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Awaitable, Callable
 from draftwire.contract.errors import DraftwireError, StalledClientError
 from draftwire.v1 import generate_pb2 as pb
 
-# Writes one message to a client; what it returns once awaited is not used.
+# Writes one message to a client; the awaited result is not used.
 Write = Callable[[pb.GenerateResponse], Awaitable[object]]
 
-# Messages that may wait; past them neighbours are made one, so that what waits is no larger than the output itself.
+# Most waiting messages; beyond, neighbouring messages are merged, so that the queue is no larger than the output.
 MAX_MESSAGES = 256
-# A client that takes no message for so long is given up. Flow control lets some hundred KiB pass that nobody has read.
+# Seconds after which a client that takes no message is given up. Flow control passes about 100 KiB of unread output.
 STALL_S = 60.0
-# So is one that has not taken everything so long after the last token, however steadily it reads. Not below STALL_S.
+# Seconds after the last token within which a client must have taken all output. At least STALL_S.
 READ_S = 600.0
 
 
-class Unread:
+class ResponseStream:
     """Messages of one request, in order, until they are written. Used on the event loop alone.
 
     Attributes
     ----------
     num_tokens
-        Output tokens in all that has come.
+        Output tokens of all messages.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Unread:
         self._error: DraftwireError | None = None
         self._is_there = asyncio.Event()
         self._must_be_read_by = math.inf  # of time.monotonic()
-        self._writes_since = math.inf  # likewise; infinite while nothing is being written
+        self._writes_since = math.inf  # of time.monotonic(); infinite while no message is being written
         self._writer: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stall = ""  # why the writer was interrupted
 
     def put(self, item: pb.GenerateResponse | DraftwireError) -> None:
-        """Adds a message, or the error that ends the output."""
+        """Add a message, or the error that ends the output."""
         if isinstance(item, DraftwireError):
             self._error = item
             self._set_deadline()
@@ -58,16 +58,16 @@ class Unread:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has its last message, or the error that ends the output."""
+        """Return whether it has its last message, or the error that ends the output."""
         return self._must_be_read_by < math.inf
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has its last message."""
+        """Return whether it has its last message."""
         return self._must_be_read_by < math.inf and self._error is None
 
     async def take(self) -> pb.GenerateResponse:
-        """The next message, once there is one.
+        """Return the next message, once there is one.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class Unread:
         raise StalledClientError(self._stall)  # here, where it keeps nothing of what was interrupted
 
     def _watch(self) -> None:
-        """Interrupts the writer once a message, or all of them, have taken too long; else looks again in time."""
+        """Interrupt the writer once a message, or all of them, have taken too long; else looks again in time."""
         if self._timer is not None:
             self._timer.cancel()
         if self._writer is None:
@@ -147,7 +147,7 @@ def _is_last(message: pb.GenerateResponse) -> bool:
 
 
 def _append(message: pb.GenerateResponse, following: pb.GenerateResponse) -> None:
-    """Makes one message of two."""
+    """Make one message of two."""
     length, text = len(message.text), message.text + following.text
     for index, end in enumerate(following.token_text_ends):
         following.token_text_ends[index] = length + end

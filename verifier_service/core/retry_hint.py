@@ -12,7 +12,7 @@ WINDOW_S = 10.0
 RETRY_S = (0.1, 30.0)
 
 
-class QueuePace:
+class RetryAfterEstimator:
     """Counts requests that leave, and estimates when half of a full queue will have been admitted."""
 
     def __init__(self, max_queue: int) -> None:

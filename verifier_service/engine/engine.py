@@ -55,7 +55,7 @@ class EngineLimits:
         return 2 * self.max_num_seqs + self.max_queue
 
 
-class Followers(Protocol):
+class Workers(Protocol):
     """The other processes of a split target."""
 
     def lead(self, run: Callable[[ForwardInput], ForwardOutput]) -> Callable[[ForwardInput], ForwardOutput]:
@@ -80,7 +80,7 @@ class Engine:
         limits: EngineLimits,
         deliver: Deliver,
         on_failure: Callable[[], None],
-        followers: Followers | None = None,
+        workers: Workers | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         """The engine's thread calls `deliver` with a step's output, `on_failure` after a fatal failure, when the
@@ -90,7 +90,7 @@ class Engine:
         runner = start_runner(
             target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
         )
-        run_forward = runner.run if followers is None else followers.lead(runner.run)
+        run_forward = runner.run if workers is None else workers.lead(runner.run)
         sampler = TokenSampler(config, target.vocab_size, target.eos_token_ids, limits.max_num_seqs, target.device)
         if target.device.type == "cuda":
             began = time.monotonic()

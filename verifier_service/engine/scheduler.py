@@ -14,7 +14,7 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.core.retry_hint import QueuePace
+from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.engine.prefix_cache import PrefixCache
 
 
@@ -55,7 +55,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
-        self._pace = QueuePace(max_queue)
+        self._pace = RetryAfterEstimator(max_queue)
         self._max_prefill_rows = max_prefill_rows
         self._on_preempt = on_preempt
         self._is_usable = is_usable
@@ -91,7 +91,7 @@ class Scheduler:
         self,
         is_ready: Callable[[Request], bool],
         following: Mapping[Request, int] = MappingProxyType({}),
-        going_on: Mapping[Request, int] = MappingProxyType({}),
+        continuing_prefills: Mapping[Request, int] = MappingProxyType({}),
         *,
         takes_prompts: bool = True,
     ) -> list[ScheduledRows]:
@@ -107,7 +107,7 @@ class Scheduler:
         following
             Requests in flight that get exactly one more token from the running step, and its place in the sample. They
             continue with a row of this token; other requests in flight are left out.
-        going_on
+        continuing_prefills
             Requests in flight with further rows of their prompts, and the first of these rows.
         takes_prompts
             False leaves the rows of prompts to a later step.
@@ -132,8 +132,8 @@ class Scheduler:
         works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
         room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
-            if room > 0 and not request.is_decoding and (request in going_on or not request.is_in_flight):
-                works.append(_prefill(request, going_on.get(request, request.num_computed), room))
+            if room > 0 and not request.is_decoding and (request in continuing_prefills or not request.is_in_flight):
+                works.append(_prefill(request, continuing_prefills.get(request, request.num_computed), room))
                 room -= len(works[-1].tokens)
         while room > 0 and (admitted := self._admit()) is not None:
             works.append(_prefill(admitted, admitted.num_computed, room))

@@ -19,7 +19,7 @@ from verifier_service.engine.engine import Engine, EngineLimits
 from verifier_service.engine.outputs import Item
 from verifier_service.host.access import Deliver, EngineFacts, Submission
 from verifier_service.host.metrics import VerifierCollector
-from verifier_service.host.ranks import Followers
+from verifier_service.host.ranks import Workers
 from verifier_service.target.target import Target
 
 
@@ -37,11 +37,11 @@ class EngineHost:
         rendezvous_dir: Path | None = None,
         *,
         fuses_features: bool = True,
-        followers: Followers | None = None,
+        workers: Workers | None = None,
         served_model_name: str | None = None,
         vllm_metrics: bool = False,
     ) -> None:
-        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `followers` of `Engine`.
+        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `workers` of `Engine`.
 
         Clients and metrics know the target by `served_model_name`, by default by its own name. `vllm_metrics` adds the
         metrics under vLLM's names.
@@ -51,12 +51,12 @@ class EngineHost:
         self._target = target
         self._config = config
         self._limits = limits
-        self._followers = followers
+        self._workers = workers
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()  # the engine holds them
         self.facts = EngineFacts(
             target.vocab_size, target.max_model_len, limits.max_num_seqs, limits.max_queue, limits.max_open
         )
-        self.engine = Engine(target, config, limits, self._deliver_items, lambda: self._on_failure(), followers)
+        self.engine = Engine(target, config, limits, self._deliver_items, lambda: self._on_failure(), workers)
         self._drafters = DrafterPool(
             drafters,
             lambda address, host: DrafterLink(
@@ -84,8 +84,8 @@ class EngineHost:
         self._deliver, self._on_failure = deliver, on_failure
         self.engine.start()
         self._drafters.start()
-        if self._followers is not None:
-            self._followers.on_loss = on_failure
+        if self._workers is not None:
+            self._workers.on_loss = on_failure
 
     def submit(self, submission: Submission) -> None:
         """Hand a request over; its output, or its error, is delivered."""

@@ -1,4 +1,4 @@
-"""The processes that share a target: rank 0, which is the verifier, and its followers.
+"""The processes that share a target: rank 0, which is the verifier, and its workers.
 
 A follower has its part of every layer and, in a cache of its own, its own heads' keys and values; block numbers are the
 same everywhere. It runs the steps that rank 0 runs, in the same order, and nothing else: requests, sampling and
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # How long rank 0 may take to end in good order when a follower has ended; a GPU that waits for it never comes back.
 LOSS_GRACE_S = 5.0
-# Followers wait for the next step as long as there is none; that one of them has ended is seen by its process.
+# Workers wait for the next step as long as there is none; that one of them has ended is seen by its process.
 _NO_TIMEOUT = timedelta(days=3650)
 _LOOPBACK = "127.0.0.1"
 # Numbers in the message that every step has, 16 KiB; what does not fit comes in a second one.
@@ -66,7 +66,7 @@ def rank_device(first: torch.device, rank: Rank) -> torch.device:
     return torch.device("cuda", first.index + rank.index)
 
 
-class Followers:
+class Workers:
     """Ranks 1 to size - 1, as rank 0 has them. As a context manager they are ended at the end.
 
     They end with this process, however it ends. When one of them ends by itself, `on_loss` is called, and this process
@@ -117,9 +117,9 @@ class Followers:
             raise
 
     def lead(self, run: RunStep) -> RunStep:
-        """`run`, of rank 0's runner, together with the followers' runners.
+        """`run`, of rank 0's runner, together with the workers' runners.
 
-        A step that fails here ends the followers, and so the verifier: they may wait in the middle of it.
+        A step that fails here ends the workers, and so the verifier: they may wait in the middle of it.
         """
 
         def run_on_all(step: ForwardInput) -> ForwardOutput:
@@ -134,7 +134,7 @@ class Followers:
         return run_on_all
 
     def close(self) -> None:
-        """End the followers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
+        """End the workers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
         self._is_closing = True
         self._kill()
         self._watcher.join()

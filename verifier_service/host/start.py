@@ -16,7 +16,7 @@ from draftwire.server.memory import keep_what_is_loaded
 from draftwire.server.metrics import serving_metrics
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.host import EngineHost
-from verifier_service.host.ranks import Followers
+from verifier_service.host.ranks import Workers
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
 from verifier_service.settings import Settings
@@ -35,8 +35,8 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
     DraftwireError
         Says what is wrong with an option, the checkpoint, the device or the address of the metrics.
     """
-    with _start_followers(options, settings.device) as followers:
-        rank = ALONE if followers is None else followers.rank
+    with _start_workers(options, settings.device) as workers:
+        rank = ALONE if workers is None else workers.rank
         target, num_blocks = start_target(options, settings.config, settings.device, rank)
         limits = EngineLimits(
             max_num_seqs=options.max_num_seqs,
@@ -59,7 +59,7 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
             settings.carriers,
             options.rendezvous_dir,
             fuses_features=options.fuse_features,
-            followers=followers,
+            workers=workers,
             served_model_name=options.served_model_name,
             vllm_metrics=options.vllm_metrics,
         )
@@ -68,9 +68,9 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
             yield host
 
 
-def _start_followers(options: VerifierOptions, device: torch.device) -> AbstractContextManager[Followers | None]:
+def _start_workers(options: VerifierOptions, device: torch.device) -> AbstractContextManager[Workers | None]:
     if options.tensor_parallel_size == 1:
         return nullcontext()
     check_split(resolve_directory(options.target), options.target, Rank(0, options.tensor_parallel_size))
     with Console(stderr=True).status("starting the ranks of the target"):
-        return Followers(options, device)
+        return Workers(options, device)

@@ -24,7 +24,7 @@ class Backlog:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message of such rows is not answered yet."""
+        """Return whether a message of such rows is not answered yet."""
         return self._awaited is not None
 
     def may_send(self, now: float) -> bool:

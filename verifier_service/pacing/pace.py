@@ -62,12 +62,12 @@ class Pace:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether fewer drafts, or none, are asked for where that is faster."""
+        """Return whether fewer drafts, or none, are asked for where that is faster."""
         return self.policy.is_adaptive
 
     @property
     def is_off(self) -> bool:
-        """Whether the drafter is sent nothing, because drafts are slower than none."""
+        """Return whether the drafter is sent nothing, because drafts are slower than none."""
         return self.policy.is_off
 
     @property

@@ -102,7 +102,7 @@ class DraftCountPolicy:
 
     @property
     def is_off(self) -> bool:
-        """Whether the drafter is sent nothing, because drafts are slower than none."""
+        """Return whether the drafter is sent nothing, because drafts are slower than none."""
         return (self._bucket.num_drafts if self._pinned is None else self._pinned) == 0
 
     def count(self, step: StepCount) -> None:

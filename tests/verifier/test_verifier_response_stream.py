@@ -20,7 +20,7 @@ from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from verifier_service.api import response_stream as unread_module
 from verifier_service.api.requests import RequestHandler
-from verifier_service.api.response_stream import MAX_MESSAGES, Unread
+from verifier_service.api.response_stream import MAX_MESSAGES, ResponseStream
 from verifier_service.api.service import GenerationServicer
 from verifier_service.core.request import Request
 from verifier_service.engine.engine import EngineLimits
@@ -40,7 +40,7 @@ def piece(number: int, text: str) -> pb.GenerateResponse:
     )
 
 
-def taken(unread: Unread, count: int) -> list[pb.GenerateResponse]:
+def taken(unread: ResponseStream, count: int) -> list[pb.GenerateResponse]:
     async def take() -> list[pb.GenerateResponse]:
         return [await unread.take() for _ in range(count)]
 
@@ -48,7 +48,7 @@ def taken(unread: Unread, count: int) -> list[pb.GenerateResponse]:
 
 
 def test_messages_come_one_by_one_to_a_client_that_keeps_up():
-    unread = Unread()
+    unread = ResponseStream()
     pieces = [piece(number, "ab") for number in range(MAX_MESSAGES)]
     for one in pieces:
         unread.put(one)
@@ -56,7 +56,7 @@ def test_messages_come_one_by_one_to_a_client_that_keeps_up():
 
 
 def test_past_the_bound_neighbours_merge_and_nothing_is_lost():
-    unread, total = Unread(), 20 * MAX_MESSAGES
+    unread, total = ResponseStream(), 20 * MAX_MESSAGES
     texts = [chr(0x4E00 + number) + "x" * (1 + number % 3) for number in range(total)]
     for number, text in enumerate(texts):
         unread.put(piece(number, text))
@@ -79,7 +79,7 @@ def test_past_the_bound_neighbours_merge_and_nothing_is_lost():
 
 
 def test_an_error_comes_after_the_messages():
-    unread = Unread()
+    unread = ResponseStream()
     unread.put(piece(0, "ab"))
     unread.put(ServerError("it broke"))
     assert taken(unread, 1) == [piece(0, "ab")]
@@ -172,9 +172,9 @@ def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
-def held() -> list[Request | Submission | Unread]:
+def held() -> list[Request | Submission | ResponseStream]:
     """What there is of requests in this process."""
-    return [one for one in gc.get_objects() if type(one) in (Request, Submission, Unread)]
+    return [one for one in gc.get_objects() if type(one) in (Request, Submission, ResponseStream)]
 
 
 @pytest.mark.full
