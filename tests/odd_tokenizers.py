@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
-import torch
+from tiny_targets import VOCAB, tiny_llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.server.security import LOOPBACK
@@ -25,10 +25,8 @@ from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import InProcessEngine
 from verifier_service.host.host import EngineHost
-from verifier_service.target import attention_hook
 from verifier_service.target.target import Target
 
-VOCAB, CONTEXT = 20, 64
 END = 1
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
 GREEDY = config_pb2.SamplingParams(temperature=0, max_tokens=6)
@@ -48,22 +46,7 @@ class Answer(NamedTuple):
 @cache
 def tiny_target() -> Target:
     """A Llama of random weights with 2 layers, 20 tokens and 64 positions."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.7,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
-    return Target(model.eval().requires_grad_(False), "tiny", frozenset([END]))
+    return tiny_llama(2, 16, [END])
 
 
 def word_tokenizer(num_words: int = VOCAB, unknown: str | None = "w0", added: Sequence[str] = ()) -> Tokenizer:
@@ -84,9 +67,7 @@ def codec_of(tokenizer: Tokenizer, directory: Path, chat_template: str | None = 
 
 
 @asynccontextmanager
-async def served(
-    codec: TextCodec | None, rules: RequestRules = DEFAULT_RULES
-) -> AsyncIterator[GenerationStub]:
+async def served(codec: TextCodec | None, rules: RequestRules = DEFAULT_RULES) -> AsyncIterator[GenerationStub]:
     """A verifier of the tiny target."""
     limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
@@ -114,9 +95,7 @@ def chat_request(text: str, params: config_pb2.SamplingParams = GREEDY) -> gener
     return generate_pb2.GenerateRequest(chat=chat, sampling_params=params)
 
 
-def ids_request(
-    token_ids: Sequence[int], params: config_pb2.SamplingParams = GREEDY
-) -> generate_pb2.GenerateRequest:
+def ids_request(token_ids: Sequence[int], params: config_pb2.SamplingParams = GREEDY) -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=token_ids), sampling_params=params)
 
 

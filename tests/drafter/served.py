@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,6 +39,18 @@ LIMITS = EngineLimits(
 )
 
 
+def set_field(message: Any, path: Sequence[str], value: Any) -> None:
+    """Set a field of a message, which the names of fields on the path lead to."""
+    *parents, name = path
+    for parent in parents:
+        message = getattr(message, parent)
+    if isinstance(value, list):
+        del getattr(message, name)[:]
+        getattr(message, name).extend(value)
+    else:
+        setattr(message, name, value)
+
+
 def hello(config: dict[str, Any] | None = None, **changes: Any) -> pb.VerifierHello:
     """A hello that fits the tiny head, but for `changes`: paths such as target__vocab_size and their values."""
     message = pb.VerifierHello(
@@ -52,15 +64,7 @@ def hello(config: dict[str, Any] | None = None, **changes: Any) -> pb.VerifierHe
         carriers=[pb.CARRIER_BYTES],
     )
     for path, value in changes.items():
-        *parents, name = path.split("__")
-        owner: Any = message
-        for parent in parents:
-            owner = getattr(owner, parent)
-        if isinstance(value, list):
-            del getattr(owner, name)[:]
-            getattr(owner, name).extend(value)
-        else:
-            setattr(owner, name, value)
+        set_field(message, path.split("__"), value)
     return message
 
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 from harness import OK, Rows, Text, draft_alone
-from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
+from served import LIMITS, ServedDrafter, hello, serve_drafter, set_field, step_message
 from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, wait_until
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 
@@ -169,18 +169,7 @@ def _features(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[pb.D
 
 
 def _set(path: str, value: Any) -> Callable[[pb.DraftStep], None]:
-    def change(step: pb.DraftStep) -> None:
-        *parents, name = path.split(".")
-        owner: Any = step
-        for parent in parents:
-            owner = getattr(owner, parent)
-        if isinstance(value, list):
-            del getattr(owner, name)[:]
-            getattr(owner, name).extend(value)
-        else:
-            setattr(owner, name, value)
-
-    return change
+    return lambda step: set_field(step, path.split("."), value)
 
 
 class TestMalformedMessages:

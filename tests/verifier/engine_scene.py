@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import RecordedStream, answer_to, make_head, make_request
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tiny_targets import tiny_llama
 
 from draftwire.contract.errors import DraftwireError
 from draftwire.contract.validation import speculative_config_from_mapping
@@ -23,12 +23,10 @@ from verifier_service.engine.engine import Engine, EngineLimits
 from verifier_service.engine.outputs import Item
 from verifier_service.engine.step import Stage, Step
 from verifier_service.host.ranks import Workers
-from verifier_service.target import attention_hook
 from verifier_service.target.target import Target
 
 async_by_default = False
-VOCAB, HIDDEN, NUM_LAYERS = 20, 16, 3
-CONTEXT = 64
+HIDDEN, NUM_LAYERS = 16, 3
 K = 3
 WAIT_S = 120.0
 
@@ -41,22 +39,7 @@ def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def make_target() -> Target:
     """A Llama of random weights with 3 layers, 20 tokens and 64 positions."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=16,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.7,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
-    return Target(model.eval().requires_grad_(False), "tiny", frozenset())
+    return tiny_llama(NUM_LAYERS, HIDDEN)
 
 
 class Served:

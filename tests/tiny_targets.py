@@ -1,0 +1,33 @@
+"""Small targets with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from verifier_service.target import attention_hook
+from verifier_service.target.target import Target
+
+VOCAB, CONTEXT = 20, 64
+
+
+def tiny_llama(num_layers: int, hidden_size: int, end_tokens: Collection[int] = ()) -> Target:
+    """Return a Llama with 20 tokens and 64 positions, equal at each call."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.7,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
+    return Target(model.eval().requires_grad_(False), "tiny", frozenset(end_tokens))
