@@ -6,7 +6,8 @@ from random import Random
 from typing import Any
 
 import grpc
-from odd_tokenizers import CHAT, PANICKING, VOCAB, Answer, chat_request, ids_request, text_request
+from odd_tokenizers import CHAT, PANICKING, Answer, chat_request, ids_request, text_request
+from tiny_targets import VOCAB
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from draftwire.v1 import config_pb2

@@ -14,7 +14,8 @@ import pytest
 import torch
 from async_scene import Watched, said
 from drafting_scene import RecordedStream
-from engine_scene import CONTEXT, VOCAB, K
+from engine_scene import K
+from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_scene import CONTEXT, HIDDEN, NUM_LAYERS, make_target
+from engine_scene import HIDDEN, NUM_LAYERS, make_target
+from tiny_targets import CONTEXT
 
 from draftwire.contract.errors import InvalidArgumentError, ServerError
 from draftwire.contract.validation import speculative_config_from_mapping

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import Scene, answer_to, make_request
-from engine_scene import VOCAB
+from tiny_targets import VOCAB
 
 from draftwire.contract.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb

@@ -10,8 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from odd_tokenizers import (
-    CONTEXT,
-    VOCAB,
     Answer,
     answers,
     ask,
@@ -22,6 +20,7 @@ from odd_tokenizers import (
     text_request,
     word_tokenizer,
 )
+from tiny_targets import CONTEXT, VOCAB
 from tokenizers import models, pre_tokenizers
 
 from draftwire.contract.validation import build_sampling_params
@@ -71,7 +70,8 @@ def test_a_truncated_prompt_is_its_last_tokens(codec: TextCodec) -> None:
 def test_a_prompt_that_is_too_long_when_cut_is_refused(codec: TextCodec, count: int) -> None:
     (answer,) = answers(codec, [truncated(ids_request(LONG), count)])
     assert (answer.code, answer.details) == (
-        INVALID, f"prompt = {count} tokens: allowed range [1, {CONTEXT - 1}] tokens: the context has {CONTEXT}"
+        INVALID,
+        f"prompt = {count} tokens: allowed range [1, {CONTEXT - 1}] tokens: the context has {CONTEXT}",
     )
 
 

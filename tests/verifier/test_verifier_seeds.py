@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_scene import CONTEXT, VOCAB, K, Served, make_target, scheduling  # noqa: F401
+from engine_scene import K, Served, make_target, scheduling  # noqa: F401
+from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.model.block_pool import blocks_for
 from draftwire_kernels import RejectionResult, rejection_sample
@@ -127,8 +128,7 @@ def test_company_without_seeds_changes_no_token(target, expected, favourites):
     own = Served(target, max_num_seqs=8, max_queue=20)
     connect(own, favourites)
     company = [
-        own.submit(prompt, keys=7000 + i, max_tokens=5 + 4 * i, temperature=0.3 * i)
-        for i, prompt in enumerate(PROMPTS)
+        own.submit(prompt, keys=7000 + i, max_tokens=5 + 4 * i, temperature=0.3 * i) for i, prompt in enumerate(PROMPTS)
     ]
     assert outputs(own)[0] == expected
     assert all(one.num_output > 0 for one in company)

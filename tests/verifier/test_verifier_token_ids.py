@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from odd_tokenizers import (
-    GREEDY,
-    PANICKING,
-    VOCAB,
-    answers,
-    chat_request,
-    codec_of,
-    ids_request,
-    text_request,
-    word_tokenizer,
-)
+from odd_tokenizers import GREEDY, PANICKING, answers, chat_request, codec_of, ids_request, text_request, word_tokenizer
+from tiny_targets import VOCAB
 from tokenizers import models
 
 from draftwire.v1 import config_pb2

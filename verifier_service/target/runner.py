@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class TargetRunner:
-    """The target, its cache and the graphs that were captured over both.
+    """The target, its cache, and the graphs captured over both.
 
-    A graph covers everything from token ids to the logits and the states that features are made of. Graphs share their
-    memory: what one computes lies there until the next is replayed, whichever features are read meanwhile. A step that
-    fits none, which an engine does not have, is computed without.
+    A graph covers the pass from token ids to logits and hidden states. Graphs share their memory: a graph's results are
+    valid until the next replay. A step that fits no graph runs eagerly.
 
     Attributes
     ----------
@@ -74,17 +73,18 @@ class TargetRunner:
         self.max_blocks = max_blocks_per_sequence
         self.graphs: dict[Bucket, StepGraph] = {}
         self._hold: StreamHold | None = None
-        self._release: Callable[[np.ndarray], ForwardOutput | None] | None = None  # of the prelaunched forward pass
+        # Releases the prelaunched forward pass.
+        self._release: Callable[[np.ndarray], ForwardOutput | None] | None = None
         self.seconds: dict[Bucket, float] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the graphs, with a progress bar; not on a CPU. The target is compiled by then.
+        """Capture the graphs, with a progress bar; does nothing on a CPU. Compile the target before.
 
         Raises
         ------
         CheckpointError
-            When the forward pass asks the device for numbers, which no graph can.
+            When the forward pass reads numbers from the device, which no graph can.
         """
         if self._target.device.type != "cuda":
             return
@@ -94,7 +94,8 @@ class TargetRunner:
         console = Console(stderr=True)
         every = []
         for buckets in (self.buckets.with_prompts, self.buckets.decoding):
-            inputs = GraphInputs(buckets, self.max_blocks, self._target.device)  # a step copies what the largest holds
+            # One memory for all buckets: a step copies as many inputs as the largest bucket has.
+            inputs = GraphInputs(buckets, self.max_blocks, self._target.device)
             every += [(bucket, inputs) for bucket in buckets]
         for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
             graph = capture_graph(self._target, self.cache, inputs, bucket, pool, stream)
@@ -104,18 +105,18 @@ class TargetRunner:
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """The target's device."""
         return self._target.device
 
     @property
     def pass_seconds(self) -> dict[int, float]:
-        """Time of decoding steps' forward passes by their rows, with no context; empty before graphs are captured."""
+        """Return the seconds of decoding forward passes without context by their rows; empty before the capture."""
         return {bucket.num_rows: self.seconds[bucket] for bucket in self.buckets.decoding if bucket in self.seconds}
 
-    # Here and not in the forward pass alone: a graph compiled for tensors of this mode serves no others.
+    # Inference mode here, not only in the forward pass: code compiled for its tensors serves no other tensors.
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> ForwardOutput:
-        """Runs a step's rows and fills the cache."""
+        """Run a step's rows and fill the cache."""
         graph = self._graph(step)
         if graph is not None:
             return graph.run(step)
@@ -133,10 +134,11 @@ class TargetRunner:
 
     @torch.inference_mode()
     def prelaunch(self, step: ForwardInput) -> bool:
-        """Launch a forward pass whose token ids come later and whose rows all have logits; return whether it can be.
+        """Launch a forward pass whose token ids come later and whose rows all have logits; return whether this is
+        possible.
 
-        `release` or `abandon` must follow. On a GPU nothing may be called until then that waits for the current stream.
-        A CPU computes at `release`.
+        Call `release` or `abandon` afterwards. On a GPU, call nothing in between that waits for the current stream. A
+        CPU computes at `release`.
         """
         assert self._release is None
         if self._target.device.type != "cuda":
@@ -146,14 +148,14 @@ class TargetRunner:
         return self._release is not None
 
     def release(self, token_ids: np.ndarray) -> ForwardOutput | None:
-        """Compute the prelaunched forward pass with these token ids, int64 [T]; None when the device has computed it
-        without them."""
+        """Release the prelaunched forward pass with its token ids, int64 [T]. Return None if the device has computed
+        the pass without them."""
         release, self._release = self._release, None
         assert release is not None
         return release(token_ids)
 
     def abandon(self) -> None:
-        """Let the device go on: nobody reads what the prelaunched forward pass, if any, computes."""
+        """Let the device continue, and drop the result of the prelaunched forward pass, if any."""
         if self._release is not None and self._hold is not None:
             self._hold.release(lambda: None)
         self._release = None
@@ -178,8 +180,8 @@ def _make_hold(device: torch.device) -> StreamHold | None:
 def start_runner(
     target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int, max_prefill_rows: int
 ) -> TargetRunner:
-    """A runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs` sequences
-    with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
+    """Return a runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs`
+    sequences with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
     tokens = num_blocks * BLOCK_SIZE
     size = tokens * token_bytes(target.layer_shapes, target.dtype) / 2**30
     logger.info("allocating a cache of %d positions, %.2f GiB", tokens, size)
