@@ -10,7 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from odd_tokenizers import CONTEXT, VOCAB, codec_of, served, word_tokenizer
+from odd_tokenizers import VOCAB, codec_of, served, word_tokenizer
+from tiny_targets import CONTEXT
 
 from draftwire.client.request import build_request
 from draftwire.contract.errors import InvalidArgumentError

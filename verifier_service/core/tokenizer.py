@@ -16,10 +16,10 @@ from verifier_service.core.conversation import template_inputs
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens of the prompt that the first output tokens are decoded with.
+# Last tokens of the prompt that are decoded with the first output tokens.
 CONTEXT_TOKENS = 6
-# Pending tokens at which the text of all but the last few is given out, and those few. A character has at most 4 bytes,
-# and each token at least one.
+# Number of pending tokens at which text is emitted, and number of pending tokens that are kept. A character has at most
+# 4 bytes, and each token at least one.
 MOST_PENDING = 16
 KEPT_PENDING = 4
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -31,11 +31,11 @@ class TextCodec:
     Attributes
     ----------
     longest_token_bytes
-        No token stands for more bytes of text.
+        Most bytes of text of one token.
     largest_token_id
-        Added tokens count.
+        Largest id, added tokens included.
     silent_ids
-        Ids that decoding leaves out, wherever they stand: special tokens.
+        Ids of special tokens, which decoding leaves out.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,7 +44,7 @@ class TextCodec:
         Raises
         ------
         CheckpointError
-            When there is none or it cannot be read.
+            When there is no tokenizer or it cannot be read.
         """
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -76,7 +76,7 @@ class TextCodec:
         return self._encode(text, "text", add_special_tokens=True)
 
     def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
-        # As a batch: `encode` holds the interpreter's lock, so that a long prompt would stop the engine for seconds.
+        # encode_batch releases the GIL; `encode` holds it, so that a long prompt would stop the engine for seconds.
         try:
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
@@ -108,7 +108,7 @@ class TextCodec:
         Raises
         ------
         ValueError
-            When the tokenizer fails on them.
+            When the tokenizer fails on the tokens.
         """
         return self._decode(token_ids, skip_special_tokens=True)
 
@@ -141,28 +141,29 @@ class TextCodec:
         inputs = template_inputs(chat)
         try:
             text = self._tokenizer.apply_chat_template(**inputs, tokenize=False)
-        except Exception as error:  # templates raise errors of their own making
+        except Exception as error:  # templates may raise any exception
             allowed = f"the chat template refuses it: {error}"
             raise InvalidArgumentError("chat.messages", inputs["conversation"], allowed) from error
         return self._encode(str(text), "chat.messages", add_special_tokens=False)
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Tell what the tokenizers library raised from an interrupt.
+    """Return whether the tokenizers library raised an error, not an interrupt.
 
-    It raises bare Exception, and for a panic in Rust a PanicException, which is no Exception and cannot be imported.
+    The library raises Exception, and for a panic in Rust a PanicException, which is no Exception and cannot be
+    imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def find_tokenizer(directory: Path) -> TextCodec | None:
-    """The tokenizer of a target's directory; one without it serves token ids alone."""
+    """Return the tokenizer of a target's directory; None without a tokenizer, so that only token ids are served."""
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return TextCodec(directory) if has_tokenizer else None
 
 
 def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
-    """Log that a tokenizer has ids for which a target of `vocab_size` tokens has no row, if it has some."""
+    """Log a warning if a tokenizer has ids beyond a target's `vocab_size`."""
     if codec.largest_token_id >= vocab_size:
         logger.warning(
             "the tokenizer has %s, for which the target of %d tokens has no row: prompts with such tokens are refused",
@@ -172,11 +173,11 @@ def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
 
 
 class Detokenizer:
-    """Output text of one request, token by token; characters whose bytes are not complete are held back.
+    """Output text of one request, token by token; incomplete characters are held back.
 
-    The text of new tokens is what they add to the text of a few tokens before them: tokenizers write a token
-    differently at the beginning of a text, and a character may spread over several tokens. A token costs the same
-    however many have brought no text: clients choose those tokens, and all clients wait for the text of each.
+    The text of new tokens is the difference that they make to the text of a few earlier tokens: tokenizers decode a
+    token differently at the beginning of a text, and a character may span several tokens. The cost of a token does not
+    grow with the number of pending tokens, because one client's tokens must not delay other clients.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
@@ -185,10 +186,10 @@ class Detokenizer:
         self._silent_ids = codec.silent_ids if skip_special_tokens else frozenset[int]()
         self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in self._silent_ids]
         self._context_text: str | None = None  # decoded when it is needed
-        self._pending: list[int] = []  # tokens whose text is not out
+        self._pending: list[int] = []  # tokens whose text is held back
 
     def push(self, token_id: int) -> str:
-        """New text once `token_id` follows; may be empty."""
+        """Append a token and return the new text, which may be empty."""
         if token_id in self._silent_ids:
             return ""
         self._pending.append(token_id)
@@ -198,7 +199,7 @@ class Detokenizer:
         return self._shorten(text) if len(self._pending) >= MOST_PENDING else ""
 
     def flush(self) -> str:
-        """What is still held back, with replacement characters for bytes that are no UTF-8."""
+        """Return the text held back, with replacement characters for invalid UTF-8."""
         return self._give_out(self._text()) if self._pending else ""
 
     def _give_out(self, text: str) -> str:
@@ -206,16 +207,16 @@ class Detokenizer:
         return text
 
     def _text(self) -> str:
-        """Text of the pending tokens."""
+        """Return the text of the pending tokens."""
         if self._context_text is None:
             self._context_text = self._decode(self._context)
         return self._decode(self._context + self._pending)[len(self._context_text) :]
 
     def _shorten(self, text: str) -> str:
-        """Give out the text of all pending tokens but the last `KEPT_PENDING`, which may begin a character.
+        """Return the text of all pending tokens but the last `KEPT_PENDING`, which may begin a character.
 
-        The tokens given out are dropped if the kept ones have the same text without them, else they are the new
-        context. Byte fallback needs that: it writes every byte of a run that is no UTF-8 as a replacement character.
+        The returned tokens are dropped if the kept tokens have the same text without them; otherwise they are the new
+        context. Byte fallback needs this: it decodes every byte of an invalid run as a replacement character.
         """
         kept, given = self._pending[-KEPT_PENDING:], self._pending[:-KEPT_PENDING]
         whole = [self._decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
@@ -234,8 +235,8 @@ class Detokenizer:
 class StopFinder:
     """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream.
 
-    Each character costs the same however long the stop texts are and however much of them has come (Knuth, Morris and
-    Pratt, 1977): a client chooses them, and all clients wait for the engine.
+    The cost of a character does not depend on the stop texts' lengths (Knuth, Morris and Pratt, 1977), because one
+    client's stop texts must not delay other clients.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -244,7 +245,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is free to go, the stop text found or None); nothing after a stop text is given out."""
+        """Return (text to emit, the stop text found or None); no text after a stop text is emitted."""
         if not self._stops:
             return text, None
         found = [(at, stop) for i, (stop, _) in enumerate(self._stops) if (at := self._match(i, text)) is not None]
@@ -258,7 +259,7 @@ class StopFinder:
         return free, None
 
     def _match(self, index: int, text: str) -> int | None:
-        """Where the stop text begins, counted from the text held back, if it ends in `text`."""
+        """Return the start of the stop text, counted from the text held back, if the stop text ends in `text`."""
         stop, borders = self._stops[index]
         matched = self._matched[index]
         for i, character in enumerate(text):
@@ -271,13 +272,13 @@ class StopFinder:
         return None
 
     def flush(self) -> str:
-        """What is held back, at the end of the output."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
 def _borders(stop: str) -> list[int]:
-    """For each beginning of `stop`, the length of its longest end that is a shorter beginning too."""
+    """Return, for each prefix of `stop`, the length of its longest proper suffix that is a prefix too."""
     borders = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):
