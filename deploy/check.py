@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 
 from deploy.stack import HERE, Secrets, Stack, run
 from draftwire import AsyncClient, Client
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import DraftwireError, RequestError
-from draftwire.server.security import ClientSecurity
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import trustme
 
-from draftwire.server.security import LOOPBACK, ClientSecurity
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 
 HERE = Path(__file__).parent
 PROJECT = "draftwire-check"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -12,6 +14,7 @@ import click
 
 from draftwire.client import ChatMessage, Chunk, Client, Completion, Options, Stream
 from draftwire.client.missing_drafts import explain_missing_drafts
+from draftwire.contract.addresses import parse_address, split_addresses
 from draftwire.contract.errors import DraftwireError
 from draftwire.contract.validation import parse_json_object
 from draftwire.server.cli_options import OTLP_ENDPOINT, client_security, client_security_options
@@ -65,7 +68,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command()
-@click.option("--server", required=True, metavar="HOST:PORT", help="Address of the verifier.")
+@click.option("--server", required=True, metavar="HOST:PORT[,...]", help="Address of the verifier; or of several.")
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
 @click.option("--prompt-file", type=click.File(encoding="utf-8"), help="File with the text; - reads standard input.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template.")
@@ -94,8 +97,9 @@ def generate(
 ) -> None:
     """Generate text from a prompt.
 
-    Text goes to standard output as it comes, a line of statistics to standard error, which says why where drafts are
-    missing. Ctrl-C ends the request and prints the statistics so far. Exit code 1 tells a failure, 2 a wrong command.
+    Text goes to standard output as it comes, a line of statistics to standard error. With one server that line says why
+    where drafts are missing. Ctrl-C ends the request and prints the statistics so far. Exit code 1 tells a failure, 2 a
+    wrong command.
     """
     text = _prompt_text(prompt, prompt_file)
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
@@ -107,7 +111,7 @@ def generate(
         exporting_traces("draftwire-client", otlp_endpoint, insecure=security.insecure),
         Client(server, security) as client,
     ):
-        before = None if as_json else _info(client)
+        before = None if as_json or not _is_one_host(server) else _info(client)
         with client.generate(messages if chat else text, **options) as stream:
             if as_json:
                 completion = Completion.from_chunks(list(stream))
@@ -115,10 +119,22 @@ def generate(
                 return
             completion = _write_text(stream, show_drafts)
         parts = [statistics_text(completion.statistics)]
-        after = _info(client)
+        after = None if before is None else _info(client)
         if before is not None and after is not None:
             parts += filter(None, [explain_missing_drafts(completion.statistics, before, after)])
         click.echo("; ".join(parts), err=True)
+
+
+def _is_one_host(server: str) -> bool:
+    """Return whether requests to an address all go to one server, so that its counters tell of this request."""
+    addresses = split_addresses(server, "server")
+    host, port = parse_address(addresses[0], "server")
+    try:
+        found = {entry[0::4] for entry in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    per_family = Counter(family for family, _ in found)
+    return len(addresses) == 1 and max(per_family.values()) == 1
 
 
 def _info(client: Client) -> pb.GetVerifierInfoResponse | None:

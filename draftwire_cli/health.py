@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.client.tls_mismatch import find_tls_mismatch
 from draftwire.contract.addresses import parse_address
+from draftwire.contract.client_security import open_channel
 from draftwire.contract.errors import ServerError
 from draftwire.server.cli_options import client_security, client_security_options
-from draftwire.server.security import open_channel
 
 
 @click.command()

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 
 from draftwire.client import Client
-from draftwire.client.memory_table import memory_table
 from draftwire.server.cli_options import client_security, client_security_options
+from draftwire.server.memory_table import memory_table
 from draftwire.v1 import draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_cli.output import visible

@@ -14,8 +14,8 @@ from tiny_targets import VOCAB, tiny_llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import speculative_config_from_mapping
-from draftwire.server.security import LOOPBACK
 from draftwire.v1 import config_pb2, generate_pb2
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from verifier_service.api.preparation import DEFAULT_RULES, RequestRules

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from draftwire.contract.addresses import parse_address
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.validation import parse_speculative_config
 from draftwire.model.devices import choose_device
-from draftwire.server.security import ClientSecurity, ServerSecurity
+from draftwire.server.security import ServerSecurity
 from draftwire.transport import check_rendezvous_dir, parse_carriers
 from draftwire.v1 import config_pb2, draft_pb2
 from verifier_service.options import VerifierOptions

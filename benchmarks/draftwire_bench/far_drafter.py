@@ -36,7 +36,7 @@ from rich.table import Table
 
 from draftwire.client import Client
 from draftwire.client.request import Prompt
-from draftwire.server.security import ClientSecurity
+from draftwire.contract.client_security import ClientSecurity
 from draftwire_bench.commands.options import Numbers
 from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.environment import describe

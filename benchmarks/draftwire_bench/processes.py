@@ -17,9 +17,9 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity, open_channel
 from draftwire.contract.errors import ServerError
 from draftwire.server.parent_watch import PARENT_PIPE, STOP_TIMEOUT_S
-from draftwire.server.security import LOOPBACK, ClientSecurity, open_channel
 
 START_TIMEOUT_S = 120.0
 POLL_S = 0.02

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire.contract.tensors import encode_floats, encode_ids
+from draftwire.model.tensors import encode_floats, encode_ids
 from draftwire.transport import Outgoing, TensorSender
 from draftwire.transport.encoding import Encoded, encode, path_to
 from draftwire.transport.traffic import Traffic

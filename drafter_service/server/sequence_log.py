@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drafter_service.engine.answer import Answer
+from draftwire.contract.spans import end_span, start_span
 from draftwire.server.logs import fields
-from draftwire.server.tracing import end_span, is_exporting, start_span
+from draftwire.server.tracing import is_exporting
 from draftwire.v1 import draft_pb2 as pb
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from drafter_service.server.stream import Context, DraftStream, last_read_bytes
 from draftwire.contract.addresses import MAX_MESSAGE_BYTES
 from draftwire.contract.errors import InvalidArgumentError, MismatchError, QueueFullError, UnavailableError
 from draftwire.contract.retry import retry_metadata
-from draftwire.contract.tensors import DTYPES, WIRE_DTYPES, encode_tensor
 from draftwire.contract.validation import DENSE, NONE, TOP_N
 from draftwire.contract.version import PROTOCOL_VERSION, VERSION
+from draftwire.model.tensors import DTYPES, WIRE_DTYPES, encode_tensor
 from draftwire.server.counting import CountingInterceptor
 from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.transport import (

@@ -12,8 +12,8 @@ import torch
 from drafter_service.engine.step import AnnouncedStep, OpenedSequence, Step
 from draftwire.contract.errors import InvalidArgumentError, QueueFullError
 from draftwire.contract.request_id import check_request_id
-from draftwire.contract.tensors import decode_id_array
-from draftwire.server.tracing import check_traceparent
+from draftwire.contract.spans import check_traceparent
+from draftwire.model.tensors import decode_id_array
 from draftwire.transport import Body, Incoming, TensorReceiver
 from draftwire.v1 import draft_pb2 as pb
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
+from draftwire.client.balancing import AsyncBalancer, Server
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import (
-    CLIENT_CHANNEL_OPTIONS,
     ChatMessage,
     ChatOptions,
     Options,
@@ -22,30 +23,34 @@ from draftwire.client.request import (
     build_tokenize_request,
     to_error,
 )
-from draftwire.contract.addresses import parse_address
-from draftwire.server.security import LOOPBACK, ClientSecurity, open_async_channel
+from draftwire.contract.addresses import split_addresses
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub
 
 if TYPE_CHECKING:
     from draftwire.v1.generate_pb2_grpc import GenerationAsyncStub
 
 
+Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
 class AsyncStream(AsyncIterator[Chunk]):
-    """The chunks of one request. Leaving it (`async with`), cancelling or dropping it ends it in the server too."""
+    """The chunks of one request. Leaving it (`async with`), cancelling or dropping it ends it in the server too.
+
+    `address` is that of the server which the request went to; before its first chunk perhaps empty.
+    """
 
     def __init__(
         self,
-        call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
-        address: str,
+        opening: asyncio.Task[tuple[Call, str]],
         security: ClientSecurity,
         timeout: float | None,
         span: CallSpan,
     ) -> None:
-        self._call = call
+        self._opening = opening
         self._span = span
-        self._messages = aiter(call)
-        self._address = address
+        self._messages: AsyncIterator[pb.GenerateResponse] | None = None
+        self.address = ""
         self._security = security
         self._timeout = timeout
         self._request_id = ""
@@ -55,6 +60,9 @@ class AsyncStream(AsyncIterator[Chunk]):
         if self._cancelled:
             raise StopAsyncIteration
         try:
+            if self._messages is None:
+                call, self.address = await asyncio.shield(self._opening)
+                self._messages = aiter(call)
             chunk = chunk_from_message(await anext(self._messages), self._request_id)
         except StopAsyncIteration:
             self._span.end(self._request_id)
@@ -62,7 +70,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         except grpc.RpcError as error:
             self._span.end(self._request_id, error.code().name)
             security = None if self._request_id else self._security
-            raise await asyncio.to_thread(to_error, error, self._address, self._timeout, security) from error
+            raise await asyncio.to_thread(to_error, error, self.address, self._timeout, security) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._cancelled and not (task and task.cancelling()):  # the call was cancelled, not the reader
@@ -74,7 +82,10 @@ class AsyncStream(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Ends the request; harmless once it has ended."""
         self._cancelled = True
-        self._call.cancel()
+        if not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result()[0].cancel()
         self._span.end(self._request_id)
 
     async def __aenter__(self) -> Self:
@@ -90,7 +101,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """A connection to one verifier, for one event loop.
+    """Connections to one or several verifiers, for one event loop.
 
     Examples
     --------
@@ -99,34 +110,37 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, security: ClientSecurity = LOOPBACK) -> None:
+    def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
         """
         Parameters
         ----------
         address
-            HOST:PORT of the verifier. The connection is made by the first call.
+            HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to several
+            hosts, take requests in turn; those that cannot be reached or do not serve are left out meanwhile.
         security
-            TLS, certificates and token; the default is plain text, on loopback alone.
+            TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
 
         Raises
         ------
         InvalidArgumentError
-            When the address is not of that form, or would be plain text outside of loopback.
+            When an address is not of that form, or would be plain text outside of loopback.
         ServerError
             When a file of `security` cannot be read.
         """
-        parse_address(address, "address")
-        security.credentials(address)
-        self.address = address
+        addresses = split_addresses(address, "address")
+        self.address = ",".join(addresses)
         self._security = security
         self._metadata = security.metadata()
-        self._channel: grpc.aio.Channel | None = None
+        for one in addresses:
+            security.credentials(one)
+        self._addresses = addresses
+        self._balancer: AsyncBalancer | None = None
 
-    def _stub(self) -> GenerationAsyncStub:
+    async def _pick(self, timeout: float | None) -> tuple[Server[GenerationAsyncStub], float | None]:
         # A channel belongs to the loop that runs when it is made, which need not run yet when the client is made.
-        if self._channel is None:
-            self._channel = open_async_channel(self.address, self._security, CLIENT_CHANNEL_OPTIONS)
-        return GenerationStub(self._channel)
+        if self._balancer is None:
+            self._balancer = AsyncBalancer(self._addresses, self._security)
+        return await self._balancer.pick(timeout)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a request and returns its stream of chunks. Called with a running event loop.
@@ -149,8 +163,15 @@ class AsyncClient:
         """
         request, timeout = build_request(prompt, options)
         span = CallSpan(self.address)
-        call = self._stub().Generate(request, timeout=timeout, metadata=(*self._metadata, *span.metadata))
-        return AsyncStream(call, self.address, self._security, timeout, span)
+        metadata = (*self._metadata, *span.metadata)
+        opening = asyncio.get_running_loop().create_task(self._open(request, timeout, metadata))
+        return AsyncStream(opening, self._security, timeout, span)
+
+    async def _open(
+        self, request: pb.GenerateRequest, timeout: float | None, metadata: tuple[tuple[str, str], ...]
+    ) -> tuple[Call, str]:
+        server, time_left = await self._pick(timeout)
+        return server.stub.Generate(request, timeout=time_left, metadata=metadata), server.address
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -165,10 +186,7 @@ class AsyncClient:
     ) -> list[int]:
         """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
         request = build_tokenize_request(prompt, options)
-        try:
-            answer = await self._stub().Tokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
+        answer = await self._ask("Tokenize", request, timeout)
         return list(answer.token_ids)
 
     async def detokenize(
@@ -176,26 +194,27 @@ class AsyncClient:
     ) -> str:
         """Return the text of token ids; `timeout` in seconds."""
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        try:
-            answer = await self._stub().Detokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
+        answer = await self._ask("Detokenize", request, timeout)
         return str(answer.text)
 
     async def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
-        """What the server serves and with which drafters; `timeout` in seconds."""
+        """Return what a server serves and with which drafters; of several, the next in turn. `timeout` in seconds."""
+        answer: pb.GetVerifierInfoResponse = await self._ask("GetVerifierInfo", pb.GetVerifierInfoRequest(), timeout)
+        return answer
+
+    async def _ask(self, method: str, request: Message, timeout: float | None) -> Any:
+        """Return the one answer of a method of the next server in turn."""
+        server, time_left = await self._pick(timeout)
         try:
-            return await self._stub().GetVerifierInfo(
-                pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
-            )
+            return await getattr(server.stub, method)(request, timeout=time_left, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise await asyncio.to_thread(to_error, error, self.address, timeout, self._security) from error
+            raise await asyncio.to_thread(to_error, error, server.address, timeout, self._security) from error
 
     async def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        """Closes the connections; requests that still run are cancelled."""
+        if self._balancer is not None:
+            await self._balancer.close()
+            self._balancer = None
 
     async def __aenter__(self) -> Self:
         return self

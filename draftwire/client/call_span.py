@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftwire.server.tracing import HAS_API, TRACEPARENT, end_span, start_span, traceparent_of
+from draftwire.contract.spans import HAS_API, TRACEPARENT, end_span, start_span, traceparent_of
 
 
 class CallSpan:

@@ -11,15 +11,15 @@ import grpc
 
 from draftwire.client.tls_mismatch import find_tls_mismatch
 from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
 from draftwire.contract.fields import build_message, check_limits
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params
-from draftwire.server.security import ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
 # A request that was once taken must not run twice.
-CLIENT_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]
+CLIENT_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]
 
 
 class ChatMessage(TypedDict, total=False):

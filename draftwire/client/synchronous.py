@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
+from draftwire.client.balancing import Balancer
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import (
-    CLIENT_CHANNEL_OPTIONS,
     ChatMessage,
     ChatOptions,
     Options,
@@ -21,10 +22,9 @@ from draftwire.client.request import (
     build_tokenize_request,
     to_error,
 )
-from draftwire.contract.addresses import parse_address
-from draftwire.server.security import LOOPBACK, ClientSecurity, open_channel
+from draftwire.contract.addresses import split_addresses
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub
 
 
 class _Call(Protocol):
@@ -34,14 +34,17 @@ class _Call(Protocol):
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too."""
+    """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too.
+
+    `address` is that of the server which the request went to.
+    """
 
     def __init__(
         self, call: _Call, address: str, security: ClientSecurity, timeout: float | None, span: CallSpan
     ) -> None:
         self._call = call
         self._span = span
-        self._address = address
+        self.address = address
         self._security = security
         self._timeout = timeout
         self._request_id = ""
@@ -58,7 +61,7 @@ class Stream(Iterator[Chunk]):
                 raise StopIteration from None
             self._span.end(self._request_id, error.code().name)
             security = None if self._request_id else self._security
-            raise to_error(error, self._address, self._timeout, security) from error
+            raise to_error(error, self.address, self._timeout, security) from error
         self._request_id = chunk.request_id
         return chunk
 
@@ -81,7 +84,7 @@ class Stream(Iterator[Chunk]):
 
 
 class Client:
-    """A connection to one verifier; may be shared by threads.
+    """Connections to one or several verifiers; may be shared by threads.
 
     Examples
     --------
@@ -90,31 +93,31 @@ class Client:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, security: ClientSecurity = LOOPBACK) -> None:
+    def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
         """
         Parameters
         ----------
         address
-            HOST:PORT of the verifier. The connection is made by the first call.
+            HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to several
+            hosts, take requests in turn; those that cannot be reached or do not serve are left out meanwhile.
         security
-            TLS, certificates and token; the default is plain text, on loopback alone.
+            TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
 
         Raises
         ------
         InvalidArgumentError
-            When the address is not of that form, or would be plain text outside of loopback.
+            When an address is not of that form, or would be plain text outside of loopback.
         ServerError
             When a file of `security` cannot be read.
         """
-        parse_address(address, "address")
-        self.address = address
+        addresses = split_addresses(address, "address")
+        self.address = ",".join(addresses)
         self._security = security
         self._metadata = security.metadata()
-        self._channel = open_channel(address, security, CLIENT_CHANNEL_OPTIONS)
-        self._stub = GenerationStub(self._channel)
+        self._balancer = Balancer(addresses, security)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """Sends a request and returns its stream of chunks.
+        """Sends a request and returns its stream of chunks. Of several servers it waits until one is connected.
 
         Parameters
         ----------
@@ -133,10 +136,11 @@ class Client:
             From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
-        span = CallSpan(self.address)
+        server, time_left = self._balancer.pick(timeout)
+        span = CallSpan(server.address)
         metadata = (*self._metadata, *span.metadata)
-        call = self._stub.Generate(request, timeout=timeout, metadata=metadata)
-        return Stream(call, self.address, self._security, timeout, span)
+        call = server.stub.Generate(request, timeout=time_left, metadata=metadata)
+        return Stream(call, server.address, self._security, timeout, span)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """As `generate`, but returns the whole output at its end."""
@@ -151,10 +155,7 @@ class Client:
     ) -> list[int]:
         """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
         request = build_tokenize_request(prompt, options)
-        try:
-            answer = self._stub.Tokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise to_error(error, self.address, timeout, self._security) from error
+        answer = self._ask("Tokenize", request, timeout)
         return list(answer.token_ids)
 
     def detokenize(
@@ -162,24 +163,25 @@ class Client:
     ) -> str:
         """Return the text of token ids; `timeout` in seconds."""
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        try:
-            answer = self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise to_error(error, self.address, timeout, self._security) from error
+        answer = self._ask("Detokenize", request, timeout)
         return str(answer.text)
 
     def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
-        """What the server serves and with which drafters; `timeout` in seconds."""
+        """Return what a server serves and with which drafters; of several, the next in turn. `timeout` in seconds."""
+        answer: pb.GetVerifierInfoResponse = self._ask("GetVerifierInfo", pb.GetVerifierInfoRequest(), timeout)
+        return answer
+
+    def _ask(self, method: str, request: Message, timeout: float | None) -> Any:
+        """Return the one answer of a method of the next server in turn."""
+        server, time_left = self._balancer.pick(timeout)
         try:
-            return self._stub.GetVerifierInfo(
-                pb.GetVerifierInfoRequest(), timeout=timeout, metadata=self._metadata
-            )
+            return getattr(server.stub, method)(request, timeout=time_left, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise to_error(error, self.address, timeout, self._security) from error
+            raise to_error(error, server.address, timeout, self._security) from error
 
     def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
-        self._channel.close()
+        """Closes the connections; requests that still run are cancelled."""
+        self._balancer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import socket
 import ssl
 
 from draftwire.contract.addresses import parse_address
-from draftwire.server.security import ClientSecurity
+from draftwire.contract.client_security import ClientSecurity
 
 PROBE_TIMEOUT_S = 2.0
 _IS_PLAIN = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Sequence
+
 from draftwire.contract.errors import InvalidArgumentError
 
 # One step of a large batch carries its features in one message.
@@ -48,3 +51,44 @@ def parse_address(address: str, field: str) -> tuple[str, int]:
     except UnicodeError as error:
         raise InvalidArgumentError(field, address, f"must be HOST:PORT with a name or an address ({error})") from error
     return host, int(port)
+
+
+def split_addresses(given: str | Sequence[str], field: str) -> tuple[str, ...]:
+    """Return the addresses of `HOST:PORT,HOST:PORT` or of a list of `HOST:PORT`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names `field` when there is none, when one is not of that form, or when one is given twice.
+    """
+    entries = given.split(",") if isinstance(given, str) else list(given)
+    if not entries or not all(isinstance(entry, str) for entry in entries):
+        raise InvalidArgumentError(field, given, "must be HOST:PORT, or several of them")
+    addresses = tuple(entry.strip() for entry in entries)
+    for address in addresses:
+        parse_address(address, field)
+    if len(set(addresses)) < len(addresses):
+        raise InvalidArgumentError(field, given, "must name each address once")
+    return addresses
+
+
+def is_loopback(address: str, field: str = "address") -> bool:
+    """Return whether HOST:PORT is of this machine's loopback interface; an error about its form names `field`."""
+    return is_loopback_host(parse_address(address, field)[0])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether a host is of this machine's loopback interface, by its address or as localhost."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_literal(address: str) -> bool:
+    """Return whether the host of HOST:PORT is an IP address and not a name."""
+    try:
+        ipaddress.ip_address(parse_address(address, "address")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from draftwire.contract.errors import InvalidArgumentError, MismatchError
-from draftwire.contract.tensors import DTYPES, tensor_bytes
+from draftwire.model.tensors import DTYPES, tensor_bytes
 from draftwire.v1 import draft_pb2 as pb
 
 CHUNK_BYTES = 4 << 20

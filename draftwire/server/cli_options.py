@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.server.logs import FORMATS
-from draftwire.server.security import ClientSecurity
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,7 +101,7 @@ _CLIENT_SECURITY = (
     click.option("--tls-ca", type=FILE, help="Authorities that are trusted, PEM; turns TLS on."),
     click.option("--tls-cert", type=FILE, help="Own certificate for mutual TLS, PEM."),
     click.option("--tls-key", type=FILE, help="Its private key, PEM."),
-    click.option("--token-file", type=FILE, help="File with the bearer token."),
+    click.option("--token-file", type=FILE, help="File with the bearer token.  [default: DRAFTWIRE_TOKEN]"),
     click.option("--insecure", is_flag=True, help="Allow plain text outside of the loopback interface."),
 )
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from draftwire.contract.addresses import parse_address
+from draftwire.contract.addresses import is_loopback_host
+from draftwire.contract.client_security import AUTHORIZATION, SCHEME, parse_tokens, read_file, refuse_plain_text
 from draftwire.contract.errors import InvalidArgumentError, ServerError
 from draftwire.server.method_handlers import refusing_handler
 
 logger = logging.getLogger(__name__)
-
-AUTHORIZATION = "authorization"
-_SCHEME = "Bearer "
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class ServerSecurity:
         ServerError
             When the file cannot be read or has no token.
         """
-        if self.token_file is not None and not _tokens(self.token_file, _read(self.token_file)):
+        if self.token_file is not None and not parse_tokens(self.token_file, read_file(self.token_file)):
             raise ServerError(f"token_file = {str(self.token_file)!r}: there is no token in it")
 
     def credentials(self, listen: str) -> grpc.ServerCredentials | None:
@@ -82,7 +79,7 @@ class ServerSecurity:
             When a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
-            _refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
+            refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
             return None
         # Python checks the files first: for wrong files gRPC reports that the port cannot be bound, and with wrong
         # authorities it later refuses every client.
@@ -107,99 +104,9 @@ class ServerSecurity:
             When a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
-            _refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
+            refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
             return None
         return _RenewedContext(self.certificate, self.key, self.client_ca).current
-
-
-@dataclass(frozen=True)
-class ClientSecurity:
-    """A client's certificate and token, and the servers that it trusts.
-
-    Attributes
-    ----------
-    tls
-        Whether the connection uses TLS; any of the files implies it.
-    ca
-        PEM file of the trusted authorities; None for those of the system.
-    certificate, key
-        PEM files of the client's own certificate and key, for mutual TLS; both or neither.
-    token_file
-        Text file whose first token is sent; the server's token file works too.
-    insecure
-        Whether plain text is allowed outside of the loopback interface.
-    """
-
-    tls: bool = False
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-    token_file: Path | None = None
-    insecure: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise InvalidArgumentError("tls_cert", str(self.certificate), "needs tls_key beside it, and the reverse")
-
-    @property
-    def uses_tls(self) -> bool:
-        """Return whether the client connects with TLS."""
-        return bool(self.tls or self.ca or self.certificate)
-
-    def credentials(self, address: str, field: str = "address") -> grpc.ChannelCredentials | None:
-        """Return the credentials for a channel to `address`, read from the files now; None for plain text.
-
-        Raises
-        ------
-        InvalidArgumentError
-            Names `field` when the address is outside of loopback, without TLS and without `insecure`.
-        ServerError
-            When a file cannot be read.
-        """
-        if not self.uses_tls:
-            _refuse_plain_text(field, address, self.insecure, "tls")
-            return None
-        ca, key, certificate = (
-            None if path is None else _read(path) for path in (self.ca, self.key, self.certificate)
-        )
-        return grpc.ssl_channel_credentials(ca, key, certificate)
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call: the bearer token, if there is a token file.
-
-        Raises
-        ------
-        InvalidArgumentError
-            When the file has no token, or its first token cannot be sent.
-        ServerError
-            When the file cannot be read.
-        """
-        if self.token_file is None:
-            return ()
-        tokens = _tokens(self.token_file, _read(self.token_file))
-        if not tokens:
-            raise InvalidArgumentError("token_file", str(self.token_file), "must have a bearer token on a line")
-        return ((AUTHORIZATION, _SCHEME + tokens[0]),)
-
-
-# Plain text, only on loopback.
-LOOPBACK = ClientSecurity()
-
-
-def open_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """Return a channel to `address`; see `ClientSecurity.credentials` for the errors."""
-    credentials = security.credentials(address)
-    if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
-
-
-def open_async_channel(address: str, security: ClientSecurity, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    """Return a channel of the running event loop to `address`; see `ClientSecurity.credentials` for the errors."""
-    credentials = security.credentials(address)
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -249,14 +156,14 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                     logger.info("the tokens were read again: %d", len(digests))
                 else:  # the file may be half written
                     logger.warning("the tokens of before stay in force: there is none in the file")
-        if not isinstance(given, str) or not given.startswith(_SCHEME):
+        if not isinstance(given, str) or not given.startswith(SCHEME):
             return False
-        digest = hashlib.sha256(given.removeprefix(_SCHEME).encode()).digest()
+        digest = hashlib.sha256(given.removeprefix(SCHEME).encode()).digest()
         # Compare all digests, so that the time tells nothing about them.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
     def _digest(self, text: bytes) -> list[bytes]:
-        return [hashlib.sha256(token.encode()).digest() for token in _tokens(self._token_file, text)]
+        return [hashlib.sha256(token.encode()).digest() for token in parse_tokens(self._token_file, text)]
 
 
 class _Watched:
@@ -269,7 +176,7 @@ class _Watched:
     def read(self) -> list[bytes]:
         """Return the contents."""
         self._stamps = [_stamp(path) for path in self._paths]
-        return [_read(path) for path in self._paths]
+        return [read_file(path) for path in self._paths]
 
     def changed(self) -> list[bytes] | None:
         """Return the contents if they changed since the last read; None if not, or if a file cannot be read."""
@@ -339,16 +246,6 @@ def _certificate_configuration(contents: list[bytes]) -> grpc.ServerCertificateC
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
 
-def _tokens(path: Path, text: bytes) -> list[str]:
-    """Return the bearer tokens of a file, one a line; empty lines and lines that begin with # are ignored. Errors quote
-    no token."""
-    lines = [line.strip() for line in text.splitlines()]
-    tokens = [line for line in lines if line and not line.startswith(b"#")]
-    if any(not 0x20 <= byte <= 0x7E for token in tokens for byte in token):
-        raise InvalidArgumentError("token_file", str(path), "must have printable ASCII alone, one token a line")
-    return [token.decode() for token in tokens]
-
-
 def _stamp(path: Path) -> tuple[int, int, int]:
     try:
         status = path.stat()
@@ -357,33 +254,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ServerError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _refuse_plain_text(field: str, address: str, insecure: bool, instead: str) -> None:
-    if not insecure and not is_loopback(address, field):
-        raise InvalidArgumentError(
-            field, address, f"plain text outside of loopback must be asked for with insecure; or give {instead}"
-        )
-
-
-def is_loopback(address: str, field: str = "address") -> bool:
-    """Return whether HOST:PORT is on the loopback interface; a malformed address gives an error that names `field`."""
-    return _is_loopback_host(parse_address(address, field)[0].strip("[]"))
-
-
 def is_plain_url_outside(url: str) -> bool:
     """Return whether the URL is of http and its host outside of loopback."""
     parts = urlsplit(url)
-    return parts.scheme == "http" and not _is_loopback_host(parts.hostname or "")
-
-
-def _is_loopback_host(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return parts.scheme == "http" and not is_loopback_host(parts.hostname or "")

@@ -11,33 +11,17 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from draftwire.contract.errors import InvalidArgumentError, ServerError
 from draftwire.server.security import is_plain_url_outside
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-try:
-    from opentelemetry import trace
-    from opentelemetry.context import Context
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:
-    HAS_API = False
-else:
-    HAS_API = True
-    _propagator = TraceContextTextMapPropagator()
-
 logger = logging.getLogger(__name__)
 
-TRACEPARENT = "traceparent"
 # Seconds for sending the last spans, if the collector does not answer.
 LAST_SPANS_S = 3.0
 
-_FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # If one of these is set, OpenTelemetry's variables say how traces are exported.
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _is_exporting = False
@@ -78,6 +62,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         raise InvalidArgumentError("otlp_endpoint", _shown(endpoint), "must be http://HOST:PORT or https://HOST:PORT")
     _check_endpoint(endpoint, insecure)
     try:
+        from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -120,59 +105,3 @@ def _shown(url: str) -> str:
         return f"{scheme}{separator}..."
     path = re.split(r"[?#]", "".join(beyond), maxsplit=1)[0]
     return scheme + separator + authority.rpartition("@")[2] + path
-
-
-def check_traceparent(value: str, field: str) -> None:
-    """Raise ------ InvalidArgumentError Names `field` unless the value is empty or of W3C's form.
-    """
-    if value and not _FORM.fullmatch(value):
-        raise InvalidArgumentError(field, value, "must be a W3C traceparent, as 00-<32 hex>-<16 hex>-01, or empty")
-
-
-def start_span(
-    name: str,
-    kind: str,
-    attributes: Mapping[str, Any],
-    *,
-    traceparent: str | None = None,
-    start_ns: int | None = None,
-) -> Span:
-    """Start a span and return it. Needs the OpenTelemetry API.
-
-    Parameters
-    ----------
-    kind
-        SERVER, CLIENT or INTERNAL.
-    attributes
-        Attributes, whose names get the prefix `draftwire.`.
-    traceparent
-        The parent; empty or malformed begins a trace. None takes the current span of this thread or task.
-    start_ns
-        Unix time, ns; None is now.
-    """
-    context = None if traceparent is None else _propagator.extract({TRACEPARENT: traceparent}, Context())
-    tracer = trace.get_tracer("draftwire")
-    span = tracer.start_span(name, context, trace.SpanKind[kind], start_time=start_ns)
-    _set(span, attributes)
-    return span
-
-
-def end_span(span: Span, attributes: Mapping[str, Any], *, failure: str = "", end_ns: int | None = None) -> None:
-    """End a span, as failed if there was a `failure`."""
-    _set(span, attributes)
-    if failure:
-        span.set_status(trace.StatusCode.ERROR, failure)
-    span.end(end_ns)
-
-
-def traceparent_of(span: Span) -> str:
-    """Return the traceparent that names a span as the parent; empty if there is no trace."""
-    carrier: dict[str, str] = {}
-    _propagator.inject(carrier, trace.set_span_in_context(span))
-    return carrier.get(TRACEPARENT, "")
-
-
-def _set(span: Span, attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
-        if value is not None:
-            span.set_attribute(f"draftwire.{name}", value)

@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire.contract.tensors import check_tensor, decode_tensor
+from draftwire.model.tensors import check_tensor, decode_tensor
 from draftwire.transport.segment import Segment, check_span
 from draftwire.v1 import draft_pb2 as pb
 
@@ -109,7 +109,7 @@ class TensorReceiver:
 
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:
         """Return the tensor of a message; parameters and errors are those of
-        `draftwire.contract.tensors.decode_tensor`."""
+        `draftwire.model.tensors.decode_tensor`."""
         if message.WhichOneof("storage") != "span":
             return Incoming(decode_tensor(message, name, dtype, shape), self._device)
         given = check_tensor(message, name, dtype, shape)

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire.contract.tensors import DTYPES
+from draftwire.model.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
 # Spans begin at multiples of this. As many bytes before each span, and at the start of the segment, are reserved.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire.contract.tensors import WIRE_DTYPES, tensor_view
+from draftwire.model.tensors import WIRE_DTYPES, tensor_view
 from draftwire.transport.segment import Segment
 from draftwire.transport.span_room import Span, SpanRoom
 from draftwire.v1 import draft_pb2 as pb

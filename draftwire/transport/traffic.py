@@ -9,7 +9,7 @@ from typing import Literal
 from google.protobuf.message import Message
 from prometheus_client.core import CounterMetricFamily
 
-from draftwire.contract.tensors import DTYPES
+from draftwire.model.tensors import DTYPES
 from draftwire.v1 import draft_pb2 as pb
 
 # Carrier of a message: gRPC, or the socket between two engines of one host.

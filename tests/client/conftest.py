@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
@@ -55,6 +57,14 @@ class FakeVerifier(GenerationServicer):
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
     address: str = ""
+    health: HealthServicer = field(default_factory=HealthServicer)
+    server: grpc.Server | None = None
+
+    def stop(self) -> None:
+        """End the server and all of its calls; harmless once it has ended."""
+        self.left.set()
+        if self.server is not None:
+            self.server.stop(0).wait()
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
@@ -77,12 +87,26 @@ class FakeVerifier(GenerationServicer):
 
 
 @pytest.fixture
-def verifier() -> Iterator[FakeVerifier]:
-    fake = FakeVerifier()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    add_GenerationServicer_to_server(fake, server)
-    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield fake
-    fake.left.set()
-    server.stop(0).wait()
+def start_verifier() -> Iterator[Callable[..., FakeVerifier]]:
+    """Start further fake verifiers, each with a health service that says SERVING."""
+    fakes: list[FakeVerifier] = []
+
+    def start(listen: str = "127.0.0.1:0") -> FakeVerifier:
+        fake = FakeVerifier()
+        fake.server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        add_GenerationServicer_to_server(fake, fake.server)
+        health_pb2_grpc.add_HealthServicer_to_server(fake.health, fake.server)
+        host, _, _ = listen.rpartition(":")
+        fake.address = f"{host}:{fake.server.add_insecure_port(listen)}"
+        fake.server.start()
+        fakes.append(fake)
+        return fake
+
+    yield start
+    for fake in fakes:
+        fake.stop()
+
+
+@pytest.fixture
+def verifier(start_verifier: Callable[..., FakeVerifier]) -> FakeVerifier:
+    return start_verifier()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import grpc
 import pytest
 from certificates import Authority
 
 from draftwire import AsyncClient, Client
+from draftwire.contract.addresses import is_loopback
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import InvalidArgumentError, RequestError, ServerError
-from draftwire.server.security import ClientSecurity, ServerSecurity, TokenInterceptor, is_loopback
+from draftwire.server.security import ServerSecurity, TokenInterceptor
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc
 
@@ -101,6 +104,19 @@ def test_a_client_that_trusts_the_authority_gets_through(serve, authority):
 def test_a_server_of_another_authority_or_name_is_not_trusted(serve, authority, other):
     refused(serve(ServerSecurity(*other.issue("localhost"))), ca=authority.file)
     refused(serve(ServerSecurity(*authority.issue("elsewhere"))), ca=authority.file)
+
+
+def test_each_of_several_servers_shows_its_own_certificate(serve, authority):
+    named = serve(ServerSecurity(*authority.issue("localhost")))
+    numbered = serve(ServerSecurity(*authority.issue("127.0.0.1"))).replace("localhost", "127.0.0.1")
+    with Client([named, numbered], ClientSecurity(ca=str(authority.file))) as client:
+        found = set()
+        deadline = time.monotonic() + 60.0
+        while found != {named, numbered} and time.monotonic() < deadline:
+            with client.generate([1]) as stream:
+                assert [chunk.token_ids for chunk in stream] == [(1,)]
+                found.add(stream.address)
+    assert found == {named, numbered}
 
 
 def test_plain_text_does_not_reach_a_server_with_tls(serve, authority):
@@ -210,6 +226,51 @@ def test_a_client_takes_the_first_token_of_a_servers_own_file(serve, tmp_path):
     known.write_text("\n# of operations\nfirst\nsecond\n")
     address = serve(ServerSecurity(token_file=known))
     assert version(address, token_file=known) == "here"
+
+
+def test_a_token_comes_as_text_or_from_the_environment(serve, authority, tmp_path, monkeypatch):
+    known, own = tmp_path / "tokens", tmp_path / "own"
+    known.write_text("first\nsecond\n")
+    address = serve(ServerSecurity(*authority.issue("localhost"), token_file=known))
+    assert version(address, ca=authority.file, token="second") == "here"
+    assert "UNAUTHENTICATED" in refused(address, ca=authority.file)
+    monkeypatch.setenv("DRAFTWIRE_TOKEN", "first\n")
+    assert version(address, ca=authority.file) == "here"
+    assert "UNAUTHENTICATED" in refused(address, ca=authority.file, token="third")  # what is given comes first
+    own.write_text("third\n")
+    assert "UNAUTHENTICATED" in refused(address, ca=authority.file, token_file=own)
+    monkeypatch.setenv("DRAFTWIRE_TOKEN", "")
+    assert "UNAUTHENTICATED" in refused(address, ca=authority.file)
+
+
+def test_asyncio_sends_the_token_too(serve, authority, tmp_path):
+    (tmp_path / "tokens").write_text("first\n")
+    address = serve(ServerSecurity(*authority.issue("localhost"), token_file=tmp_path / "tokens"))
+
+    async def use() -> tuple[int, ...]:
+        async with AsyncClient(address, ClientSecurity(ca=authority.file, token="first")) as client:
+            return (await client.complete([1])).token_ids
+
+    assert asyncio.run(use()) == (1,)
+
+
+def test_a_token_is_given_in_one_way(tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"token_file = .* must be left out where token is given"):
+        ClientSecurity(token="first", token_file=tmp_path / "own")
+
+
+def test_a_token_is_not_shown():
+    assert "hidden" not in repr(ClientSecurity(token="hidden"))
+
+
+@pytest.mark.parametrize("token", ["", " ", "g\u00e9heim", "geh\neim"])
+def test_an_unsendable_token_is_refused_without_its_text(token, monkeypatch):
+    with pytest.raises(InvalidArgumentError, match=r"^token = \(not shown\): must be printable ASCII, not empty$"):
+        Client("127.0.0.1:1", ClientSecurity(token=token))
+    if token:
+        monkeypatch.setenv("DRAFTWIRE_TOKEN", token)
+        with pytest.raises(InvalidArgumentError, match=r"^DRAFTWIRE_TOKEN = \(not shown\): must be printable ASCII"):
+            Client("127.0.0.1:1")
 
 
 @pytest.mark.parametrize("text", ["", "# of operations\n", "g\u00e9heim\n", "geh\x00eim\n"])

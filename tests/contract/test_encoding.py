@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwire.contract.tensors import decode_tensor, encode_ids, encode_tensor, tensor_view
+from draftwire.model.tensors import decode_tensor, encode_ids, encode_tensor, tensor_view
 from draftwire.transport.encoding import encode, encode_step, path_to
 from draftwire.v1 import draft_pb2 as pb
 

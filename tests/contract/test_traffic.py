@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftwire.contract.tensors import encode_tensor
+from draftwire.model.tensors import encode_tensor
 from draftwire.transport.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 

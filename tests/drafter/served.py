@@ -21,8 +21,8 @@ from drafter_service.server.engine_thread import EngineThread
 from drafter_service.server.metrics import DrafterCollector
 from drafter_service.server.service import DraftingService
 from draftwire.contract.addresses import CHANNEL_OPTIONS
-from draftwire.contract.tensors import encode_tensor
 from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.tensors import encode_tensor
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_server

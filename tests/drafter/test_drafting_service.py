@@ -20,10 +20,10 @@ from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.server import stream as stream_module
 from drafter_service.server.service import feature_segment_bytes
-from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.contract.validation import COUPLED, DENSE, GUMBEL
 from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.model.fusion import load_fusion
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.server import message_reading
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb

@@ -13,9 +13,9 @@ from served import LIMITS, ServedDrafter, hello, serve_drafter, set_field, step_
 from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, wait_until
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 
-from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.contract.validation import DENSE, GUMBEL, TOP_N
 from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import NOISE_VERSION

@@ -15,8 +15,8 @@ import grpc
 from draftwire.client import AsyncClient
 from draftwire.client.output import Statistics
 from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import speculative_config_from_mapping
-from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer

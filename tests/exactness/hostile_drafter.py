@@ -14,8 +14,8 @@ from exact_pair import FEATURES, LAYERS, SHAPE, VOCAB
 from exact_services import Loop
 
 from draftwire.contract.addresses import CHANNEL_OPTIONS
-from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.contract.version import PROTOCOL_VERSION, VERSION
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import config_pb2, draft_pb2_grpc
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import NOISE_VERSION

@@ -12,7 +12,7 @@ import torch
 from exact_services import Loop
 
 from draftwire.contract.addresses import CHANNEL_OPTIONS
-from draftwire.contract.tensors import decode_tensor, encode_tensor
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import draft_pb2_grpc
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from addresses import free_address
 
-from draftwire.server.security import LOOPBACK, ClientSecurity
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_drafter
 
 

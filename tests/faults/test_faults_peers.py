@@ -19,7 +19,7 @@ from stage import Stage
 from streaming_client import kill_client_in_mid_stream
 
 from draftwire import AsyncClient, Client
-from draftwire.client import Completion, asynchronous
+from draftwire.client import Completion, balancing
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS
 from draftwire.contract.errors import QueueFullError
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2, generate_pb2_grpc
@@ -97,7 +97,7 @@ def test_many_more_clients_come_at_once_than_may_wait(
 ) -> None:
     # Clients of one process share a connection otherwise.
     own_connection = [*CLIENT_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-    monkeypatch.setattr(asynchronous, "CLIENT_CHANNEL_OPTIONS", own_connection)
+    monkeypatch.setattr(balancing, "CLIENT_CHANNEL_OPTIONS", own_connection)
     drafter = stage.drafter()
     crowded = stage.verifier([drafter.address], "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE))
     with stage.load_on(crowded) as own:

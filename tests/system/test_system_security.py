@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services import DEMO, PATIENCE_S, drafter_status, wait_for, wait_for_drafter
 
 from draftwire import Client
+from draftwire.contract.client_security import ClientSecurity, open_channel
 from draftwire.contract.errors import InvalidArgumentError, RequestError
-from draftwire.server.security import ClientSecurity, open_channel
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier

@@ -11,7 +11,7 @@ from drafting_scene import (
     Scene,
 )
 
-from draftwire.contract.tensors import encode_tensor
+from draftwire.model.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.request import Request
 

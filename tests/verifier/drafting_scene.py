@@ -10,7 +10,6 @@ import pytest
 import torch
 from outgoing import finish
 
-from draftwire.contract.tensors import decode_tensor, encode_ids, encode_tensor
 from draftwire.contract.validation import (
     build_sampling_params,
     resolve_sampling_params,
@@ -18,6 +17,7 @@ from draftwire.contract.validation import (
 )
 from draftwire.model.block_pool import BlockPool, blocks_for
 from draftwire.model.kv_cache import BLOCK_SIZE, RaggedBatch, SequenceRows
+from draftwire.model.tensors import decode_tensor, encode_ids, encode_tensor
 from draftwire.transport import Outgoing, TensorReceiver, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardOutput

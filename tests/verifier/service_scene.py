@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from engine_scene import make_target
 
+from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
-from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import add_GenerationServicer_to_server
 from verifier_service.api.requests import RequestHandler

@@ -13,7 +13,7 @@ import torch
 from drafting_scene import CPU, VOCAB, K, Scene, make_head, rows_of, tokens_of
 from rings import channel_ends
 
-from draftwire.contract.tensors import encode_ids
+from draftwire.model.tensors import encode_ids
 from draftwire.transport import Body, SegmentError, TensorReceiver, TensorSender
 from draftwire.transport.host_segment import HostSegment
 from draftwire.transport.traffic import Traffic

@@ -10,7 +10,7 @@ from drafting_scene import (
     answer_to,
 )
 
-from draftwire.contract.tensors import encode_tensor
+from draftwire.model.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 
 

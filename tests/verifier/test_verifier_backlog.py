@@ -12,8 +12,8 @@ from drafting_scene import (
     tokens_of,
 )
 
-from draftwire.contract.tensors import decode_tensor
 from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.model.tensors import decode_tensor
 from verifier_service.drafters import sender as step_sender
 
 

@@ -16,7 +16,7 @@ from drafting_scene import (
     rows_of,
 )
 
-from draftwire.contract.tensors import decode_tensor, encode_tensor
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import gumbel_sample
 from verifier_service.core.request import AnswerLogits, ReadyDrafts

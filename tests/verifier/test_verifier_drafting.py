@@ -14,7 +14,7 @@ from drafting_scene import (
     tokens_of,
 )
 
-from draftwire.contract.tensors import decode_tensor
+from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.drafters import sender as step_sender
 

@@ -12,8 +12,8 @@ from drafting_scene import RecordedStream, answer_to, make_head, rows_of, tokens
 from engine_scene import HIDDEN, NUM_LAYERS, WAIT_S, K, Served, make_target, scheduling  # noqa: F401
 from tiny_targets import VOCAB
 
-from draftwire.contract.tensors import decode_tensor, encode_tensor
 from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters import audit, features, placement

@@ -10,8 +10,8 @@ import torch
 from drafting_scene import capture_every_row
 from engine_scene import HIDDEN, K, Served, make_target
 
-from draftwire.contract.tensors import decode_tensor
 from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardOutput
 from verifier_service.drafters.features import FeatureStore, copy_runs, slots_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
 
-from draftwire.contract.tensors import decode_tensor
+from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters import session as draft_session
 from verifier_service.engine.step import Stage, Step

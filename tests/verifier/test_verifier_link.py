@@ -24,8 +24,8 @@ from link_scene import (
 )
 from rings import channel_ends
 
-from draftwire.contract.tensors import encode_tensor
 from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.tensors import encode_tensor
 from draftwire.transport import TensorReceiver, TensorSender
 from draftwire.transport.ring import MAX_MESSAGE_BYTES
 from draftwire.transport.traffic import Traffic

@@ -10,8 +10,8 @@ import torch
 from link_scene import HIDDEN, VOCAB, Drafter, linked, make_info, on_loop, response, serve
 
 from draftwire.contract.addresses import CHANNEL_OPTIONS
-from draftwire.contract.tensors import encode_tensor
 from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.model.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from draftwire_kernels import NOISE_VERSION

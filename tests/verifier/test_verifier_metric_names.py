@@ -7,9 +7,9 @@ from engine_scene import make_target
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.validation import speculative_config_from_mapping
-from draftwire.server.security import LOOPBACK
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.host import EngineHost
 from verifier_service.options import VerifierOptions

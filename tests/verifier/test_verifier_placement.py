@@ -17,8 +17,8 @@ from drafting_scene import (
     rows_of,
 )
 
-from draftwire.contract.tensors import decode_tensor
 from draftwire.model.fusion import FeatureFusion
+from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.drafters import placement
 from verifier_service.drafters.features import FeatureKind

@@ -10,7 +10,7 @@ import torch
 from drafting_scene import Scene, answer_to, make_request
 from tiny_targets import VOCAB
 
-from draftwire.contract.tensors import encode_tensor
+from draftwire.model.tensors import encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import ReadyDrafts, Request

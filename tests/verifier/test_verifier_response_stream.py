@@ -12,10 +12,10 @@ import grpc
 import pytest
 from engine_scene import make_target
 
+from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.errors import ServerError
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
-from draftwire.server.security import LOOPBACK
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from verifier_service.api import response_stream as unread_module

@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, QueueFullError, UnavailableError
+from draftwire.contract.spans import TRACEPARENT, end_span, start_span, traceparent_of
 from draftwire.server.logs import fields
-from draftwire.server.tracing import TRACEPARENT, end_span, is_exporting, start_span, traceparent_of
+from draftwire.server.tracing import is_exporting
 from draftwire.v1 import generate_pb2
 
 if TYPE_CHECKING:

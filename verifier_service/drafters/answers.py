@@ -9,7 +9,7 @@ import torch
 
 from draftwire.contract import validation as cfg
 from draftwire.contract.errors import Described, InvalidArgumentError
-from draftwire.contract.tensors import decode_ids, decode_probabilities
+from draftwire.model.tensors import decode_ids, decode_probabilities
 from draftwire.transport import TensorReceiver
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import gumbel_sample

@@ -19,10 +19,10 @@ from google.protobuf.message import Message
 
 from draftwire.contract import validation as cfg
 from draftwire.contract.addresses import KEEP_ALIVE_S, MAX_MESSAGE_BYTES, receiving_at_most
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.contract.errors import InvalidArgumentError, MismatchError
 from draftwire.model.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.server.counting import CountingChannel
-from draftwire.server.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.transport import (
     ALL_CARRIERS,
     Rendezvous,

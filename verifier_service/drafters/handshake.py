@@ -9,9 +9,9 @@ import torch
 
 from draftwire.contract import validation as cfg
 from draftwire.contract.errors import MismatchError
-from draftwire.contract.tensors import DTYPES, WIRE_DTYPES, decode_tensor
 from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.model.fusion import FeatureFusion
+from draftwire.model.tensors import DTYPES, WIRE_DTYPES, decode_tensor
 from draftwire.transport import carrier_name
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire_kernels import NOISE_VERSION

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftwire.contract import validation as cfg
-from draftwire.contract.tensors import encode_ids
+from draftwire.model.tensors import encode_ids
 from draftwire.server.logs import fields
 from draftwire.server.tracing import is_exporting
 from draftwire.transport import Outgoing

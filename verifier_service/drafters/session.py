@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire.contract.tensors import decode_id_array
+from draftwire.model.tensors import decode_id_array
 from draftwire.transport import Outgoing
 from draftwire.v1 import draft_pb2
 from verifier_service.core.request import Request

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.fields import with_defaults
 from draftwire.contract.version import VERSION
-from draftwire.server.security import ClientSecurity
 from draftwire.transport import ALL_CARRIERS
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.core.request import Request

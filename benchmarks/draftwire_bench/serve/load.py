@@ -19,8 +19,8 @@ import numpy as np
 
 from draftwire.client.output import Statistics, chunk_from_message
 from draftwire.client.request import CLIENT_CHANNEL_OPTIONS, to_error
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.contract.errors import BenchmarkError
-from draftwire.server.security import LOOPBACK, ClientSecurity, open_async_channel
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 

@@ -11,10 +11,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from draftwire.client.memory_table import memory_mapping, memory_table
 from draftwire.client.missing_drafts import cause_text, counted
 from draftwire.contract.errors import BenchmarkError
 from draftwire.contract.validation import speculative_config_to_mapping
+from draftwire.server.memory_table import memory_mapping, memory_table
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.serve.load import ClientLoad
 from draftwire_bench.serve.metrics import PHASES, Percentiles, step_seconds

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from draftwire.client import Client
 from draftwire.client.request import Prompt
+from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire.contract.errors import BenchmarkError, InvalidArgumentError
-from draftwire.server.security import LOOPBACK, ClientSecurity
 from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.serve.counts import find_skipped

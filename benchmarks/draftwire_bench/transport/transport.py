@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.client_security import LOOPBACK, open_async_channel
 from draftwire.contract.errors import BenchmarkError
 from draftwire.model.devices import make_current
 from draftwire.server.counting import CountingChannel
-from draftwire.server.security import LOOPBACK, open_async_channel
 from draftwire.transport import (
     Channel,
     Outgoing,
