@@ -76,7 +76,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self, servers: Sequence[str]) -> AsyncIterator[None]:
-        """Runs the clients, spread over the servers; leaves when their last requests have ended."""
+        """Run the clients, spread over the servers; leave when their last requests have ended."""
         self._is_stopped = False
         async with AsyncExitStack() as opened:
             clients = [await opened.enter_async_context(AsyncClient(server, self._security)) for server in servers]
@@ -88,11 +88,11 @@ class Load:
                 await work
 
     def stop(self) -> None:
-        """Starts no further request; the running ones go on."""
+        """Start no further request; the running ones go on."""
         self._is_stopped = True
 
     async def wait_for(self, requests: int) -> None:
-        """Waits until so many more have ended."""
+        """Wait until `requests` more requests have ended."""
         wanted = self.requests + len(self.problems) + requests
         while self.requests + len(self.problems) < wanted:
             await asyncio.sleep(0.1)
@@ -116,7 +116,7 @@ class Load:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[list[str]]:
-        """Prints what was done in it, beside the remarks appended to what it yields."""
+        """Print the counts of a stage, with the remarks appended to the yielded list."""
         requests, drafted = self.requests, self.drafted
         remarks: list[str] = []
         yield remarks
@@ -130,7 +130,7 @@ class Load:
 @click.option("--tls", is_flag=True, help="With mutual TLS and tokens.")
 @click.option("--requests", default=8, show_default=True, type=click.IntRange(1), help="Requests in each stage.")
 def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
-    """Runs the check and prints a line for each stage."""
+    """Run the check and print a line for each stage."""
     if build:
         _build(shlex.split(build_args))
     with ExitStack() as directories:
@@ -208,14 +208,14 @@ async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
 
 
 def _heads(stack: Stack) -> set[str]:
-    """Fingerprints of the heads of the drafters that are ready at the first verifier."""
+    """Return the fingerprints of the heads of the drafters that are ready at the first verifier."""
     with Client(stack.servers()[0], stack.security) as client:
         drafters = client.info().drafters
     return {drafter.head_fingerprint for drafter in drafters if drafter.state == pb.DRAFTER_STATE_READY}
 
 
 async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: Secrets) -> None:
-    """Replaces both authorities and all certificates, in the order of docs/deploy.md, and then the drafters."""
+    """Replace both authorities and all certificates, in the order of docs/deploy.md, and then the drafters."""
     async with load.running(stack.servers()):
         with load.stage("new authorities beside the old ones"):
             given.trust(given, new)
@@ -253,7 +253,7 @@ def _running(stack: Stack) -> Iterator[None]:
 
 
 def _build(arguments: Sequence[str]) -> None:
-    """Builds both images; by docker itself, since docker-compose 1.29 passes no secrets on."""
+    """Build both images; by docker itself, since docker-compose 1.29 passes no secrets on."""
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     # Without a value docker takes that of the environment, and the Dockerfile's where there is none.
     variables = [part for name in ("BASE_IMAGE", "PIP_ARGS", "APT_PACKAGES") for part in ("--build-arg", name)]
@@ -317,7 +317,7 @@ def _expected(stack: Stack) -> list[list[int]]:
 
 
 def _ready_drafters(stack: Stack) -> list[int] | str:
-    """How many drafters are ready at each verifier, or why one does not answer."""
+    """Return how many drafters are ready at each verifier, or why one does not answer."""
     counts = []
     for server in stack.servers():
         try:
@@ -330,12 +330,12 @@ def _ready_drafters(stack: Stack) -> list[int] | str:
 
 
 def _wait_for_drafters(stack: Stack, count: int, verifiers: int = 1) -> float:
-    """Waits until that many are ready at each verifier; the seconds that it took."""
+    """Wait until each verifier has this many ready drafters, and return the seconds."""
     return _wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters at each verifier")
 
 
 def _wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
-    """Looks until what is found is what is wanted; the seconds that it took."""
+    """Poll `look` until it returns the wanted value, and return the seconds."""
     began = time.monotonic()
     while (found := look()) != wanted:
         if time.monotonic() - began > TIMEOUT_S:

@@ -50,7 +50,7 @@ Panels = list[tuple[dict[str, Any], list[list[Series]]]]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def promtool(*arguments: str) -> None:
-    """Runs promtool in the folder of the configuration."""
+    """Run promtool in the folder of the configuration."""
     print("$ promtool", *arguments, flush=True)
     subprocess.run(["promtool", *arguments], cwd=DEPLOY / "prometheus", check=True)
 
@@ -102,14 +102,14 @@ def _is_ready(url: str) -> bool:
 
 
 def ask(url: str, path: str, **parameters: str | float) -> Any:
-    """The data of an answer of Prometheus' HTTP API."""
+    """Return the data of an answer of Prometheus' HTTP API."""
     query = urllib.parse.urlencode(parameters)
     with urllib.request.urlopen(f"{url}/api/v1/{path}?{query}", timeout=30) as response:
         return json.load(response)["data"]
 
 
 def load(address: str, stop: threading.Event) -> list[threading.Thread]:
-    """Clients that generate until `stop`: greedy, sampled and, now and then, without drafts."""
+    """Run clients that generate until `stop`: greedy, sampled and, sometimes, without drafts."""
 
     def run(number: int) -> None:
         with Client(address) as client:
@@ -131,7 +131,7 @@ def load(address: str, stop: threading.Event) -> list[threading.Thread]:
 
 
 def read_panels(url: str, began: float) -> Panels:
-    """Each panel of the dashboard with the series of each of its queries, from `began` (Unix time) to now."""
+    """Return each panel of the dashboard with the series of each of its queries, from `began` (Unix time) to now."""
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "draftwire.json").read_text())
     panels = []
     for panel in board["panels"]:
@@ -154,7 +154,7 @@ def _series(found: dict[str, Any], legend: str, began: float) -> Series:
 
 
 def report(panels: Panels) -> int:
-    """Prints what each query has returned; the number of those without data."""
+    """Print the result of each query, and return the number of queries without data."""
     empty = 0
     for panel, answers in panels:
         for target, series in zip(panel["targets"], answers, strict=True):

@@ -40,19 +40,19 @@ class Secrets:
 
     @property
     def client(self) -> ClientSecurity:
-        """How a client shows who it is."""
+        """Return the client's security settings."""
         names = ("ca.pem", "client.pem", "client.key", "tokens")
         ca, certificate, key, tokens = (self.directory / name for name in names)
         return ClientSecurity(ca=ca, certificate=certificate, key=key, token_file=tokens)
 
     def trust(self, *all_trusted: Secrets) -> None:
-        """Writes the authorities of those that are trusted; like `issue` into the files, which compose has mounted."""
+        """Write the trusted authorities to the files that compose has mounted, as `issue` does."""
         for name in CERTIFICATES:
             pems = [trusted._authorities[name].cert_pem.bytes() for trusted in all_trusted]
             (self.directory / f"{name}.pem").write_bytes(b"".join(pems))
 
     def issue(self, issuer: Secrets) -> None:
-        """Writes certificates of the issuer's authorities."""
+        """Write certificates of the issuer's authorities."""
         for authority, certificates in CERTIFICATES.items():
             for name, hosts in certificates.items():
                 issued = issuer._authorities[authority].issue_cert(*hosts)
@@ -78,32 +78,32 @@ class Stack:
             self.security = given.client
 
     def compose(self, *arguments: str) -> str:
-        """Runs compose and returns its output, which is in the error when it fails."""
+        """Run compose and return its output; a failure's error has the output too."""
         files = [part for file in self._files for part in ("-f", str(file))]
         return run([*self._command, *files, "-p", PROJECT, *arguments], self._environment)
 
     def scale(self, drafters: int, verifiers: int = 1) -> None:
-        """Sets the numbers of containers."""
+        """Set the numbers of containers."""
         counts = ["--scale", f"drafter={drafters}", "--scale", f"verifier={verifiers}"]
         self.compose("up", "-d", "--no-build", "--no-recreate", *counts)
 
     def containers(self, service: str) -> list[str]:
-        """Ids of a service's running containers."""
+        """Return the ids of a service's running containers."""
         labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
         return run(["docker", "ps", "-q", *filters]).split()
 
     def servers(self) -> list[str]:
-        """Addresses of the verifiers on the host."""
+        """Return the addresses of the verifiers on the host."""
         published = [run(["docker", "port", container, "50051"]) for container in self.containers("verifier")]
         return [f"127.0.0.1:{ports.splitlines()[0].rpartition(':')[2]}" for ports in published]
 
     def kill(self, service: str) -> None:
-        """Kills one container of a service."""
+        """Kill one container of a service."""
         run(["docker", "kill", self.containers(service)[0]])
 
     def replace(self) -> None:
-        """Kills the only drafter and starts another."""
+        """Kill the only drafter and start another."""
         self.kill("drafter")
         self.scale(1)
 
@@ -112,7 +112,7 @@ class Stack:
         self._environment["HEAD"] = head
 
     def end(self, container: str) -> None:
-        """Lets a container drain, and removes it."""
+        """Let a container drain, and remove it."""
         run(["docker", "stop", "--time", "30", container])
         run(["docker", "rm", container])
 
@@ -126,7 +126,7 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> st
 
 
 def compose_command() -> list[str]:
-    """The plugin of version 2 where there is one, else docker-compose."""
+    """Return the plugin of version 2 where there is one, else docker-compose."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     if plugin.returncode == 0:
         return ["docker", "compose"]

@@ -32,7 +32,7 @@ def choose_limits(
     target_dir: Path,
     memory: GpuMemory | None,
 ) -> EngineLimits:
-    """The limits that were asked for, the others such that the head's and the device's are kept.
+    """Return the limits that were asked for, the others such that the head's and the device's are kept.
 
     Parameters
     ----------

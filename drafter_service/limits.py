@@ -42,7 +42,7 @@ class EngineLimits:
         return self if max_drafts is None else replace(self, max_num_speculative_tokens=min(most, max_drafts))
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgumentError, which names the limit."""
+        """Check the limits; InvalidArgumentError names the wrong limit."""
         ranges = {
             "max_num_seqs": (1, 2**16),
             "max_model_len": (1, 2**31 - 1),

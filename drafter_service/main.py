@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(options: DrafterOptions) -> None:
-    """Loads the head and serves drafts until SIGTERM or SIGINT, then drains.
+    """Load the head and serve drafts until SIGTERM or SIGINT, then drain.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
 
 
 def head_name(name: str) -> str:
-    """How a head is called: the name of its directory, or its hub id."""
+    """Return the name of a head: the name of its directory, or its hub id."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name
 

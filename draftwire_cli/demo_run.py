@@ -40,12 +40,12 @@ class Comparison:
 
     @property
     def greedy(self) -> bool:
-        """Whether both outputs must be equal."""
+        """Return whether both outputs must be equal."""
         return self.options["temperature"] == 0
 
     @property
     def equal(self) -> bool:
-        """Whether both outputs are the same tokens."""
+        """Return whether both outputs are the same tokens."""
         return self.on.token_ids == self.off.token_ids
 
 
@@ -121,7 +121,7 @@ def run_demo(
 
 
 def compare(client: Client, name: str, prompt: str, options: Options, max_tokens: int) -> Comparison:
-    """Runs one prompt with the server's number of drafts and with none."""
+    """Run one prompt with the server's number of drafts and with none."""
     shared: Options = {**options, "max_tokens": max_tokens}
     without: Options = {**shared, "num_speculative_tokens": 0}
     off = client.complete(prompt, **without)

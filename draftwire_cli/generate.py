@@ -40,7 +40,7 @@ class LogitBias(click.ParamType):
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds an option for each field of SamplingParams; ranges are checked by the client."""
+    """Add an option for each field of SamplingParams; ranges are checked by the client."""
     options = [
         click.option("--temperature", type=float, help="0 takes the most likely token.  [default: 1]"),
         click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]"),

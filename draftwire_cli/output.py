@@ -19,13 +19,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def has_colour() -> bool:
-    """Whether standard output is a terminal with colours and the user wants them."""
+    """Return whether standard output is a terminal with colours and the user wants them."""
     console = Console()
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def write_chunk(chunk: Chunk, show_drafts: bool, terminal: bool) -> None:
-    """Writes new text to standard output at once; text of accepted drafts is coloured with `show_drafts`."""
+    """Write new text to standard output at once; text of accepted drafts is coloured with `show_drafts`."""
     if not terminal:
         click.echo(chunk.text, nl=False)
         return
@@ -34,7 +34,7 @@ def write_chunk(chunk: Chunk, show_drafts: bool, terminal: bool) -> None:
 
 
 def visible(text: str) -> str:
-    """Text without the control characters that a terminal obeys."""
+    """Return the text without control characters of terminals."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -77,7 +77,7 @@ def rates_text(statistics: Statistics) -> str:
 
 
 def completion_mapping(completion: Completion) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the JSON form of a completion."""
     statistics = completion.statistics
     return {
         **asdict(completion),

@@ -135,7 +135,7 @@ def _plans(now: Info) -> list[Table]:
 
 
 def _features(drafter: pb.DrafterStatus) -> str:
-    """How features travel: `fused by shm`."""
+    """Return how features travel: `fused by shm`."""
     if drafter.features_carrier == draft_pb2.CARRIER_UNSPECIFIED:
         return ""
     carrier = draft_pb2.Carrier.Name(drafter.features_carrier).removeprefix("CARRIER_").lower()
@@ -143,7 +143,7 @@ def _features(drafter: pb.DrafterStatus) -> str:
 
 
 def _fallbacks(before: Info, now: Info, seconds: float) -> Table:
-    """Tokens that were decoded without drafts, by cause."""
+    """Return the tokens that were decoded without drafts, by cause."""
     table = Table(title="tokens without drafts", title_justify="left")
     earlier = {fallback.cause: fallback.tokens for fallback in before.counters.fallbacks}
     for column in ("cause", "tokens/s", "since its start"):

@@ -13,7 +13,7 @@ PACKAGE = Path("draftwire/v1")
 
 
 def generate(out: Path) -> None:
-    """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` below `out`/draftwire/v1."""
+    """Write `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` below `out`/draftwire/v1."""
     files = sorted(str(path) for path in (PROTO_ROOT / PACKAGE).glob("*.proto"))
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     options = [f"--{kind}={out}" for kind in ("python_out", "pyi_out", "grpc_python_out", "mypy_grpc_out")]

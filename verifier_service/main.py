@@ -27,7 +27,7 @@ MAX_UNREAD = 1024
 
 
 def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Without a process that was started for it the engine runs here.
+    """Serve until SIGTERM or SIGINT, then drain. Without an engine process the engine runs in this process.
 
     Raises
     ------

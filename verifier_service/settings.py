@@ -33,7 +33,7 @@ class Settings:
 
 
 def check_options(options: VerifierOptions) -> Settings:
-    """The settings.
+    """Return the settings.
 
     Raises
     ------
@@ -91,7 +91,8 @@ def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]
 
 
 def _schedules_ahead(options: VerifierOptions, device: torch.device) -> bool:
-    """A CPU computes when it launches; and the ranks of a split target are told each step's tokens by the host."""
+    """Return whether steps are launched ahead: not on a CPU, which computes at the launch, nor for a split target,
+    whose ranks get the tokens from the host."""
     is_split = options.tensor_parallel_size > 1
     if options.async_scheduling and is_split:
         raise InvalidArgumentError("async_scheduling", True, "allowed: with tensor_parallel_size = 1")
@@ -99,7 +100,7 @@ def _schedules_ahead(options: VerifierOptions, device: torch.device) -> bool:
 
 
 def _deadline(text: str) -> float | None:
-    """Seconds, or None for off."""
+    """Return the seconds, or None for off."""
     if text == "off":
         return None
     try:

@@ -106,7 +106,7 @@ class Layers:
         self.bound(LONGEST)
 
     def bound(self, max_length: int) -> None:
-        """Attends from now on with bounds for sequences of `max_length` rows."""
+        """Attend from now on with bounds for sequences of `max_length` rows."""
         case = self.case
         self.batch = self.buffers.load(self.host_batch, case.batch * case.rows, case.batch, max_length=max_length)
 

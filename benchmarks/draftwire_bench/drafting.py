@@ -101,7 +101,7 @@ class Rig:
         self.engine.submit(self.session, step)
 
     def step(self) -> float:
-        """Seconds from submission to answer."""
+        """Return the seconds from submission to answer."""
         batch = len(self.num_rows)
         self.submit([(i + self.step_id) % 5 + 1 if batch > 1 else 3 for i in range(batch)], K)
         torch.cuda.synchronize()
@@ -133,7 +133,7 @@ def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, b
 
 
 def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode) -> Callable[[], None]:
-    """Replays the step that the inputs on the device describe."""
+    """Replay the step that the inputs on the device describe."""
     graphs = engine.graphs
     assert graphs is not None
     shape = graphs.shape_for(mode, batch, batch, K)
@@ -154,7 +154,7 @@ def timed_ms(call: Callable[[], None], repeats: int = 50) -> float:
 
 
 def weight_bytes(head: Head) -> dict[str, int]:
-    """What a pass reads, what `fuse` reads and what is only looked up."""
+    """Return the bytes that a pass reads, that `fuse` reads, and that are only looked up."""
     hidden, inner, bytes_each = HEAD["hidden_size"], HEAD["intermediate_size"], 2
     assert isinstance(hidden, int)
     assert isinstance(inner, int)
@@ -193,7 +193,7 @@ def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, 
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy on the device."""
+    """Return the bytes a second, read and written, of a large copy on the device."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -236,7 +236,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.option("--batches", default="1,4,8,16,32,64", show_default=True)
 @click.option("--context", default=512, show_default=True, help="Accepted rows of each sequence before the first step.")
 def main(json_path: Path | None, batches: str, context: int) -> None:
-    """Measures and prints tables."""
+    """Measure and print tables."""
     console = Console(width=130)
     device = torch.device("cuda:0")
     bandwidth = copy_bandwidth()

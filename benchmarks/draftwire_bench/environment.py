@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
 
 
 def read_shape(directory: str) -> dict[str, Any] | None:
-    """The config.json of a model directory; None of a hub id."""
+    """Return the config.json of a model directory; None of a hub id."""
     path = Path(directory).expanduser() / "config.json"
     if not path.is_file():
         return None

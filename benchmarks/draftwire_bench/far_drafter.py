@@ -73,7 +73,7 @@ MTU = 9000
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 def main(json_path: Path | None, **given: Any) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     console = Console()
     shared = ["--dtype", given["dtype"], "--load-format", given["load_format"]]
     shared += ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
@@ -137,7 +137,7 @@ def _measured(address: str, concurrency: int, given: dict[str, Any]) -> dict[str
 
 
 def _plan(address: str) -> dict[str, Any]:
-    """What the verifier expects of drafts at the end, and what it works that out from: the contract's `DraftPlan`."""
+    """Return the verifier's last `DraftPlan`: expected throughput with drafts, and its inputs."""
     with Client(address, ClientSecurity(insecure=True)) as client:
         (drafter,) = client.info().drafters
     return MessageToDict(drafter.plan, preserving_proto_field_name=True)
@@ -145,7 +145,7 @@ def _plan(address: str) -> dict[str, Any]:
 
 @cache
 def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
-    """One source for all rounds, so that no random prompt comes twice."""
+    """Yield one source for all rounds, so that no random prompt comes twice."""
     return endless(PROMPTS) if has_tokenizer else random_prompts(PROMPT_TOKENS, vocab_size, seed=0)
 
 

@@ -75,7 +75,7 @@ def main(
     skip_warm_start: bool,
     json_path: Path | None,
 ) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     console = Console(width=120)
     config = read_config(target)
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +108,7 @@ def main(
 
 
 def parse_batches(batches: str) -> list[tuple[int, int]]:
-    """Sequences and rows of each of "1x5,8x5"."""
+    """Return the sequences and rows of each of "1x5,8x5"."""
     pairs = [batch.split("x") for batch in batches.split(",") if batch]
     return [(int(count), int(rows)) for count, rows in pairs]
 
@@ -121,7 +121,7 @@ def _start(
     max_model_len: int | None,
     rows_per_sequence: int,
 ) -> tuple[TargetRunner, dict[str, float]]:
-    """What the verifier does before it serves, and the seconds and GiB of each part."""
+    """Return the parts of the verifier's start, with seconds and GiB of each."""
     make_current(DEVICE)
     start: dict[str, float] = {}
 
@@ -161,7 +161,7 @@ def _warm_start() -> dict[str, float]:
 
 
 def _without_json(arguments: list[str]) -> list[str]:
-    """The arguments but for the file of the result."""
+    """Return the arguments without the result file."""
     if "--json" in arguments:
         at = arguments.index("--json")
         return arguments[:at] + arguments[at + 2 :]
@@ -202,7 +202,8 @@ def _measure(config: dict[str, Any], runner: TargetRunner, step: ForwardInput) -
 
 
 def _time(run: Callable[[], object], repeats: int = 20, rounds: int = 7) -> tuple[float, float]:
-    """Milliseconds of one run: on the GPU, many back to back; on the host, alone until the GPU is done. Medians."""
+    """Return the median milliseconds of one run: on the GPU, many back to back; on the host, one until the GPU is
+    done."""
     for _ in range(3):
         run()
     on_gpu, on_host = [], []
@@ -223,7 +224,7 @@ def _time(run: Callable[[], object], repeats: int = 20, rounds: int = 7) -> tupl
 
 
 def _host_ms(run: Callable[[], object], repeats: int = 20) -> float:
-    """Milliseconds until a run has been handed to an idle GPU; median."""
+    """Return the median milliseconds until a run has been launched on an idle GPU."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize(DEVICE)
@@ -234,7 +235,7 @@ def _host_ms(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
-    """Products with weights of the target's own sizes, merged, one after the other, in one CUDA graph."""
+    """Return the products with weights of the target's own sizes, merged, one after the other, in one CUDA graph."""
     hidden, wide, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer = [((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * wide, hidden), (hidden, wide)]
@@ -257,7 +258,7 @@ def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
 
 
 def _kernels(runner: TargetRunner, step: ForwardInput, most: int = 15) -> list[dict[str, Any]]:
-    """Microseconds and launches of one step, by kernel."""
+    """Return the microseconds and launches of one step, by kernel."""
     runner.run(step)
     torch.cuda.synchronize(DEVICE)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

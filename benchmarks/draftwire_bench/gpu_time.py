@@ -12,12 +12,12 @@ DEVICE = "cuda"
 
 
 def replay_time(call: Callable[[int], object], copies: int) -> float:
-    """Microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
+    """Return the microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
     return graph_time(capture(call, copies)) / copies
 
 
 def capture(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
-    """A graph of the calls of 0 .. `copies` - 1, which have been made once before."""
+    """Return a graph of the calls of 0 .. `copies` - 1, which have been made once before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -57,7 +57,7 @@ def eager_time(call: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written."""
+    """Return the bytes per second of a device-to-device copy, read and written."""
     source = torch.randn(2**30, device=DEVICE)
     target = torch.empty_like(source)
     times = []
@@ -72,7 +72,7 @@ def copy_bandwidth() -> float:
 
 
 def product_rate() -> float:
-    """Operations per second of a bfloat16 matrix product of 8192 on random data."""
+    """Return the operations per second of a bfloat16 matrix product of 8192 on random data."""
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(7):

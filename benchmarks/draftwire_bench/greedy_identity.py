@@ -117,7 +117,7 @@ def main(
     allowed: float | None,
     json_path: Path | None,
 ) -> None:
-    """Compares the outputs and prints where they part."""
+    """Compare the outputs and print where they differ."""
     rng = random.Random(1)
     texts = _texts(target)
     prompts = _prompts(texts, count, rng)
@@ -150,12 +150,13 @@ def _texts(target: str) -> list[list[int]]:
 
 
 def _prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
-    """Beginnings of texts, of different lengths."""
+    """Return beginnings of texts, of different lengths."""
     return [texts[i % len(texts)][: rng.choice(PROMPT_LENGTHS)] for i in range(count)]
 
 
 def _sharing_prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
-    """Beginnings of texts, each of several prompts in a row, which go on with different pieces of other texts."""
+    """Return beginnings of texts, each of several prompts in a row, which go on with different pieces of other
+    texts."""
     prompts = []
     for i in range(count):
         prefix, other = texts[i // NUM_SHARING % len(texts)], texts[-1 - i % len(texts)]
@@ -165,7 +166,8 @@ def _sharing_prompts(texts: list[list[int]], count: int, rng: random.Random) -> 
 
 
 def _complete(pair: PairOptions, rounds: Sequence[Requests], within_s: float) -> list[Completion]:
-    """What the pair's services say, round after round; a round's requests begin within `within_s` seconds."""
+    """Return the outputs of the pair's services, round after round; a round's requests begin within `within_s`
+    seconds."""
     with running_pair(pair, "{}") as address:
         with Client(address) as client:
             wait_for_drafters(client)
@@ -206,7 +208,7 @@ def _references(model: Any, requests: Requests) -> list[Reference]:
 
 
 def compare(completions: Sequence[Completion], references: Sequence[Reference]) -> Comparison:
-    """The outputs beside the references, one of each."""
+    """Return the outputs beside the references, one of each."""
     pairs = list(zip(completions, references, strict=True))
     found = [find_parting(i, completion.token_ids, reference) for i, (completion, reference) in enumerate(pairs)]
     partings = [parting for parting in found if parting is not None]
@@ -225,7 +227,7 @@ def compare(completions: Sequence[Completion], references: Sequence[Reference]) 
 
 
 def find_parting(request: int, tokens: tuple[int, ...], reference: Reference) -> Parting | None:
-    """Where an output parts from transformers', if it does."""
+    """Return where an output differs from transformers', if it does."""
     for place, (token, expected) in enumerate(zip(tokens, reference.tokens, strict=False)):
         if token != expected:
             logits = reference.logits[place]
@@ -245,7 +247,7 @@ def count_differences(tokens: tuple[int, ...], expected: list[int]) -> int:
 
 
 def find_failures(result: Comparison, small: Comparison, allowed: float) -> list[str]:
-    """What does not hold; preemptions and prefix hits are asked of the small cache alone."""
+    """Return the failures; preemptions and prefix hits are required only of the small cache."""
     failures = []
     if any(parting.gap > allowed or not allowed for parting in [*result.partings, *small.partings]):
         failures.append("greedy output differs from transformers' by more than rounding")

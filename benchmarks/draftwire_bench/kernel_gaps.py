@@ -45,7 +45,7 @@ class Passes(NamedTuple):
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
-    """Runs COMMAND and prints what was recorded; exits with its status."""
+    """Run COMMAND, print the records, and exit with its status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_KERNEL_GAPS", Path(directory))
         found = [(about, passes_of(events)) for about, events in read(Path(directory))]
@@ -71,7 +71,7 @@ def main(json_path: Path | None, command: tuple[str, ...]) -> None:
 
 
 def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """What is said about each record, in order, and the events of its trace."""
+    """Return a description of each record, in order, and the events of its trace."""
     paths = sorted(directory.glob("*.about"), key=lambda path: int(path.stem))
     return [
         (json.loads(path.read_text()), json.loads(path.with_suffix(".json").read_text())["traceEvents"])
@@ -80,7 +80,7 @@ def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 def passes_of(events: Sequence[Mapping[str, Any]]) -> Passes | None:
-    """The passes with the number of kernels that most have; None where no launch has as many as a pass.
+    """Return the passes with the number of kernels that most have; None where no launch has as many as a pass.
 
     Parameters
     ----------

@@ -103,8 +103,8 @@ class Link:
         return int(self._process.stdout.readline())
 
     def measure(self) -> Reached:
-        """How long a byte takes there and back, and how fast many go there: the process between the devices, or the
-        host's cores, may be slower than the rate that is set."""
+        """Return how long a byte takes there and back, and how fast many go there: the process between the devices, or
+        the host's cores, may be slower than the rate that is set."""
         command = [*self._python, "-m", "draftwire_bench.link", "--sink", self.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sink:
             try:
@@ -171,7 +171,7 @@ def _pass_packets(ends: list[int]) -> None:
 
 
 def _transfer(connection: socket.socket, num_bytes: int) -> float:
-    """Seconds until the sink has said that they have arrived."""
+    """Return the seconds until the sink has confirmed the bytes."""
     message = num_bytes.to_bytes(8, "little") + bytes(num_bytes)
     began = time.monotonic()
     connection.sendall(message)
@@ -181,7 +181,7 @@ def _transfer(connection: socket.socket, num_bytes: int) -> float:
 
 
 def _take_in(address: str) -> None:
-    """Prints its port; of one connection, takes numbers of 8 bytes and as many bytes after each, which it confirms."""
+    """Print the sink's port, then confirm messages of one connection, each an 8-byte length with as many bytes."""
     with socket.create_server((address, 0)) as server:
         print(server.getsockname()[1], flush=True)
         connection = server.accept()[0]

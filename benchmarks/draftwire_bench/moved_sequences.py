@@ -65,7 +65,7 @@ class Run:
 @click.option("--max-tokens", default=1400, show_default=True)
 @click.option("--by", type=click.Choice(list(SIGNALS)), default="kill", show_default=True)
 def main(count: int, max_tokens: int, by: str) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     target, head = DEMO / "target", DEMO / "head"
     with (
         tempfile.TemporaryDirectory(prefix="draftwire-moved-") as logs,
@@ -111,7 +111,7 @@ def _run(
     half_way: Callable[[], None] = lambda: None,
     num_drafts: int = NUM_DRAFTS,
 ) -> Run:
-    """Runs all requests at once, and `half_way` when the first one has half of its tokens."""
+    """Run all requests at once, and `half_way` when the first one has half of its tokens."""
     outputs: list[list[int]] = [[] for _ in range(count)]
     is_half_way = Event()
 
@@ -135,13 +135,13 @@ def _run(
 
 
 def _undrafted(client: Client) -> dict[str, int]:
-    """Tokens that verify steps have emitted without drafts, by cause."""
+    """Return the tokens that verify steps have emitted without drafts, by cause."""
     counts = client.info().counters.fallbacks
     return {pb.FallbackCause.Name(one.cause).removeprefix("FALLBACK_CAUSE_").lower(): one.tokens for one in counts}
 
 
 def _moved(verifier: ServiceProcess, request_ids: Sequence[str]) -> list[bool]:
-    """Whether each request's sequence was opened at two drafters."""
+    """Return whether each request's sequence was opened at two drafters."""
     lines = [json.loads(line) for line in verifier.log_text().splitlines() if line.startswith("{")]
     opened = {(one["request_id"], one["drafter"]) for one in lines if one["message"] == "sequence opened"}
     return [sum(request_id == name for request_id, _ in opened) > 1 for name in request_ids]

@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 @click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Compressed if .gz.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(output: Path, command: tuple[str, ...]) -> None:
-    """Runs COMMAND, records its verifier's pacing and prints how much there was; exits with its status."""
+    """Run COMMAND, record its verifier's pacing, print the number of records, and exit with its status."""
     output.write_bytes(b"")
     status = run_watched(command, "DRAFTWIRE_PACING_RECORD", output.resolve())
     table = Table(box=SIMPLE)
@@ -58,13 +58,13 @@ def main(output: Path, command: tuple[str, ...]) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a record."""
+    """Yield the events of a record."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         yield from map(json.loads, lines)
 
 
 def stretches(events: Iterable[Mapping[str, Any]]) -> list[Stretch]:
-    """Those of events in order."""
+    """Return events of some kinds, in order."""
     found: list[Stretch] = []
     for event in events:
         at, kind = event["at"], event["event"]

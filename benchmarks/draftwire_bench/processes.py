@@ -97,7 +97,7 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     @property
@@ -106,7 +106,7 @@ class ServiceProcess:
         return self._process.poll()
 
     def log_text(self) -> str:
-        """What it has printed so far."""
+        """Return the process' output so far."""
         if self._kept_log is not None:
             return self._kept_log
         with self.log_path.open("rb") as log:
@@ -114,16 +114,16 @@ class ServiceProcess:
             return log.read().decode(errors="replace")
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, as SIGSTOP and SIGCONT for a service that hangs for a while."""
+        """Send a signal, as SIGSTOP and SIGCONT for a service that hangs for a while."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Kill the process."""
         self._process.kill()
         self.wait()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Asks it to end, kills it after `timeout_s` seconds, and returns its exit status."""
+        """Ask the process to end, kill it after `timeout_s` seconds, and return its exit status."""
         self._process.terminate()
         try:
             status = self.wait(timeout_s)
@@ -147,7 +147,7 @@ class ServiceProcess:
             self.log_path.unlink()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Waits until it has ended, at most `timeout_s` seconds (then subprocess.TimeoutExpired); its exit status."""
+        """Wait up to `timeout_s` seconds (then subprocess.TimeoutExpired) for the end, and return the exit status."""
         status = self._process.wait(timeout_s)
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -177,7 +177,7 @@ class ServiceProcess:
                 time.sleep(POLL_S)
 
     def check_running(self, grace_s: float = 1.0) -> None:
-        """Raises ServerError with its status and its log when it has ended, or does so within `grace_s` seconds."""
+        """Raise ServerError with status and log if the process has ended, or ends within `grace_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(grace_s)
             raise self._failure(f"ended with status {self.returncode}")
@@ -193,7 +193,7 @@ class ServiceProcess:
 
 
 def both_ends(log: str) -> str:
-    """A log without its middle, if it is long: what went wrong first stands before what came of it."""
+    """Return a log, without its middle if it is long: the first error is at the start."""
     if len(log) <= 2 * LOG_CHARS:
         return log
     return f"{log[:LOG_CHARS]}\n[{len(log) - 2 * LOG_CHARS} characters]\n{log[-LOG_CHARS:]}"
@@ -208,7 +208,7 @@ def start_drafter(
     security: ClientSecurity = LOOPBACK,
     program: Sequence[str] = DRAFTWIRE,
 ) -> ServiceProcess:
-    """A drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
+    """Return a drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
     arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
     return ServiceProcess(arguments, log_path, timeout_s, security, program)
 
@@ -221,7 +221,7 @@ def start_verifier(
     timeout_s: float = START_TIMEOUT_S,
     security: ClientSecurity = LOOPBACK,
 ) -> ServiceProcess:
-    """A verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
+    """Return a verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
     pool = ["--drafters", ",".join(drafters)] if drafters else []
     arguments = ["verifier", "--target", str(target), *pool, "--listen", "127.0.0.1:0", *extra]
     return ServiceProcess(arguments, log_path, timeout_s, security)

@@ -73,7 +73,7 @@ CASES = {
 @click.option("--times", default=60, show_default=True, type=click.IntRange(1), help="That the stream is used.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 def main(kernels: int, times: int, json_path: Path | None) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     if not torch.cuda.is_available():
         raise click.ClickException("this measures a GPU")
     table = Table("on the second stream", "before", "after", "more", title="microseconds a kernel")
@@ -89,8 +89,8 @@ def main(kernels: int, times: int, json_path: Path | None) -> None:
 
 
 def measure(name: str, pairs: int, times: int) -> tuple[float, float]:
-    """Microseconds a kernel of a graph of `pairs` sums and products, before the second stream is used in the way of
-    that case and after."""
+    """Return the microseconds a kernel of a graph of `pairs` sums and products, before the second stream is used in the
+    way of that case and after."""
     values = torch.zeros(NUM_VALUES, device=DEVICE)
     weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=DEVICE)
     rows = torch.randn(5, WIDTH, dtype=torch.bfloat16, device=DEVICE)

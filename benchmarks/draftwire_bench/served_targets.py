@@ -122,7 +122,7 @@ class Finding:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 @click.argument("model_types", nargs=-1)
 def main(device_name: str, processes: int, json_path: Path | None, model_types: tuple[str, ...]) -> None:
-    """Tries MODEL_TYPES, by default all of them."""
+    """Try MODEL_TYPES, by default all of them."""
     try:
         device = choose_device(device_name)
     except DraftwireError as error:
@@ -144,7 +144,7 @@ def main(device_name: str, processes: int, json_path: Path | None, model_types: 
 
 
 def try_in_process(model_type: str, device: torch.device) -> Finding:
-    """Tries it and makes room for the next."""
+    """Try a model type, and free its memory."""
     finding = try_type(model_type, device)
     gc.collect()
     if device.type == "cuda":
@@ -160,7 +160,7 @@ def try_all(
     processes: int,
     attempt: Callable[[str, torch.device], Finding] = try_in_process,
 ) -> list[Finding]:
-    """Tries each by `attempt`, in a process that may die of it: the next one has another."""
+    """Try each model type by `attempt`, in a process that may die and is replaced."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts one more for every core
     spawn = multiprocessing.get_context("spawn")
     idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
@@ -194,7 +194,7 @@ def try_all(
 
 
 def try_type(model_type: str, device: torch.device = CPU) -> Finding:
-    """Makes a small model of the type, serves it and compares its logits and states."""
+    """Create a small model of the type, serve it, and compare its logits and states."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -228,7 +228,7 @@ def _first_line(error: Exception) -> str:
 
 
 def save_small(model_type: str, directory: Path, device: torch.device) -> torch.dtype:
-    """Saves a model of the type in the dtype that it is to be served in."""
+    """Save a model of the type in its serving dtype."""
     config_class = type(transformers.AutoConfig.for_model(model_type))
     sizes = SIZES | (LATENT_SIZES if hasattr(config_class, "kv_lora_rank") else {"head_dim": 16})
     known = {name for name in sizes if hasattr(config_class, name)} | set(config_class.attribute_map)
@@ -252,7 +252,7 @@ class Rows(NamedTuple):
 
 
 def _rounds() -> list[list[Tensor]]:
-    """The sequences of each round."""
+    """Return the sequences of each round."""
     generator = torch.Generator().manual_seed(5)
     return [
         [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
@@ -262,7 +262,7 @@ def _rounds() -> list[list[Tensor]]:
 
 @torch.inference_mode()
 def compute(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Rows]:
-    """Every round's steps by transformers' own model, from whole sequences."""
+    """Return every round's steps by transformers' own model, from whole sequences."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     model.to(device).eval()
     entering: list[Tensor] = []
@@ -286,7 +286,7 @@ def compute(directory: Path, dtype: torch.dtype, device: torch.device) -> list[R
 
 
 def serve(target: Target) -> list[Rows]:
-    """Every round's steps by the verifier's target."""
+    """Return every round's steps by the verifier's target."""
     if target.device.type == "cuda":
         target.compile()
     runner = start_runner(target, 5, len(LENGTHS), NUM_DRAFTS, MOST_ROWS)
@@ -306,14 +306,14 @@ def serve(target: Target) -> list[Rows]:
 
 
 def largest_difference(found: Sequence[Rows], expected: Sequence[Rows]) -> float:
-    """The largest difference of any element, over the largest of its step's; NaN where there is one."""
+    """Return the largest difference of any element, over the largest of its step's; NaN where there is one."""
     pairs = zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True)
     return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())
 
 
 def worst_rounding(served: Sequence[Rows], own: Sequence[Rows], exact: Sequence[Rows]) -> tuple[float, float]:
-    """Differences from the exact values, of what is served and of transformers' own: of the step, and of its logits or
-    its states, where the first are the most times the second."""
+    """Return the differences from the exact values, of what is served and of transformers' own: of the step, and of its
+    logits or its states, where the first are the most times the second."""
     ours, theirs = _roundings(served, exact), _roundings(own, exact)
     worst = (ours / theirs).argmax()  # NaN where there is one
     return float(ours[worst]), float(theirs[worst])

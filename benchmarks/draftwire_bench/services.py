@@ -33,7 +33,7 @@ class PairOptions:
     drafter_arguments: Sequence[str] = ()
 
     def with_room_for(self, num_requests: int) -> PairOptions:
-        """The same with room for that many requests at once, unless the arguments say otherwise."""
+        """Return the same settings with room for `count` requests, unless the arguments say otherwise."""
         room = ["--max-num-seqs", str(num_requests)]
         return replace(
             self,
@@ -42,19 +42,19 @@ class PairOptions:
         )
 
     def shared(self, device: str | None) -> list[str]:
-        """Arguments that both services take."""
+        """Return the arguments that both services take."""
         place = [] if device is None else ["--device", device]
         return [*place, "--dtype", self.dtype, "--load-format", self.load_format, "--log-level", "warning"]
 
 
 def drafter_process(options: PairOptions) -> ServiceProcess:
-    """A drafter of the pair."""
+    """Return a drafter of the pair."""
     arguments = [*options.shared(options.drafter_device), *options.drafter_arguments]
     return start_drafter(options.head, options.target, *arguments, timeout_s=START_TIMEOUT_S)
 
 
 def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_config: str) -> ServiceProcess:
-    """A verifier of the pair with the drafters at those addresses."""
+    """Return a verifier of the pair with the drafters at those addresses."""
     arguments = [*options.shared(options.verifier_device), *NO_DEADLINE, "--speculative-config", speculative_config]
     return start_verifier(
         options.target, drafters, *arguments, *options.verifier_arguments, timeout_s=START_TIMEOUT_S
@@ -83,7 +83,7 @@ def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]
 
 
 def wait_for_drafters(client: Client, timeout_s: float = DRAFTER_TIMEOUT_S) -> pb.GetVerifierInfoResponse:
-    """What the verifier serves, once each of its drafters is ready; at once where it knows none.
+    """Wait until each drafter of a verifier is ready, and return what it serves.
 
     Raises
     ------

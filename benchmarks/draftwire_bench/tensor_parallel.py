@@ -81,7 +81,7 @@ def main(
     json_path: Path | None,
     measure: int | None,
 ) -> None:
-    """Checks, measures and prints."""
+    """Check, measure and print."""
     if measure is not None:
         print(MEASURED + json.dumps(_measure(target, device, measure, batches, context)), flush=True)
         os._exit(0)  # as `Workers.close` says
@@ -157,7 +157,7 @@ def _measure(target: Path, device_name: str, size: int, batches: str, context: i
 
 
 def _time(run: Callable[[], object], wait: Callable[[], None], repeats: int, rounds: int) -> float:
-    """Milliseconds of one of `repeats` runs back to back; median of `rounds`."""
+    """Return the milliseconds of one of `repeats` runs back to back; median of `rounds`."""
     times = []
     for _ in range(rounds + 3):
         wait()
@@ -170,7 +170,7 @@ def _time(run: Callable[[], object], wait: Callable[[], None], repeats: int, rou
 
 
 def _check(device: str, failures: list[str]) -> dict[str, Any]:
-    """What the services do on 1 GPU and on 2; what does not hold is added to `failures`."""
+    """Measure the services on 1 GPU and on 2; failed checks are added to `failures`."""
     checks: dict[str, Any] = {"prompts": len(PROMPTS)}
     outputs: dict[int, list[tuple[int, ...]]] = {}
     with _drafter(device) as drafter:
@@ -208,7 +208,7 @@ def _verifier(device: str, size: int, drafter: str) -> ServiceProcess:
 
 
 def _complete(verifier: ServiceProcess) -> tuple[list[tuple[int, ...]], int]:
-    """Tokens of every prompt, all asked for at once, and how many drafts were accepted."""
+    """Return the tokens of all prompts, sent at once, and the number of accepted drafts."""
     with Client(verifier.address) as client, ThreadPoolExecutor() as pool:
         wait_for_drafters(client)
         asked = [pool.submit(client.complete, prompt, temperature=0.0, max_tokens=96) for prompt in PROMPTS]
@@ -217,7 +217,7 @@ def _complete(verifier: ServiceProcess) -> tuple[list[tuple[int, ...]], int]:
 
 
 def _lose_rank(device: str, drafter: str) -> float:
-    """Seconds in which a verifier of two ranks that is busy ends after the second was killed."""
+    """Return the seconds in which a busy verifier of two ranks ends after its second rank was killed."""
     with _verifier(device, 2, drafter) as verifier, Client(verifier.address) as client:
         rank = _second_rank(verifier.pid)
         output = client.generate(PROMPTS[0], temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -229,8 +229,7 @@ def _lose_rank(device: str, drafter: str) -> float:
 
 
 def _second_rank(verifier: int) -> int:
-    """Its process: the one that was spawned last on the way from the verifier's, whether or not the first rank has a
-    process of its own."""
+    """Return the second rank's process: the last spawned descendant of the verifier's process."""
     spawned: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended

@@ -40,7 +40,7 @@ LEAD_S = 0.3e-3
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
-    """Runs COMMAND and prints where its steps' time went; exits with its status."""
+    """Run COMMAND, print the time of its steps by part, and exit with its status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
         records = read(Path(directory))
@@ -54,7 +54,7 @@ def main(json_path: Path | None, command: tuple[str, ...]) -> None:
 
 
 def read(directory: Path) -> dict[str, np.ndarray]:
-    """Seconds [n, 2] from begin to end of each method's calls, in order, of all processes."""
+    """Return the seconds [n, 2] from begin to end of each method's calls, in order, of all processes."""
     rows = [np.empty((0, 3), np.int64)]
     for path in directory.glob("*.records"):
         values = np.fromfile(path, np.int64)
@@ -78,7 +78,7 @@ def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
-    """Those that the steps with drafts have taken."""
+    """Return the intervals of steps with drafts."""
     for found in (WAYS_BOTH_EARLY, WAYS_EARLY):
         if all(len(records[mark.call]) for mark in found[0]):
             return found

@@ -11,7 +11,7 @@ HOOK = Path(__file__).resolve().parent / "hook"
 
 
 def run_watched(command: Sequence[str], variable: str, output: Path) -> int:
-    """The command's exit status. Its Python processes import hook/sitecustomize.py, which knows by the
+    """Return the command's exit status. Its Python processes import hook/sitecustomize.py, which knows by the
     environment variable what to watch, and write to `output`."""
     path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, variable: str(output)}).returncode

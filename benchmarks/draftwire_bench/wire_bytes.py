@@ -72,7 +72,7 @@ PROMPT_TOKENS = 64
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 def main(json_path: Path | None, **given: Any) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     carriers = given["carriers"].split(",")
     if unknown := set(carriers).difference(CARRIERS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: allowed: {', '.join(CARRIERS)}", param_hint="carriers")
@@ -159,7 +159,7 @@ def _prompts(info: pb.GetVerifierInfoResponse) -> Iterator[Prompt]:
 
 
 def _wire_bytes(metrics: str) -> dict[tuple[str, str], float]:
-    """Bytes by (carrier, content), both directions."""
+    """Return the bytes by (carrier, content), both directions."""
     with urlopen(f"http://{metrics}/metrics") as response:
         families = text_string_to_metric_families(response.read().decode())
     found: defaultdict[tuple[str, str], float] = defaultdict(float)

@@ -17,7 +17,7 @@ def _quantiles(metric: str) -> list[tuple[str, str]]:
 
 
 def _phases(job: str) -> list[tuple[str, str]]:
-    """Shares of the time of an engine's thread."""
+    """Return the shares of the time of an engine's thread."""
     selected = f'{{job="{job}"}}{WINDOW}'
     return [
         ("{{phase}}", f"avg by (phase) (rate(draftwire_step_time_seconds_sum{selected}))"),
@@ -174,7 +174,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard: two panels a row."""
+    """Return the dashboard: two panels a row."""
     return {
         "uid": "draftwire",
         "title": "Draftwire",
@@ -200,7 +200,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the file."""
     path = Path(__file__).parent / "dashboards" / "draftwire.json"
     path.write_text(json.dumps(dashboard(), indent=1) + "\n")
 

@@ -16,7 +16,7 @@ Track = Callable[[list[LoopShape]], Iterable[LoopShape]]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that graphs are captured for; a step takes the next larger one."""
+    """Return the numbers of sequences that graphs are captured for; a step takes the next larger one."""
     sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
@@ -37,7 +37,7 @@ class LoopGraphs:
         self._written: dict[SamplingMode, list[torch.Tensor]] = {}  # the buffers of logits that a mode's graphs fill
 
     def capture(self, mode: SamplingMode, k: int, track: Track = iter) -> None:
-        """Captures the steps of sessions of this mode that ask for up to `k` drafts, unless that has been done.
+        """Capture the steps of sessions of this mode with up to `k` drafts, unless they are captured.
 
         `track` is given what is captured, and shows how far it has come.
         """
@@ -58,14 +58,14 @@ class LoopGraphs:
         return list(self._graphs)
 
     def drop_stale(self) -> None:
-        """Drops the graphs that write into buffers of logits that are no more."""
+        """Drop the graphs that write to freed logits buffers."""
         for mode, written in list(self._written.items()):
             current = self._buffers.of(mode)
             if [id(buffer) for buffer in written] != [id(buffer) for buffer in current]:
                 self._drop(mode)
 
     def shape_for(self, mode: SamplingMode, num_sequences: int, num_rows: int, num_drafts: int) -> LoopShape | None:
-        """The captured shape that a step fits into; None where there is none."""
+        """Return the captured shape that a step fits into; None where there is none."""
         k = self._most_drafts.get(mode, 0)
         if num_drafts > k:
             return None
@@ -74,7 +74,7 @@ class LoopGraphs:
         return None if index == len(self._sizes) else self._shape(mode, self._sizes[index], k, num_drafts)
 
     def replay(self, shape: LoopShape) -> None:
-        """Runs a captured step."""
+        """Run a captured step."""
         self._graphs[shape].replay()
 
     def _shape(self, mode: SamplingMode, size: int, k: int, num_drafts: int) -> LoopShape:
@@ -82,7 +82,7 @@ class LoopGraphs:
 
     @torch.inference_mode()
     def _captured(self, shape: LoopShape, pool: Any) -> torch.cuda.CUDAGraph:
-        """The inputs are padding throughout, so that nothing but block 0 is written."""
+        """Capture a step over padding, which writes only block 0."""
         self._loop.inputs.clear(shape.num_sequences, shape.num_rows)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())

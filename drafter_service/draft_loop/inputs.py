@@ -1,4 +1,4 @@
-"""What the host says of a draft step, packed so that one copy takes it to the device."""
+"""Inputs of a draft step, packed for one copy to the device."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ class PackedInputs:
         self._views = lru_cache(self._make_views)
 
     def host(self, num_sequences: int, num_rows: int) -> LoopInputs:
-        """Arrays to be filled."""
+        """Return the arrays to be filled."""
         return self._views(num_sequences, num_rows)[0]
 
     def device(self, num_sequences: int, num_rows: int) -> LoopInputs:
-        """The tensors that `send` fills; always at the same addresses for the same numbers."""
+        """Return the tensors that `send` fills, always at the same addresses for the same sizes."""
         return self._views(num_sequences, num_rows)[1]
 
     def send(self, num_sequences: int, num_rows: int) -> None:
-        """Copies what `host` gave; it must not be changed before the copy is made."""
+        """Copy the arrays of `host`, which must not change before the copy is done."""
         if self._device is not self._host:
             size = self._layout(num_sequences, num_rows)[-1]
             self._device[:size].copy_(self._host[:size], non_blocking=True)
 
     def clear(self, num_sequences: int, num_rows: int) -> None:
-        """Makes all of it padding."""
+        """Set all inputs to padding."""
         host = self.host(num_sequences, num_rows)
         host.cu_rows[:] = 0
         host.slots[:] = -1
         host.num_drafts[:] = 0
 
     def _layout(self, num_sequences: int, num_rows: int) -> list[int]:
-        """Where each input begins, and the end, in int32."""
+        """Return where each input begins, and the end, in int32."""
         n = num_sequences
         ends = [0]
         for size in (2 * n, num_rows, n + 1, n, n, n, n, n, n * self.num_new_blocks):
@@ -110,7 +110,7 @@ def fill(
     temperatures: np.ndarray,
     new_blocks: np.ndarray,
 ) -> None:
-    """Writes what does not depend on the rows of S sequences; the other sequences become padding."""
+    """Write the inputs of S sequences that do not depend on their rows; other sequences become padding."""
     count = len(slots)
     host.cu_rows[0] = 0
     host.proposal_keys[:count] = proposal_keys
@@ -125,7 +125,7 @@ def fill(
 
 
 def fill_rows(host: LoopInputs, counts: np.ndarray, tokens: np.ndarray) -> None:
-    """Writes the rows of S sequences: `counts` [S] of each and their tokens [T]; what is past them is padding."""
+    """Write the rows of S sequences: `counts` [S] of each and their tokens [T]; the rest is padding."""
     count, num_rows = len(counts), len(tokens)
     host.tokens[:num_rows] = tokens
     np.add.accumulate(counts, out=host.cu_rows[1 : count + 1])

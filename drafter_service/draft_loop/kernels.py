@@ -1,4 +1,4 @@
-"""What happens between the passes of a draft step, one launch each: `drafter_service.draft_loop.state` says what."""
+"""Kernels between the passes of a draft step, one launch each; `drafter_service.draft_loop.state` says what."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _record_kernel(
     is_wanted = inside & (offset + 1 < num_drafts)
     index = place // BLOCK_SIZE - first_place // BLOCK_SIZE
     block = tl.load(inputs.new_blocks + sequence * NEW_BLOCKS + index, mask=is_wanted, other=0)
-    # Who wants no more drafts computes padding: it writes to block 0, and nothing reads what it gets.
+    # Sequences that want no more drafts compute padding: they write to block 0, and their results are unused.
     slot = tl.where(is_wanted, block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE, sequence % BLOCK_SIZE)
     position = tl.where(is_wanted, first_position + place - first_place, 0)
     tl.store(state.next_slots + sequence, slot, mask=inside)

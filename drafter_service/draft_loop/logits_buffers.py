@@ -19,7 +19,7 @@ class LogitsBuffers:
         self._token_ids: dict[int, torch.Tensor] = {}  # n -> int32 [max_num_seqs, k, n], of top_n alone
 
     def keep(self, terms: list[SessionTerms]) -> None:
-        """Allocates what sessions of these terms need and frees the rest."""
+        """Allocate the buffers that sessions with these terms need, and free the others."""
         widths: dict[int, int] = {}  # -> k
         top_ns: dict[int, int] = {}
         for mode, k in ((each.mode, each.num_speculative_tokens) for each in terms):
@@ -48,7 +48,7 @@ class LogitsBuffers:
         return sum(buffer.nbytes for buffer in (*self._logits.values(), *self._token_ids.values()))
 
     def of(self, mode: SamplingMode) -> list[torch.Tensor]:
-        """What a mode fills, as far as it is allocated: its logits and, for top_n, their token ids."""
+        """Return the allocated buffers of a mode: logits and, for top_n, token ids."""
         buffers = (self._logits.get(mode.logits_width(self._draft_vocab_size)), self._token_ids.get(mode.top_n))
         return [buffer for buffer in buffers if buffer is not None]
 

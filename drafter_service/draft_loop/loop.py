@@ -21,7 +21,7 @@ from draftwire.model.kv_cache import BLOCK_SIZE, KVCache
 
 
 class LoopShape(NamedTuple):
-    """What the launches of a step depend on, besides its inputs."""
+    """Shape of a step's launches."""
 
     mode: SamplingMode
     num_sequences: int  # padding included
@@ -36,7 +36,7 @@ class DraftLoop:
     Attributes
     ----------
     inputs
-        What the host says of the step's sequences and rows; not to be changed before the step is done.
+        The step's sequences and rows; must not change before the step is done.
     states
         [rows, hidden], g of each accepted row, on the device.
     tables
@@ -86,11 +86,12 @@ class DraftLoop:
         return results if confidences else results[..., 0]
 
     def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Notes the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the loop."""
+        """Record the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the
+        loop."""
         self.tables[slots] = blocks[:, : self.tables.shape[1]]
 
     def run(self, shape: LoopShape) -> None:
-        """Computes the step that `inputs` and `states` describe; launches alone, nothing waits for the device."""
+        """Launch the step that `inputs` and `states` describe, without waiting for the device."""
         self.inputs.send(shape.num_sequences, shape.num_rows)
         inputs = self.inputs.device(shape.num_sequences, shape.num_rows)
         state = self._state.view(shape.num_sequences, shape.num_rows)

@@ -1,4 +1,4 @@
-"""Rows after which nothing is drafted, through the head: those of prompts, histories and steps that came late."""
+"""Rows without drafts after them: of prompts, of backlogs, and of late steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RowFeed:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def run(self, tokens: np.ndarray, positions: np.ndarray, states: Tensor, sequences: Sequence[SequenceRows]) -> None:
-        """Computes rows. Launches alone, nothing waits for the device.
+        """Launch the computation of rows, without waiting for the device.
 
         Parameters
         ----------
@@ -72,7 +72,7 @@ class RowFeed:
         self._head.enter(Rows(given_tokens, given_positions, batch), states, self._cache)
 
     def warm_up(self) -> None:
-        """Runs every size once, of padding alone: else the first prompts would wait for their kernels."""
+        """Run every size once over padding, so that the first prompts do not wait for their kernels."""
         if self._buffers is not None:
             none = np.zeros(0, np.int64)
             for size in self._sizes:

@@ -49,7 +49,7 @@ class DraftSampler:
         )
 
     def _keep_largest(self, logits: torch.Tensor, mode: SamplingMode, offset: int) -> torch.Tensor:
-        """The logits that are sent, and -inf elsewhere."""
+        """Return the logits that are sent, and -inf elsewhere."""
         largest, columns = logits.topk(mode.top_n, dim=-1)
         self._buffers.logits(mode)[: len(logits), offset] = largest
         ids = columns if self._draft_token_ids is None else self._draft_token_ids[columns]

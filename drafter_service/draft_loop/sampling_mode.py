@@ -1,4 +1,4 @@
-"""How the drafts of a session are picked and what of q is sent with them."""
+"""The sampling mode of a session's drafts, and the part of q that is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SamplingMode(NamedTuple):
 
     @classmethod
     def from_config(cls, config: config_pb2.SpeculativeConfig, *, confidences: bool = False) -> SamplingMode:
-        """The mode that a resolved SpeculativeConfig asks for, with or without `confidences`."""
+        """Return the mode that a resolved SpeculativeConfig asks for, with or without `confidences`."""
         if config.draft_sample_method != GUMBEL:
             return cls(confidences=confidences)
         form = config.draft_logits.form
@@ -35,13 +35,13 @@ class SamplingMode(NamedTuple):
 
     @property
     def sends_logits(self) -> bool:
-        """Whether logits travel with the drafts."""
+        """Return whether logits travel with the drafts."""
         return self.dense or self.top_n > 0
 
     def logits_width(self, draft_vocab_size: int) -> int:
-        """Logits sent with each draft."""
+        """Return the logits sent with each draft."""
         return self.top_n or (draft_vocab_size if self.dense else 0)
 
     def row_bytes(self, draft_vocab_size: int) -> int:
-        """What travels with each draft: float32 logits, and for top_n their int32 ids."""
+        """Return the bytes sent with each draft: float32 logits, and for top_n their int32 ids."""
         return (8 if self.top_n else 4) * self.logits_width(draft_vocab_size)

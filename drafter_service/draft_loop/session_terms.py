@@ -1,4 +1,4 @@
-"""What a verifier and this drafter agreed on for one stream."""
+"""Terms of one stream, agreed between a verifier and this drafter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drafter_service.draft_loop.sampling_mode import SamplingMode
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """What the handshake settled."""
+    """Result of the handshake."""
 
     verifier: str  # name for the logs
     mode: SamplingMode

@@ -40,7 +40,7 @@ class LoopState(NamedTuple):
     def allocate(
         cls, max_sequences: int, max_rows: int, max_blocks: int, max_drafts: int, device: torch.device
     ) -> LoopState:
-        """Room for so many sequences, rows, blocks of a sequence and drafts of a sequence."""
+        """Return the room for so many sequences, rows, blocks of a sequence and drafts of a sequence."""
         n = max_sequences
 
         def wide(size: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ class LoopState(NamedTuple):
         return self.results.view(torch.float32)[..., 1]
 
     def view(self, num_sequences: int, num_rows: int) -> LoopState:
-        """The first sequences and rows."""
+        """Return the first sequences and rows."""
         return LoopState(*(part[:num_rows] for part in self[:3]), *(part[:num_sequences] for part in self[3:]))
 
 
@@ -80,7 +80,7 @@ class BlockState(NamedTuple):
 
 
 def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
-    """Sets the state for the pass over the accepted rows.
+    """Set the state for the pass over the accepted rows.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def record(
     draft_token_ids: torch.Tensor | None,
     confidences: torch.Tensor | None = None,
 ) -> None:
-    """Notes drafts, and sets the state for the pass over their rows.
+    """Record drafts, and set the state for the pass over their rows.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def record(
     state.next_tokens[:] = tokens
     sequence = torch.arange(len(columns), device=columns.device)
     place = state.lengths + offset
-    # Who wants no more drafts computes padding: it writes to block 0, and nothing reads what it gets.
+    # Sequences that want no more drafts compute padding: they write to block 0, and their results are unused.
     is_wanted = offset + 1 < inputs.num_drafts
     state.next_slots[:] = torch.where(is_wanted, _slots_of(place, sequence, inputs), sequence % BLOCK_SIZE)
     state.next_lengths[:] = torch.where(is_wanted, place + 1, 1)

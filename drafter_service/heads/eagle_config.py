@@ -192,7 +192,7 @@ def _spec(
 
 
 def _feature_layers(head: Reader, num_layers: int) -> tuple[int, ...]:
-    """Ids as vLLM counts them: L is the state that enters layer L, features always in ascending order."""
+    """Return the ids as vLLM counts them: L is the state that enters layer L, features always in ascending order."""
     if not head.flag("use_aux_hidden_state", True):
         raise CheckpointError(f"{head.where}: use_aux_hidden_state = False is not supported; must be true or absent")
     ids = head.values.get("eagle_aux_hidden_state_layer_ids")

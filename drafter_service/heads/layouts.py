@@ -27,14 +27,14 @@ _REPLACED = (
 
 
 def canonical_name(name: str) -> str | None:
-    """The name used here for a checkpoint's tensor; None for one that is not read."""
+    """Return the name used here for a checkpoint's tensor; None for one that is not read."""
     for pattern, replacement in _REPLACED:
         name = pattern.sub(replacement, name)
     return None if _IGNORED.fullmatch(name) else name
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's own name of each tensor, by the name used here.
+    """Return the checkpoint's own name of each tensor, by the name used here.
 
     Raises
     ------

@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of two [T, H], and its `rms_norm`."""
+    """Return the sum of two [T, H], and its `rms_norm`."""
     if uses_triton(x):
         from drafter_service.heads import kernels
 
@@ -58,7 +58,7 @@ def rotate_(
     sines: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> None:
-    """Rotates queries and keys by halves, as Llama does, in place.
+    """Rotate queries and keys by halves, as Llama does, in place.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def uses_triton(x: torch.Tensor) -> bool:
-    """Whether kernels stand in for torch where this tensor lies."""
+    """Return whether kernels stand in for torch where this tensor lies."""
     return x.is_cuda and _has_triton()
 
 

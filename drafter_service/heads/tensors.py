@@ -25,7 +25,7 @@ class TensorSource(Protocol):
     """Gives a head its weights by the names of `layouts.canonical_names`, on its device and in its type."""
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name, which must have that shape."""
+        """Return the tensor of that name, which must have that shape."""
         ...
 
     def vector(self, name: str, size: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ class CheckpointTensors:
         return ids.to(self._device)
 
     def finish(self) -> None:
-        """Checks that every tensor has been taken.
+        """Check that every tensor has been taken.
 
         Raises
         ------

@@ -27,7 +27,7 @@ CHANNEL_OPTIONS = [
 
 
 def receiving_at_most(num_bytes: int) -> list[tuple[str, int]]:
-    """Options of a channel or server that takes no larger message."""
+    """Return the options of a channel or server that takes no larger message."""
     return [*{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": num_bytes}.items()]
 
 

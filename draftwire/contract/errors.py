@@ -39,7 +39,7 @@ class InvalidArgumentError(DraftwireError, ValueError):
 
     @classmethod
     def from_text(cls, text: str) -> InvalidArgumentError:
-        """The error whose text a server sent; `value` is then the text of the value."""
+        """Return the error whose text a server sent; `value` is then the text of the value."""
         field, _, rest = text.partition(" = ")
         value, _, allowed = rest.partition(": ")
         error = cls(field if rest else "", value, allowed or text)

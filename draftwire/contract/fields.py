@@ -17,7 +17,7 @@ M = TypeVar("M", bound=Message)
 
 
 def check_limits(message: Message, prefix: str = "") -> None:
-    """Checks every set field, in depth, against the `limits` written in the contract.
+    """Check every set field, in depth, against the `limits` written in the contract.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def _fields(message: Message) -> list[FieldDescriptor]:
 
 
 def limits_of(message: Message, name: str) -> pb.Limits:
-    """Limits of a message's field, as the contract states them; empty where it states none."""
+    """Return the limits of a message's field, as the contract states them; empty where it states none."""
     return next(_limits(field) for field in _fields(message) if field.name == name)
 
 
@@ -81,13 +81,13 @@ def _check_value(value: Any, limits: pb.Limits, path: str) -> None:
 
 
 def range_text(limits: pb.Limits) -> str:
-    """The allowed range in interval notation: `(0, 1]`, `[0, inf)`."""
+    """Return the allowed range in interval notation: `(0, 1]`, `[0, inf)`."""
     low = f"{'(' if limits.exclusive_min else '['}{limits.min:.10g}" if limits.HasField("min") else "(-inf"
     return f"{low}, {limits.max:.10g}]" if limits.HasField("max") else f"{low}, inf)"
 
 
 def rounded(value: float) -> float:
-    """Undoes the digits that float32 adds to a decimal number."""
+    """Return the decimal number without the digits that float32 adds."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

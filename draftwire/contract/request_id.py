@@ -17,7 +17,7 @@ _VISIBLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LENGTH}}}")
 
 
 def check_request_id(value: str, field: str) -> str:
-    """The name, if it is one.
+    """Return the name, if it is one.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def check_request_id(value: str, field: str) -> str:
 
 
 def choose_request_id(given: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The name of a request: the one in its message if `given`, else that of its metadata, else a new one.
+    """Return the name of a request: the one in its message if `given`, else that of its metadata, else a new one.
 
     Raises
     ------

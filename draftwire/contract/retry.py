@@ -25,7 +25,7 @@ def retry_metadata(message: str, seconds: float) -> tuple[tuple[str, bytes], ...
 
 
 def retry_after_s(metadata: Iterable[Any]) -> float | None:
-    """Seconds that trailing metadata, (key, value) each, asks to wait; None when it does not say."""
+    """Return the seconds that trailing metadata, (key, value) each, asks to wait; None when it does not say."""
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

@@ -32,7 +32,7 @@ HEAD_METHODS = ("eagle", "eagle3", "peagle", "dflash", "dspark")
 def resolve_sampling_params(
     params: pb.SamplingParams, vocab_size: int | None = None, defaults: pb.SamplingParams | None = None
 ) -> pb.SamplingParams:
-    """Validates sampling parameters and fills in their defaults.
+    """Validate sampling parameters and fill in their defaults.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def check_token_ids(
 
 
 def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeConfig:
-    """Validates speculation settings and fills in their defaults.
+    """Validate speculation settings and fill in their defaults.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
 
 
 def build_sampling_params(**options: Any) -> pb.SamplingParams:
-    """SamplingParams from keyword options; an option of None counts as not given.
+    """Return SamplingParams from keyword options; an option of None counts as not given.
 
     Raises
     ------
@@ -237,7 +237,7 @@ def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
 
 
 def parse_json_object(name: str, argument: str) -> dict[str, Any]:
-    """The options in a JSON object, or in a file of such a path that holds one.
+    """Return the options in a JSON object, or in a file of such a path that holds one.
 
     Raises
     ------
@@ -257,7 +257,7 @@ def parse_json_object(name: str, argument: str) -> dict[str, Any]:
 
 
 def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any]:
-    """The vLLM-style form of a resolved config: what `speculative_config_from_mapping` reads."""
+    """Return the vLLM-style form of a resolved config: what `speculative_config_from_mapping` reads."""
     mapping: dict[str, Any] = {}
     for field, value in config.ListFields():
         if field.name == "draft_logits":

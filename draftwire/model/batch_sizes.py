@@ -6,7 +6,7 @@ from itertools import takewhile
 
 
 def row_counts(most: int) -> list[int]:
-    """Numbers of rows up to `most`: padding adds less than 64 rows to few, and from 256 on at most an eighth."""
+    """Return sizes up to `most` rows: padding adds less than 64 rows, and from 256 rows on at most an eighth."""
     counts = [64]
     while counts[-1] < most:
         counts.append(counts[-1] + max(1 << counts[-1].bit_length() >> 4, 32))

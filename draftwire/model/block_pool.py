@@ -42,10 +42,10 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes blocks back; those of a sequence, given last to first, are handed out in order again."""
+        """Free blocks; blocks freed last to first are allocated again in order."""
         self._free.extend(blocks)
 
 
 def blocks_for(num_rows: int) -> int:
-    """Blocks that hold `num_rows` rows."""
+    """Return the blocks that hold `num_rows` rows."""
     return -(-num_rows // BLOCK_SIZE)

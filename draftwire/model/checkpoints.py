@@ -29,7 +29,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def resolve_directory(name: str) -> Path:
-    """The local directory of a model given as a directory or a hub id (`organisation/model`).
+    """Return the local directory of a model given as a directory or a hub id (`organisation/model`).
 
     Raises
     ------
@@ -51,7 +51,7 @@ def resolve_directory(name: str) -> Path:
 
 
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
-    """The contents of config.json, or of another such file of a model directory.
+    """Return the contents of config.json, or of another such file of a model directory.
 
     Raises
     ------
@@ -77,7 +77,7 @@ _WEIGHT_PATTERNS = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
+    """Return the files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def _refuse_gguf(directory: Path) -> None:
 
 
 def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by name, on the CPU, all of them or those among `names` that it has.
+    """Return the tensors of a checkpoint by name, on the CPU, all of them or those among `names` that it has.
 
     Raises
     ------

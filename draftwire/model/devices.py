@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some.
+    """Return the device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some.
 
     Raises
     ------
@@ -41,20 +41,20 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes a GPU the calling thread's current one, which kernels are launched on."""
+    """Make a GPU the current device of the calling thread, for its launches."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def check_context(device: torch.device) -> None:
-    """Raises RuntimeError when a GPU does nothing any more in this process, as after an illegal access; waits for
+    """Raise RuntimeError if the process' CUDA context is lost, as after an illegal access; wait for
     nothing. A CPU has no such state."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
 
 def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dtype:
-    """The compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
+    """Return the compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class GpuMemory:
         self._foreign = self.total - free - torch.cuda.memory_reserved(device)
 
     def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
-        """Bytes that the process may still take when all but the cache is loaded, at most what is free now.
+        """Return the bytes left for the cache after everything else was loaded, at most the free memory.
 
         Parameters
         ----------
@@ -123,13 +123,12 @@ class GpuMemory:
 
 
 def awake_s(device: torch.device) -> float:
-    """How long an engine's thread looks for messages before it sleeps: a GPU waits for it, a CPU computes with the same
-    cores."""
+    """Return the seconds that an engine's thread polls before it sleeps; 0 on a CPU, whose cores compute meanwhile."""
     return 0.02 if device.type == "cuda" else 0.0
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is timed, on the device's current stream; None on the CPU, where nothing is left to be done."""
+    """Record a timed event on the device's current stream and return it; None on the CPU, which has no queue."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -141,7 +140,7 @@ _ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors of a device, all in one copy that nothing waits for; on the CPU they share memory."""
+    """Copy arrays to a device in one asynchronous copy and return the tensors; on the CPU they share memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])

@@ -48,7 +48,7 @@ class FeatureFusion:
         self._norm = norm
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """The states of rows of features."""
+        """Return the states of rows of features."""
         if self.norms:
             chunks = features.chunk(len(self.norms), -1)
             normed = [self._norm(chunk, weight, self.eps) for chunk, weight in zip(chunks, self.norms, strict=True)]
@@ -56,7 +56,7 @@ class FeatureFusion:
         return F.linear(features, self.weight)
 
     def chunks(self) -> Iterator[bytes]:
-        """All weights as bytes: the norms', then the layer's, row after row."""
+        """Yield all weights as bytes: the norms', then the layer's, row after row."""
         for norm in self.norms:
             yield tensor_bytes(norm)
         rows = max(CHUNK_BYTES // self.weight[:1].nbytes, 1)
@@ -70,7 +70,7 @@ class FeatureFusion:
 
 
 def fusion_bytes(fusion: pb.FeatureFusion, features: pb.FeatureSpec) -> int:
-    """Size of the weights.
+    """Return the size of the weights.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def fusion_bytes(fusion: pb.FeatureFusion, features: pb.FeatureSpec) -> int:
 def load_fusion(
     fusion: pb.FeatureFusion, features: pb.FeatureSpec, data: bytearray, device: torch.device
 ) -> FeatureFusion:
-    """The fusion of weights that came from a drafter.
+    """Return the fusion of weights that came from a drafter.
 
     Raises
     ------

@@ -31,7 +31,7 @@ LayerShapes = Sequence[tuple[int, int, int]]  # (kv_heads, key head size, value 
 
 
 def token_bytes(layer_shapes: LayerShapes, dtype: torch.dtype) -> int:
-    """Keys and values of one position in all layers, bytes."""
+    """Return the keys and values of one position in all layers, bytes."""
     return sum(heads * (key + value) for heads, key, value in layer_shapes) * dtype.itemsize
 
 

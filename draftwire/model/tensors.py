@@ -26,7 +26,8 @@ WIRE_DTYPES = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.Tensor:
-    """The wire form of a tensor of any device, its elements in the message; written into `message` if one is given."""
+    """Return the wire form of a tensor of any device, its elements in the message; written into `message` if one is
+    given."""
     message = pb.Tensor() if message is None else message
     message.dtype = WIRE_DTYPES[tensor.dtype]
     message.shape.extend(tensor.shape)
@@ -35,32 +36,32 @@ def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.
 
 
 def encode_ids(ids: Sequence[int] | np.ndarray, message: pb.Tensor) -> None:
-    """Writes token ids into `message` as an int32 tensor [len(ids)]; faster than by way of a tensor."""
+    """Write token ids into `message` as an int32 tensor [len(ids)]; faster than by way of a tensor."""
     message.dtype = pb.DTYPE_INT32
     message.shape[:] = [len(ids)]
     message.data = np.asarray(ids, np.int32).tobytes()
 
 
 def decode_ids(message: pb.Tensor, name: str, count: int) -> list[int]:
-    """The values of `decode_id_array` as a list."""
+    """Return the values of `decode_id_array` as a list."""
     return decode_id_array(message, name, count).tolist()
 
 
 def decode_id_array(message: pb.Tensor, name: str, count: int) -> np.ndarray:
-    """The values of an int32 tensor [count], which need not be ids that there are; otherwise as `decode_tensor`."""
+    """Return the values of an int32 tensor [count] without a check of their range; otherwise as `decode_tensor`."""
     check_tensor(message, name, torch.int32, (count,))
     return np.frombuffer(_checked_data(message, name, 4 * count), np.int32)
 
 
 def encode_floats(values: np.ndarray, message: pb.Tensor) -> None:
-    """Writes float32 [n] values into `message`; faster than by way of a tensor."""
+    """Write float32 [n] values into `message`; faster than by way of a tensor."""
     message.dtype = pb.DTYPE_FLOAT32
     message.shape[:] = [len(values)]
     message.data = values.astype(np.float32, copy=False).tobytes()
 
 
 def decode_probabilities(message: pb.Tensor, name: str, count: int) -> np.ndarray:
-    """The values of a float32 tensor [count], all in [0, 1].
+    """Return the values of a float32 tensor [count], all in [0, 1].
 
     Raises
     ------
@@ -76,12 +77,12 @@ def decode_probabilities(message: pb.Tensor, name: str, count: int) -> np.ndarra
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor of any device, row-major and little-endian."""
+    """Return the elements of a tensor of any device, row-major and little-endian."""
     return tensor_view(tensor.detach().to("cpu").contiguous()).tobytes()
 
 
 def tensor_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, which are not copied."""
+    """Return the bytes of a contiguous tensor in host memory, which are not copied."""
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -89,7 +90,7 @@ def tensor_view(tensor: torch.Tensor) -> memoryview:
 def decode_tensor(
     message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> torch.Tensor:
-    """A CPU tensor over one copy of the message's bytes; it must not be written to.
+    """Return a CPU tensor over one copy of the message's bytes; it must not be written to.
 
     Parameters
     ----------
@@ -125,7 +126,7 @@ def _checked_data(message: pb.Tensor, name: str, size: int) -> bytes:
 def check_tensor(
     message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> tuple[int, ...]:
-    """The shape of a tensor, wherever its elements are; parameters and errors as for `decode_tensor`."""
+    """Return the shape of a tensor, wherever its elements are; parameters and errors as for `decode_tensor`."""
     if DTYPES.get(message.dtype) != dtype:
         raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
     given = tuple(message.shape[:])  # a copy of all sizes costs less than a look at each

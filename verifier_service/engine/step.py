@@ -21,7 +21,7 @@ class Stage(Enum):
 
     PLANNED = auto()  # its rows are chosen
     PRELAUNCHED = auto()  # its forward pass is launched and waits for the drafts
-    RELEASED = auto()  # its forward pass has all token ids and runs and runs and runs
+    RELEASED = auto()  # its forward pass has all token ids and runs
     SAMPLED = auto()  # its tokens are sampled on the device
     COMMITTED = auto()  # its requests have its tokens
     ABANDONED = auto()  # its results are dropped

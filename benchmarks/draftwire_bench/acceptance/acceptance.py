@@ -107,7 +107,7 @@ class Cell:
         return [n / before if before else 0.0 for n, before in zip(numbers, [self.steps, *numbers], strict=False)]
 
     def add(self, rows: StepRows, draft_token_ids: Tensor | None) -> None:
-        """Counts steps that were computed again."""
+        """Count steps that were computed again."""
         vocab_size = rows.target_logits.shape[-1]
         p = closed_forms.probabilities(rows.target_logits, self.temperature)
         q = closed_forms.draft_probabilities(rows.draft_logits, self.temperature, draft_token_ids, vocab_size)
@@ -170,7 +170,7 @@ def continue_prompts(
     concurrency: int,
     seed: int,
 ) -> list[Continuation]:
-    """What the verifier answers to the prompts; the seed of each is `seed` + its index.
+    """Return the verifier's answers to the prompts; the seed of a prompt is `seed` + its index.
 
     Raises
     ------
@@ -220,5 +220,5 @@ def evaluate(
 
 
 def config_of(method: Method, k: int) -> config_pb2.SpeculativeConfig:
-    """The verifier's settings."""
+    """Return the verifier's settings."""
     return speculative_config_from_mapping({**method.config, "num_speculative_tokens": k})

@@ -37,17 +37,20 @@ def at_draft(p: Tensor, drafts: Tensor) -> Tensor:
 
 
 def one_hot(p: Tensor, q: Tensor) -> Tensor:
-    """Sum of p q: the one-hot test of a draft drawn from q. Equal to matching a draft with a sample of the target."""
+    """Return the sum of p q: the one-hot test of a draft drawn from q. Equal to matching a draft with a sample of the
+    target."""
     return (p * q).sum(-1)
 
 
 def with_logits(p: Tensor, q: Tensor) -> Tensor:
-    """Sum of min(p, q) = 1 - TV(p, q): the test against q, of a draft drawn from q (Leviathan et al., 2211.17192)."""
+    """Return the sum of min(p, q) = 1 - TV(p, q): the test against q, of a draft drawn from q (Leviathan et al.,
+    2211.17192)."""
     return torch.minimum(p, q).sum(-1)
 
 
 def coupled(p: Tensor, q: Tensor) -> Tensor:
-    """Probability that Gumbel-max samples of p and q from the same noise are equal (Daliri et al., 2408.07978).
+    """Return the probability that Gumbel-max samples of p and q from the same noise are equal (Daliri et al.,
+    2408.07978).
 
     With exponential noise E, token x is first in both races when E_y >= E_x max(p_y / p_x, q_y / q_x) for every y,
     which has probability 1 / sum_y max(p_y / p_x, q_y / q_x). Ordered by p / q, the maximum is p's up to x and q's
@@ -63,7 +66,8 @@ def coupled(p: Tensor, q: Tensor) -> Tensor:
 
 
 def block(p_of_drafts: Tensor, q_of_drafts: Tensor) -> Tensor:
-    """Probability that block verification accepts at least the first i drafts of a step, [..., k], given all of them.
+    """Return the probability that block verification accepts at least the first i drafts of a step, [..., k], given all
+    of them.
 
     w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1, p and q along the drafts' own path (Sun et al., 2403.10444). Of its
     mean over drafts from q the first is 1 - TV; with a one-hot q it is the product of the p(x_i).

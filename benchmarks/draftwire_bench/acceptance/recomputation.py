@@ -51,7 +51,7 @@ class Continuation:
         return [*self.prompt, *self.tokens]
 
     def whole_steps(self, k: int) -> list[VerifyStep]:
-        """Its verify steps, but for the last ones, in which the end of the output left no room for k drafts.
+        """Return its verify steps, but for the last ones, in which the end of the output left no room for k drafts.
 
         Which steps are left out does not depend on what was drafted in them, so the rest is no biased choice.
         """
@@ -103,7 +103,7 @@ class Models:
         config: config_pb2.SpeculativeConfig,
         temperature: float,
     ) -> Iterator[StepRows]:
-        """The whole steps of all continuations, many at a time.
+        """Yield the whole steps of all continuations, many at a time.
 
         Parameters
         ----------
@@ -153,7 +153,8 @@ class Models:
             )
 
     def _run_target(self, sequences: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, num_rows, V] of the last rows, and the head's features [T_b, width] of each sequence."""
+        """Return the logits [B, num_rows, V] of the last rows, and the head's features [T_b, width] of each
+        sequence."""
         longest = max(map(len, sequences))
         ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -180,7 +181,7 @@ class Models:
         steps: Sequence[VerifyStep],
         drafts: Tensor,
     ) -> Tensor:
-        """The target's logits [S, k, V] along each step's own drafts."""
+        """Return the target's logits [S, k, V] along each step's own drafts."""
         k = drafts.shape[1]
         paths = [
             [*sequences[b][: step.last + 1], *own[: k - 1]]
@@ -222,7 +223,8 @@ class _HeadWalk:
     def draft(
         self, members: Sequence[int], last: Tensor, temperature: float, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draft logits [S, k, V_draft] and drafts [S, k] after token `last` [S] of the sequences `members`."""
+        """Return the draft logits [S, k, V_draft] and drafts [S, k] after token `last` [S] of the sequences
+        `members`."""
         state = self._states[self._first_rows[torch.tensor(members, device=self._device)] + last - 1]
         tokens = torch.empty(0)
         starts = last.tolist()

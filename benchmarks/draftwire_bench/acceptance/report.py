@@ -17,7 +17,7 @@ MAX_Z = 5.0
 
 
 def report(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The JSON form, without the environment."""
+    """Return the JSON form, without the environment."""
     return {"benchmark": "acceptance", "cells": [_cell(cell) for cell in cells]}
 
 
@@ -47,7 +47,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
 
 
 def parted(cells: Sequence[Cell]) -> list[str]:
-    """Where measurement and closed form differ by more than chance."""
+    """Return where measurement and closed form differ by more than chance."""
     return [
         f"{cell.method.name}, temperature {cell.temperature:g}, position {number}: {position.accepted} of "
         f"{position.tested} accepted, {position.expected:.1f} expected, {position.z:+.1f} standard errors"

@@ -94,7 +94,7 @@ def _temperatures(text: str) -> list[float]:
 
 
 def _token_ids(pair: PairOptions, given: dict[str, Any]) -> list[list[int]]:
-    """The prompts as token ids, so that both sides of the comparison have the same."""
+    """Return the prompts as token ids, so that both sides of the comparison have the same."""
     from draftwire.model.checkpoints import resolve_directory
     from verifier_service.core.tokenizer import TextCodec
 
@@ -112,7 +112,8 @@ def _serve(
     given: dict[str, Any],
     method: Method,
 ) -> tuple[list[list[Continuation]], float]:
-    """The continuations of all prompts at each temperature, by services of the method; and the seconds it took."""
+    """Return the continuations of all prompts at each temperature, by services of the method; and the seconds of the
+    run."""
     from draftwire_bench.acceptance.acceptance import continue_prompts
 
     began = time.monotonic()

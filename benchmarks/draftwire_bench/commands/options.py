@@ -23,7 +23,7 @@ class Numbers(click.ParamType):
         self._kind, self._least = kind, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """The numbers."""
+        """Return the numbers."""
         if isinstance(value, tuple):
             return value
         try:
@@ -58,14 +58,14 @@ _PAIR_OPTIONS = (
 
 
 def pair_options(command: F) -> F:
-    """Adds the options of services that are started for a measurement."""
+    """Add the options of services that are started for a measurement."""
     for option in reversed(_PAIR_OPTIONS):
         command = option(command)
     return command
 
 
 def pair_from(given: dict[str, Any]) -> PairOptions:
-    """Takes the options of `pair_options` out of `given`.
+    """Take the options of `pair_options` out of `given`.
 
     Raises
     ------
@@ -83,6 +83,6 @@ def pair_from(given: dict[str, Any]) -> PairOptions:
 
 
 def report_console() -> Console:
-    """Where results are printed; a file or a pipe has room for whole rows."""
+    """Return where results are printed; a file or a pipe has room for whole rows."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=132)

@@ -10,7 +10,7 @@ Call = Callable[..., Any]
 
 
 def wrapping(wrappers: Mapping[str, Callable[[Call], Call]]) -> Callable[[ModuleType], None]:
-    """What puts in place of each `Class.method` of a module what its wrapper makes of it."""
+    """Return a function that replaces each `Class.method` of a module by its wrapper's result."""
 
     def wrap(module: ModuleType) -> None:
         for name, wrapper in wrappers.items():

@@ -31,7 +31,7 @@ class PacingRecord:
         self._drafters: dict[Any, str] = {}  # addresses by `Pace`
 
     def start(self, *_: Any) -> None:
-        """Begins to write now and then."""
+        """Start to write periodically."""
         threading.Thread(target=self._go_on_writing, name="pacing-record", daemon=True).start()
 
     def _go_on_writing(self) -> None:
@@ -40,7 +40,7 @@ class PacingRecord:
             self.write()
 
     def write(self, *_: Any) -> None:
-        """Appends what has been added since the last time."""
+        """Append the records added since the last call."""
         with self._writing:
             events = [self._events.popleft() for _ in range(len(self._events))]
             lines = "".join(json.dumps(event, default=float) + "\n" for event in events).encode()  # float: of NumPy's
@@ -49,26 +49,26 @@ class PacingRecord:
                     file.write(gzip.compress(lines) if self._path.suffix == ".gz" else lines)
 
     def add_session(self, session: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Notes whose pace it is."""
+        """Record the drafter of a session's pace."""
         for one in (session.pace, session.pace.policy):
             self._drafters[one] = session.stream.address
 
     def add_step(self, _drafting: Any, _: None, *, verified: Mapping[Any, int], **about: Any) -> None:
-        """Adds a step that was counted."""
+        """Add a counted step."""
         about |= {"verified": _as_list(verified)}
         self._events.append({"event": "step", "at": time.monotonic(), **about})
 
     def add_plan(self, policy: Any, _: None, step: Any) -> None:
-        """Adds what a policy chose after a step, with that step and the measured throughput."""
+        """Add a policy's choice after a step, with the step and the measured throughput."""
         about = {"num_drafts": policy.num_drafts, "is_off": policy.is_off, "speeds": policy.speeds()}
         self._add(policy, "plan", about | {"step": step._asdict()})
 
     def add_message(self, pace: Any, message: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Adds a message that was sent."""
+        """Add a sent message."""
         self._add(pace, "message", vars(message))
 
     def add_answer(self, pace: Any, _: None, message: Any, received: float, _step_s: float) -> None:
-        """Adds an answer, as it is learnt from."""
+        """Add a counted answer."""
         self._add(pace, "answer", vars(message) | {"received": received})
 
     def _add(self, of: Any, event: str, about: dict[str, Any]) -> None:

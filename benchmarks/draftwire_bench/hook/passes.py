@@ -71,7 +71,7 @@ class PassProfiler:
 
 
 def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
-    """What has the steps that are launched noted."""
+    """Return wrappers that record launched steps."""
 
     profiler = PassProfiler(directory)
 

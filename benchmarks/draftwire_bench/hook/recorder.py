@@ -30,7 +30,7 @@ class Recorder:
         self._count = 0
 
     def add(self, number: int, begin: int, end: int) -> None:
-        """Adds a record; those past the last place are lost."""
+        """Add a record; records beyond the room are lost."""
         if self._file is None or self._pid != os.getpid():
             self._open()
         assert self._file is not None

@@ -21,7 +21,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, or None for the other finders."""
+        """Return the module's own spec, or None for the other finders."""
         is_known = fullname in self._wrappers
         spec = importlib.machinery.PathFinder.find_spec(fullname, path) if is_known else None
         if spec is None or spec.loader is None:

@@ -79,13 +79,13 @@ class Inputs:
         return cls(target, drafts.flatten(), cu_rows, temperature, keys, position, draft)
 
     def bytes(self) -> int:
-        """Every row once."""
+        """Return every row once."""
         size = self.target.nbytes
         return size if self.draft is None else size + sum(t.nbytes for t in self.draft if t is not None)
 
 
 def ours(x: Inputs, **options: Any) -> Any:
-    """Verifies the batch."""
+    """Verify the batch."""
     return rejection_sample(
         x.target, x.drafts, x.cu_rows, x.temperature, x.keys, x.position, draft_logits=x.draft, backend="triton",
         **options,
@@ -93,7 +93,7 @@ def ours(x: Inputs, **options: Any) -> Any:
 
 
 def theirs(peer: Peer, x: Inputs, **options: Any) -> Callable[[], object]:
-    """Verifies the batch with the peer's kernels, on the same tensors."""
+    """Verify the batch with the peer's kernels, on the same tensors."""
     batch = len(x.temperature)
     request = torch.arange(batch, device=DEVICE, dtype=torch.int32)
     local = torch.arange(K + 1, device=DEVICE, dtype=torch.int32).repeat(batch)
@@ -176,7 +176,8 @@ FILTERS = (
 
 
 def measure_kernels(batch: int, peer: Peer | None, bandwidth: float, only: str) -> Iterator[Row]:
-    """The rows of a batch whose names have `only` in them, as they are measured; `bandwidth` in bytes per second."""
+    """Yield the rows of a batch whose names have `only` in them, as they are measured; `bandwidth` in bytes per
+    second."""
     for case in GUMBEL:
         if only in case.name:
             yield _gumbel_row(case, batch, peer, bandwidth)

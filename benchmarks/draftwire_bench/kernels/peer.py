@@ -35,7 +35,7 @@ class Peer:
 
 
 def load_peer(folder: Path) -> Peer:
-    """The peer's two files with stand-ins for what they import and these calls do not use.
+    """Return the peer's two files with stand-ins for what they import and these calls do not use.
 
     Raises
     ------

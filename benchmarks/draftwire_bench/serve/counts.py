@@ -25,7 +25,7 @@ class Work:
 
 
 def expected_work(timeline: Timeline, k: int, max_tokens: int) -> Work:
-    """The work behind a token stream of `max_tokens` tokens.
+    """Return the steps of a token stream of `max_tokens` tokens.
 
     The prompt's step gives the first token. Each verify step then drafts k tokens, or as many as leave room for one
     more, and emits its accepted drafts and one token of the verifier's own.
@@ -55,7 +55,7 @@ def find_skipped(
     counters: pb.EngineCounters,
     feature_row_bytes: int,
 ) -> list[str]:
-    """What was not done, or done twice; empty when all is as it should be.
+    """Return missing or repeated steps; empty if there are none.
 
     Parameters
     ----------

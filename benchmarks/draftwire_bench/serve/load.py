@@ -67,7 +67,7 @@ class ClientLoad:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether it may have been what limited the result."""
+        """Return whether this load generator may have limited the result."""
         return self.cpu_share > MAX_CPU_SHARE or self.lag_p99_s > MAX_LAG_S
 
 
@@ -101,7 +101,7 @@ class ClientPool:
     def run(
         self, slots: Sequence[Sequence[Planned]], on_poll: Callable[[], object] = lambda: None
     ) -> tuple[list[Timeline], list[ClientLoad]]:
-        """Sends all requests, those of a slot one after another; the timelines, slot after slot.
+        """Send all requests, the requests of a slot one after another, and return the timelines, slot after slot.
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class ClientPool:
         return seen
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for process, connection in self._clients:
             connection.close()
             process.terminate()
@@ -169,7 +169,7 @@ def _serve(address: str, security: ClientSecurity, connection: Connection) -> No
 
 
 def _text(error: BaseException, address: str) -> str:
-    """What the first of the errors of a task group, or a lone error, says."""
+    """Return the message of a task group's first error, or of a single error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -202,7 +202,7 @@ async def _run(address: str, security: ClientSecurity, plan: _Plan) -> _Seen:
 
 
 async def _tick(lags: list[float]) -> None:
-    """Measures how late the loop comes back."""
+    """Measure the latency of the event loop."""
     while True:
         due = time.monotonic() + TICK_S
         await asyncio.sleep(TICK_S)

@@ -87,7 +87,7 @@ def throughput(timelines: Sequence[Timeline], concurrency: int | None) -> Throug
 
 
 def steady_intervals(timelines: Sequence[Timeline], concurrency: int) -> list[tuple[float, float]]:
-    """Times in which that many requests were between their first and their last token."""
+    """Return times in which that many requests were between their first and their last token."""
     # At equal times ends come first: a slot's next request does not decode together with its last one.
     events = sorted([(t.arrivals[0], 1) for t in timelines] + [(t.arrivals[-1], -1) for t in timelines])
     intervals = []
@@ -120,7 +120,7 @@ class Acceptance:
 
 
 def acceptance(timelines: Sequence[Timeline]) -> Acceptance:
-    """The sums of what the verifier reports for each request."""
+    """Return the sums of what the verifier reports for each request."""
     statistics = [t.statistics for t in timelines]
     return Acceptance(
         verify_steps=sum(s.verify_steps for s in statistics),
@@ -131,12 +131,12 @@ def acceptance(timelines: Sequence[Timeline]) -> Acceptance:
 
 
 def sums(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The sum at each position; requests with fewer drafts have fewer positions."""
+    """Return the sum at each position; requests with fewer drafts have fewer positions."""
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def difference(before: pb.EngineCounters, after: pb.EngineCounters) -> pb.EngineCounters:
-    """What an engine did between two readings of its counters."""
+    """Return what an engine did between two readings of its counters."""
     result = pb.EngineCounters()
     for field in result.DESCRIPTOR.fields:
         if field.message_type is None:
@@ -167,7 +167,7 @@ def step_seconds(counters: pb.EngineCounters) -> dict[str, float]:
 def steady_counters(
     readings: Sequence[tuple[float, pb.EngineCounters]], intervals: Sequence[tuple[float, float]]
 ) -> pb.EngineCounters | None:
-    """What the engine did between the first and the last reading of the longest interval, if it did anything."""
+    """Return what the engine did between the first and the last reading of the longest interval, if it did anything."""
     begin, end = max(intervals, key=lambda interval: interval[1] - interval[0], default=(0.0, 0.0))
     within = [counters for time, counters in readings if begin <= time <= end]
     if len(within) < 2:

@@ -22,7 +22,7 @@ from draftwire_bench.serve.serve import LevelResult, ServeOptions
 
 
 def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Sequence[LevelResult]) -> dict[str, Any]:
-    """The JSON form, without the environment."""
+    """Return the JSON form, without the environment."""
     return {
         "benchmark": "serve",
         "server": describe_server(info),
@@ -41,7 +41,7 @@ def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Seq
 
 
 def describe_server(info: pb.GetVerifierInfoResponse) -> dict[str, Any]:
-    """What is measured, as its verifier tells."""
+    """Return the description of the measured verifier."""
     return {
         "version": info.version,
         "target": info.target,
@@ -106,7 +106,7 @@ def _counters(counters: pb.EngineCounters) -> dict[str, Any]:
 
 
 def speed_ups(results: Sequence[LevelResult]) -> list[tuple[LevelResult, float]]:
-    """Each result with drafting on, and its speed over that of its level with drafting off."""
+    """Return each result with drafting on, and its speed over that of its level with drafting off."""
     off = {result.level: result for result in results if not result.drafting}
     return [
         (on, on.tokens_per_s / off[on.level].tokens_per_s) for on in results if on.drafting and on.level in off

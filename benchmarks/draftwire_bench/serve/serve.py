@@ -96,7 +96,7 @@ def measure(
     announce: Callable[[str], object] = lambda _: None,
     security: ClientSecurity = LOOPBACK,
 ) -> tuple[pb.GetVerifierInfoResponse, list[LevelResult]]:
-    """Runs all levels against the verifier at `address`; what it serves, as it tells at the end, and the results.
+    """Run all levels against the verifier at `address`; return its description and the results.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class _Runner:
         self._num_sent = 0
 
     def run(self, level: Level, drafting: bool) -> LevelResult:
-        """Warms up, measures and checks one level."""
+        """Warm up, measure and check one level."""
         options = self._options
         count = options.num_requests or level.default_requests
         if options.warmup_tokens:

@@ -52,7 +52,7 @@ class Shape:
     num_speculative_tokens: Sequence[int | None] = (None,)  # of the requests in turn; None for the server's
 
     def request(self, prompt: Prompt, number: int, *, drafting: bool, max_tokens: int) -> Planned:
-        """The request of that number; no end of sequence cuts it short."""
+        """Return the request with this number, which ignores the end of sequence."""
         ks = self.num_speculative_tokens
         options: dict[str, Any] = {
             **self.sampling,
@@ -66,7 +66,7 @@ class Shape:
 
 
 def parse_sampling(argument: str) -> dict[str, Any]:
-    """Parameters of all requests, from a JSON object or the path of a file with one.
+    """Return the parameters of all requests, from a JSON object or the path of a file with one.
 
     Raises
     ------
@@ -82,14 +82,14 @@ def parse_sampling(argument: str) -> dict[str, Any]:
 
 
 def random_prompts(length: int, vocab_size: int, seed: int) -> Iterator[list[int]]:
-    """Prompts of random tokens without end; no two share a prefix."""
+    """Yield the prompts of random tokens without end; no two share a prefix."""
     rng = random.Random(seed)
     while True:
         yield [rng.randrange(vocab_size) for _ in range(length)]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file of JSON lines, each with `token_ids` or `text`.
+    """Return the prompts of a file of JSON lines, each with `token_ids` or `text`.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 
 
 def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[Planned]]:
-    """Requests as a level sends them: in as many slots as may be in flight, or each at its own random time.
+    """Return requests as a level sends them: in as many slots as may be in flight, or each at its own random time.
 
     The times are those of a Poisson process, so that the number of arrivals in any second is random too.
     """
@@ -135,10 +135,10 @@ def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[
 
 
 def endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """The prompts over and over."""
+    """Yield the prompts over and over."""
     return cycle(prompts)
 
 
 def take(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
-    """The next `count` of them."""
+    """Return the next `count` prompts."""
     return list(islice(prompts, count))

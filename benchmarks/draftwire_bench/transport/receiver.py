@@ -24,12 +24,12 @@ Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
 
 
 def pattern(num_elements: int) -> torch.Tensor:
-    """What both processes know is sent, but for the first and the last element, which are the step's number."""
+    """Return what both processes know is sent, but for the first and the last element, which are the step's number."""
     return torch.arange(num_elements, dtype=DTYPE).mul_(-1640531527)
 
 
 def serve(connection: Connection, device: torch.device) -> None:
-    """Sends its port over the connection, and the times of arrival of a stream's steps when the stream has ended."""
+    """Send its port over the connection, and the times of arrival of a stream's steps when the stream has ended."""
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(connection, device))
 
@@ -128,7 +128,7 @@ class _Loader:
             return None
 
     def _take(self, message: pb.DraftRequest | bytes) -> str | None:
-        """Loads and answers a step by the way that it came; what is wrong with it, if anything is."""
+        """Load a step, answer it by the same way, and return its error, if any."""
         request = pb.DraftRequest.FromString(message) if isinstance(message, bytes) else message
         features = self.receiver.claim(request.step.features, "features", DTYPE, (None,)).load()
         if self._device.type == "cuda":

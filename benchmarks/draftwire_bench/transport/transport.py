@@ -103,7 +103,7 @@ class Row:
 
 
 def measure_transport(options: TransportOptions, announce: Callable[[str], object] = lambda _: None) -> list[Row]:
-    """All sizes by all ways; `announce` is told what comes next.
+    """Measure all sizes by all ways; `announce` is called with each next one.
 
     Raises
     ------
@@ -230,7 +230,7 @@ class _Stream:
         self._last_step = 0
 
     def use(self, shared: SharedSegments, hello: pb.DrafterHello) -> bool:
-        """Takes what the rendezvous gave; whether it is what the way needs."""
+        """Take the rendezvous' segments, and return whether the way can use them."""
         self._sender = TensorSender(self._device, shared.outgoing)
         if shared.channel is not None:
             self._channel = shared.channel
@@ -239,7 +239,7 @@ class _Stream:
         return has_channel and self._sender.carrier == hello.carrier == self._way.carrier
 
     async def talk(self, address: str, hello: pb.VerifierHello) -> None:
-        """Opens the stream, and reads and writes until both sides have ended it."""
+        """Open the stream, and read and write until both sides have ended it."""
         async with open_async_channel(address, LOOPBACK, CHANNEL_OPTIONS) as channel:
             counting: Any = CountingChannel(channel, lambda *_: None)  # it takes encoded messages
             call = DraftingStub(counting).Draft()
@@ -268,7 +268,7 @@ class _Stream:
             return None
 
     def next(self) -> pb.DraftResponse:
-        """The next answer.
+        """Return the next answer.
 
         Raises
         ------
@@ -284,7 +284,8 @@ class _Stream:
         return answer
 
     def send_all(self, size: int, repeats: int) -> list[float]:
-        """Sends tensors, each when the one before was answered; when each departed, nothing if they do not fit."""
+        """Send tensors, each after the previous answer; return the departure times, or nothing if tensors do not
+        fit."""
         tensor = pattern(size // DTYPE.itemsize).to(self._device)
         departed: list[float] = []
         for number in range(WARMUP + repeats):
@@ -315,11 +316,11 @@ class _Stream:
         return self._channel.send(encode_step(step, features.finish(step.features)).data)
 
     def end(self) -> None:
-        """Sends nothing more."""
+        """End the stream."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, None)
 
     def close(self) -> None:
-        """Lets go of the rings."""
+        """Release the rings."""
         if self._channel is not None:
             self._inbox.unwatch(self._channel.fileno())
             self._channel.close()
