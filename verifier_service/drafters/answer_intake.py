@@ -1,4 +1,4 @@
-"""What becomes of a drafter's answer: its checks, its drafts for the requests, and what it says of the drafter."""
+"""A drafter's answer: checks, drafts for the requests, and times and load for the pacing."""
 
 from __future__ import annotations
 

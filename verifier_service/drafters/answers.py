@@ -1,4 +1,4 @@
-"""What a drafter answers: checked, decoded, and now and then drawn again."""
+"""A drafter's answers: checked, decoded, and sometimes drawn again."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def decode_answer(
     *,
     confidences: bool,
 ) -> DecodedAnswer:
-    """The answers of a message, which is not trusted.
+    """Return the decoded answers of an untrusted message.
 
     Parameters
     ----------
     config
-        The verifier's, which says what logits are due.
+        The verifier's settings, which say what logits an answer must have.
     draft_token_ids
-        Target ids of the draft vocabulary on the target's device, handed on with dense logits.
+        Target ids of the draft vocabulary on the target's device, for dense logits.
     receiver
         Takes the logits and their ids.
     confidences
@@ -57,7 +57,7 @@ def decode_answer(
     Raises
     ------
     InvalidArgumentError
-        When arrays disagree, or a tensor is not what is due, such as a confidence out of [0, 1].
+        When arrays disagree, or a tensor is wrong, such as a confidence out of [0, 1].
     """
     sequence_ids, num_drafts = answer.sequence_ids[:], answer.num_drafts[:]
     count, most = len(sequence_ids), config.num_speculative_tokens
@@ -86,7 +86,7 @@ def _decode_tensors(
     draft_token_ids: torch.Tensor | None,
     receiver: TensorReceiver,
 ) -> tuple[list[int], AnswerLogits | None]:
-    """Tokens [D] and, as configured, their logits."""
+    """Return the tokens [D] and, as configured, their logits."""
     if total == 0:
         return [], None
     tokens = decode_ids(answer.tokens, "drafts.tokens", total)
@@ -100,10 +100,10 @@ def _decode_tensors(
     if form == cfg.DENSE:
         return tokens, AnswerLogits(logits, None, draft_token_ids, claimed.carrier)
     claimed_ids = receiver.claim(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
-    ids = claimed_ids.load(CPU)  # checked where the drafter cannot change them any more
+    ids = claimed_ids.load(CPU)  # a copy, which the drafter cannot change after the check
     _check_range(int(ids.min()), int(ids.max()), "drafts.logits_token_ids", vocab_size)
     ordered = ids.sort(1).values
-    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):  # q would be another than the one that drafts are drawn from
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):  # q would differ from the distribution of the drafts
         rows = Described(f"{total} rows")
         raise InvalidArgumentError("drafts.logits_token_ids", rows, "each id at most once in a row")
     return tokens, AnswerLogits(logits, ids, draft_token_ids, claimed.carrier)
@@ -115,7 +115,7 @@ def _check_range(low: int, high: int, name: str, vocab_size: int) -> None:
 
 
 def find_mismatched(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
-    """Those of the drafts that are not what the logits sent with them sample under their request's proposal noise.
+    """Return the drafts that differ from a draw of their logits under their request's proposal noise.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""Circuit breaking of a drafter: too often late, it is left alone for a while, then tried with one sequence.
+"""Circuit breaker of a drafter: a drafter that is late too often gets no sequences for a while, then one on trial.
 
-A drafter that was expelled for what it answered begins its next stream on such a trial.
+A drafter that was expelled for a wrong answer begins its next stream on trial.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ import enum
 import math
 from collections import deque
 
-# A drafter is left alone once so many of its last answers were late, in a row or with others in between. On trial all
-# of as many must be in time.
+# Late answers among the last answers that open the breaker. On trial this many answers in a row must be in time.
 RECENT_ANSWERS = 16
 TOO_MANY_LATE = 3
-# None is late before this, however short the deadline: drafts that nobody waits for may still be there in time.
+# Seconds within which no answer is late, however short the deadline: drafts may still be useful then.
 LEAST_LATE_S = 0.1
-# So many deadlines, and no less than so many seconds, without an answer are as good.
+# Silence of this many deadlines, and at least this many seconds, opens the breaker too.
 OVERDUE_DEADLINES = 4
 OVERDUE_S = 2.0
-# How long it is left alone; after each trial that fails, twice as long.
+# Seconds that the breaker stays open; doubled after each failed trial.
 REST_S = (0.5, 4.0)
 
 
 class Circuit(enum.Enum):
-    """Whether a drafter gets sequences: closed, all; open, none; half open, one."""
+    """State of a breaker: closed gives all sequences, open none, half open one."""
 
     CLOSED = enum.auto()
     OPEN = enum.auto()
@@ -31,10 +30,10 @@ class Circuit(enum.Enum):
 
 
 class Breaker:
-    """Judges one drafter by the time that its answers take. The clock is the caller's: monotonic times, in seconds."""
+    """Judges one drafter by its answer times. All times are the caller's monotonic seconds."""
 
     def __init__(self, deadline_s: float | None, *, on_trial: bool = False) -> None:
-        """`deadline_s`: how long drafts are waited for at most; without one no answer is late."""
+        """`deadline_s` is the longest wait for drafts; with None no answer is late."""
         self.circuit = Circuit.HALF_OPEN if on_trial else Circuit.CLOSED
         self._deadline_s = math.inf if deadline_s is None else max(deadline_s, LEAST_LATE_S)
         self._are_late: deque[bool] = deque(maxlen=RECENT_ANSWERS)
@@ -43,16 +42,16 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter is left alone."""
+        """Return whether the drafter gets no sequences."""
         return self.circuit is Circuit.OPEN
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether it gets one sequence to show that it answers in time."""
+        """Return whether the drafter is on trial with one sequence."""
         return self.circuit is Circuit.HALF_OPEN
 
     def take_answer(self, seconds: float, now: float) -> None:
-        """Takes an answer with drafts that came so long after it was asked for, and after the answer before it."""
+        """Count an answer with drafts that took this many seconds from the request, or from the previous answer."""
         if self.is_open:
             return
         is_late = seconds > self._deadline_s
@@ -63,7 +62,7 @@ class Breaker:
             self.circuit, self._rest_s = Circuit.CLOSED, REST_S[0]
 
     def watch(self, silent_since: float | None, now: float) -> None:
-        """Lets time pass; the drafter owes an answer and has been silent since then, or owes none."""
+        """Update the state: the drafter owes an answer since `silent_since`, or owes none (None)."""
         if self.is_open and now >= self._rests_until and silent_since is None:
             self.circuit = Circuit.HALF_OPEN
         overdue_s = max(OVERDUE_DEADLINES * self._deadline_s, OVERDUE_S)

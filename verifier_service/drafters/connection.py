@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 5.0
-# After an expulsion; each time twice as long, until a stream has lasted longer than the longest.
+# Seconds of rest after an expulsion; doubled each time, until a stream lasts longer than the longest rest.
 EXPELLED_RETRY_S = (60.0, 600.0)
 FUSION_TIMEOUT_S = 60.0
-# For the drafter's hello, before which it captures what this session's drafts need: its graphs go with its sessions, so
-# that one that is given up too early would begin anew each time.
+# Seconds for the drafter's hello, before which the drafter captures graphs. The graphs are dropped with a session, so a
+# verifier that gives up too early would make the drafter begin again.
 HELLO_TIMEOUT_S = 60.0
 CONNECTED_STATES = {
     generate_pb2.DRAFTER_STATE_READY,
@@ -58,11 +58,11 @@ CONNECTED_STATES = {
     generate_pb2.DRAFTER_STATE_SLOW,
     generate_pb2.DRAFTER_STATE_PROBING,
 }
-# A drafter is asked for its memory so often, and for its load while no answers tell it.
+# Seconds between requests for a drafter's memory, and for its load while no answer reports it.
 INFO_EVERY_S = 1.0
 # A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
 LEAST_ANSWER_BYTES = 8 << 20
-# By description, with the digest of weights that were really received: heads that are alike share them.
+# By description, with the digest of the received weights: equal heads share fusion weights.
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
 
@@ -92,10 +92,9 @@ class DrafterLink:
         fuses_features: bool = True,
         confidences: bool = False,
     ) -> None:
-        """`traffic` counts what is exchanged. `host` is the name that the drafter's certificate must have; by default
-        that of the address. `carriers` are those that the operator allows, best first; `rendezvous_dir` is that of
-        `Rendezvous`. With `fuses_features` features are fused where the head lets them be;
-        with `confidences` drafts come with theirs.
+        """`traffic` counts the bytes. `host` is the name in the drafter's certificate, by default that of the address.
+        `carriers` are the allowed carriers, best first; `rendezvous_dir` is that of `Rendezvous`. With `fuses_features`
+        features are fused where the head lets them be; with `confidences` drafts come with theirs.
         """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
@@ -115,7 +114,7 @@ class DrafterLink:
         self._handshake = Handshake(target, config, max_sequences, self._carriers, confidences=confidences)
 
     async def run(self) -> None:
-        """Connects, serves and reconnects until cancelled."""
+        """Connect, serve and reconnect until cancelled."""
         delay, expelled_delay = BACKOFF_S[0], EXPELLED_RETRY_S[0]
         while True:
             began = time.monotonic()
@@ -142,10 +141,10 @@ class DrafterLink:
 
     @property
     def is_needed(self) -> bool:
-        """Whether it stays although its address is no longer named.
+        """Return whether the link stays although its address is no longer named.
 
-        It does while it has a stream, and for the longest rest after an expulsion: a new link to the same address would
-        know nothing of that.
+        A link stays while it has a stream, and for the longest rest after an expulsion, which a new link would not know
+        of.
         """
         return self.status.state in CONNECTED_STATES or time.monotonic() < self._expelled_at + EXPELLED_RETRY_S[1]
 
@@ -178,7 +177,7 @@ class DrafterLink:
             stream = await self._open(call, info, fusion)
             self._post(Connected(stream))
             self._post(Loaded(stream, info.load))
-            # Shown once the engine has been told, so that a request that comes after it finds the drafter.
+            # Set after the engine knows the stream, so that a later request finds the drafter.
             self._note(generate_pb2.DRAFTER_STATE_READY, "")
             self._stream = stream
             tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_info(stub, stream))]
@@ -191,7 +190,7 @@ class DrafterLink:
                 stream.fail(str(error), expel=True)
                 raise
             except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
-                # A stream that the engine fails ends as a cancelled call; a task that is cancelled is to end.
+                # A stream that the engine fails ends as a cancelled call; a cancelled task must end.
                 task = asyncio.current_task()
                 if stream.failure is None and isinstance(error, grpc.aio.AioRpcError) and _is_too_large(error):
                     stream.fail(_text(error), expel=True)
@@ -207,7 +206,8 @@ class DrafterLink:
                 self._post(Disconnected(stream))
 
     async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
-        """The drafter's description of itself, or None, which is what grpc gives for bytes that are no message."""
+        """Return the drafter's description of itself, or None, which is what grpc gives for bytes that are no
+        message."""
         request = draft_pb2.GetDrafterInfoRequest()
         info: draft_pb2.GetDrafterInfoResponse | None = await stub.GetDrafterInfo(request, timeout=CONNECT_TIMEOUT_S)
         return info
@@ -215,7 +215,7 @@ class DrafterLink:
     async def _fusion(
         self, stub: draft_pb2_grpc.DraftingAsyncStub, info: draft_pb2.GetDrafterInfoResponse
     ) -> FeatureFusion | None:
-        """The head's fusion, unless features are sent as they are: where fused ones are no narrower, or it is off."""
+        """Return the head's fusion; None if fused features are no narrower, or fusion is off."""
         is_narrower = info.HasField("fusion") and info.fusion.width < info.features.width
         if not self._fuses_features or not is_narrower:
             return None
@@ -231,20 +231,20 @@ class DrafterLink:
                 if chunk is None or not chunk.data or len(data) > size:
                     break  # told below
             fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
-            fusion = _fusions.setdefault(key, fusion)  # another link may have been faster
+            fusion = _fusions.setdefault(key, fusion)  # another link may have stored the fusion first
         return fusion
 
     async def _open(
         self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
     ) -> Stream:
-        """The stream after both hellos, with the memory that both sides share."""
+        """Exchange the hellos, and return the stream with its shared memory."""
         hello = self._handshake.hello(info, fusion)
         sharing: asyncio.Future[SharedSegments] | None = None
         with contextlib.ExitStack() as stack:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
                 try:
                     rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
-                except OSError as error:  # as of a directory that has gone
+                except OSError as error:  # for example, the directory is gone
                     told = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
                     logger.warning(told, self._address, error)
                 else:
@@ -255,9 +255,9 @@ class DrafterLink:
         if answer is None:
             raise await _ending(call)
         head = self._handshake.accept(answer, info, fusion)
-        # The drafter has settled both directions before it answered; without a rendezvous its wait has just ended.
+        # The drafter settles both directions before it answers; without a rendezvous its wait has just ended.
         shared = SharedSegments() if sharing is None else await sharing
-        # What the other side could not make use of is given up again.
+        # Release segments that the other side cannot use.
         outgoing = _agreed(shared.outgoing, answer.hello.carrier)
         incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
         channel = shared.channel if answer.hello.direct else None
@@ -288,14 +288,14 @@ class DrafterLink:
 
     @property
     def _largest_answer(self) -> int:
-        """Bytes of the largest message that a drafter may send: a step's drafts with their logits."""
+        """Return the size of a drafter's largest message: a step's drafts with their logits."""
         config, logits = self._config, self._config.draft_logits
         row_bytes = {cfg.DENSE: 4 * self._target.vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
         largest = LEAST_ANSWER_BYTES + self._max_sequences * config.num_speculative_tokens * row_bytes
         return min(largest, MAX_MESSAGE_BYTES)
 
     def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
-        """Waits for the drafter at the rendezvous; in a thread of its own."""
+        """Wait for the drafter at the rendezvous; runs in a separate thread."""
         config, logits = self._config, self._config.draft_logits
         row_bytes = {cfg.DENSE: 4 * info.draft_vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
         step_bytes = min(self._max_sequences, info.max_sequences) * config.num_speculative_tokens * row_bytes
@@ -309,9 +309,9 @@ class DrafterLink:
         )
 
     def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
-        """Counts a message of gRPC."""
+        """Count a message of gRPC."""
         self._traffic.count_message("grpc", direction, message, num_bytes)
-        # In the status too when it is a step or an answer: hellos cross before there is a stream.
+        # Steps and answers also count in the status; hellos come before there is a stream.
         if self._stream is None or not isinstance(message, (draft_pb2.DraftRequest, draft_pb2.DraftResponse)):
             return
         if message.WhichOneof("message") not in ("draining", "keep_alive"):
@@ -330,13 +330,13 @@ class DrafterLink:
         self._post(Answered(stream, answer.drafts))
 
     async def _ask_info(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
-        """Notes the memory, and posts the load, which other verifiers make too, while no answers tell it."""
+        """Ask for the memory, and for the load, which other verifiers change, while no answer reports it."""
         while True:
             received = self.status.received_message_bytes
             await asyncio.sleep(INFO_EVERY_S)
             try:
                 info = await self._get_info(stub)
-            except grpc.aio.AioRpcError as error:  # whether the drafter lives, the stream tells
+            except grpc.aio.AioRpcError as error:  # the stream shows whether the drafter lives
                 if _is_too_large(error):
                     stream.fail(_text(error), expel=True)
                 continue
@@ -348,7 +348,7 @@ class DrafterLink:
 
     def _note_memory(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
         self.status.memory.CopyFrom(info.memory)
-        self.status.memory.DiscardUnknownFields()  # every client is shown the rest
+        self.status.memory.DiscardUnknownFields()  # clients see the known fields
 
     async def _write(self, call: _Call, stream: Stream) -> None:
         """Send what the engine queues for the stream, and a KeepAlive while it queues nothing."""
@@ -365,11 +365,11 @@ class DrafterLink:
         await call.done_writing()
 
 class _ExpelledError(Exception):
-    """A drafter answered what it must not."""
+    """A drafter broke the protocol."""
 
 
 async def _read(call: _Call) -> draft_pb2.DraftResponse | None:
-    """The next message of a stream, None at its end."""
+    """Return the next message of a stream, None at its end."""
     message = await call.read()
     if message is grpc.aio.EOF:
         return None
@@ -383,7 +383,7 @@ def _agreed(segment: Segment | None, carrier: draft_pb2.Carrier) -> Segment | No
 
 
 async def _ending(call: _Call) -> Exception:
-    """Why a stream has ended, or gives what cannot be read."""
+    """Return why a stream has ended, or cannot be read."""
     call.cancel()
     status = await call.code()
     details = await call.details() or "no details"
@@ -391,14 +391,14 @@ async def _ending(call: _Call) -> Exception:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether one side finds that the two do not fit."""
+    """Return whether an error says that verifier and drafter do not match."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() == grpc.StatusCode.FAILED_PRECONDITION
     return isinstance(error, (MismatchError, InvalidArgumentError))
 
 
 def _is_too_large(error: Exception) -> bool:
-    """Whether a message of the drafter was larger than this side receives; gRPC tells it in the status text alone."""
+    """Return whether a drafter's message was too large to receive; gRPC says so only in the status text."""
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
         return False
     # "SERVER: Received ..." is the drafter's refusal of a message of ours.

@@ -1,4 +1,4 @@
-"""Which requests wait for their drafts, for how long, and whether a step waits for drafts that are about to arrive."""
+"""The wait for drafts: which requests wait, for how long, and whether a step waits for drafts that arrive soon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifier_service.drafters.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-# Smoothing of the seconds that a step takes.
+# Smoothing factor of the seconds of a step.
 SMOOTH = 1 / 16
 
 
@@ -34,7 +34,7 @@ class DraftWaitPolicy:
         self._held_until: float | None = None
 
     def count_step(self, seconds: float) -> None:
-        """Count a step without prompts that took so long."""
+        """Count the seconds of a step without prompts."""
         self.step_s = seconds if math.isnan(self.step_s) else self.step_s + SMOOTH * (seconds - self.step_s)
 
     def is_ready(self, request: Request) -> bool:
@@ -46,7 +46,7 @@ class DraftWaitPolicy:
             return False
         session = binding.session
         session.is_late = True
-        # With adaptive k waits are short and often end so.
+        # With adaptive k waits are short, and often end without drafts.
         level = logging.DEBUG if session.pace.is_adaptive else logging.WARNING
         logger.log(level, "drafter %s: missed the draft deadline", session.stream.address)
         return True
@@ -54,7 +54,7 @@ class DraftWaitPolicy:
     def may_run_beside(self, request: Request, drafted: Iterable[Request]) -> bool:
         """Return whether a request may go into a step while a step runs that verifies drafts of `drafted`.
 
-        With drafts of the same drafter it may not: the drafter's sequences would be split over two steps from then on.
+        Not with drafts of the same drafter, whose sequences would be split over two steps from then on.
         """
         binding = self._bindings.get(request)
         if binding is None or request.drafts is None:
@@ -63,8 +63,8 @@ class DraftWaitPolicy:
         return all(other is None or other.session is not binding.session for other in others)
 
     def come_soon(self, running: Iterable[Request]) -> bool:
-        """Return whether some requests of the running step should have drafts within a step's time of its end, so that
-        the next step gains by waiting for them."""
+        """Return whether requests of the running step should get drafts within one step's time after it, so that
+        waiting pays."""
         bindings = (self._bindings.get(one) for one in running if one.num_drafts_wanted > 0)
         sessions = {one.session for one in bindings if one is not None and one.rows_behind == 0}
         return any(one.has_room and one.pace.num_drafts > 0 and one.pace.answer_s < self.step_s for one in sessions)
@@ -76,7 +76,7 @@ class DraftWaitPolicy:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether any request waits for drafts."""
+        """Return whether any request waits for drafts."""
         return any(binding.is_waiting for binding in self._bindings.values())
 
     def all_wait(self, requests: Sequence[Request]) -> bool:
@@ -108,7 +108,7 @@ class DraftWaitPolicy:
                 counts.append(len(request.drafts.tokens))
             elif binding is not None and binding.is_waiting:
                 is_awaited = True
-                # A request that waits for its drafter to take more was asked for last when it had fewer tokens.
+                # A request of a full drafter was asked for last with fewer tokens.
                 counts.append(min(binding.asked_drafts, request.num_drafts_wanted))
             else:
                 counts.append(0)
@@ -116,15 +116,16 @@ class DraftWaitPolicy:
 
     @property
     def next_deadline(self) -> float:
-        """The earliest time at which a waiting request or a held step stops waiting; infinite if there is none."""
+        """Return the earliest monotonic time at which a request or a held step stops waiting; infinite if there is
+        none."""
         waits = (binding.wait_until for binding in self._bindings.values() if not binding.session.is_late)
         first = min((until for until in waits if until is not None), default=math.inf)
         return first if self._held_until is None else min(first, self._held_until)
 
     def is_held(self, requests: Sequence[Request], *, may_admit: bool) -> bool:
-        """Return whether the next step waits for drafts that are about to arrive, so that one step does for two.
+        """Return whether the next step waits for drafts that arrive soon, so that one step replaces two.
 
-        `may_admit`: whether a request that is not among `requests` may begin in the step.
+        `may_admit`: whether the step may admit another request.
         """
         now = time.monotonic()
         num_ready, has_prompts, is_waiting = 0, may_admit, False
@@ -140,15 +141,15 @@ class DraftWaitPolicy:
         if self._held_until is None:
             self._held_since = None
             return False
-        if num_ready > 0 or has_prompts:  # else nothing has waited yet
+        if num_ready > 0 or has_prompts:  # else no request has waited yet
             self._held_since = now if self._held_since is None else self._held_since
         return True
 
     def hold_until(self, now: float, num_ready: int) -> float | None:
         """Return the time until which a step of the ready requests waits; None if it does not.
 
-        To wait costs each ready request the wait. Not to wait costs each request whose drafts are about to arrive a
-        step. Drafts that are overdue are expected to take as long again as they are.
+        Waiting costs each ready request the wait. Not waiting costs each request whose drafts arrive soon one step.
+        Overdue drafts are expected to take as long again as they are overdue.
         """
         latest = (now if self._held_since is None else self._held_since) + self.step_s
         messages = [

@@ -1,7 +1,7 @@
-"""Early features: rows of a verify step that are put where they are sent from before the host knows the step's tokens.
+"""Early features: a verify step's rows, written to the memory that they are sent from before the host has the tokens.
 
-Where drafter and verifier share memory for it, the step is announced too: the drafter begins to draft when the
-verifier's device has drawn, and not when its host has read, committed and sent the tokens.
+With shared memory the step is announced too: the drafter begins when the verifier's device has drawn the tokens, before
+the host has read, committed and sent them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def begin_early(
     verified: Mapping[Request, tuple[int, ScheduledRows]],
     drawn: torch.Tensor,
 ) -> EarlyFeatures | None:
-    """Have the device write the features of a session's accepted rows, and announce the step if the drafter can use it.
+    """Let the device write the features of a session's accepted rows, and announce the step if possible.
 
     Parameters
     ----------
     verified
-        The verified requests of a step that was launched, with their places in its draw.
+        The verified requests of a launched step, with their places in its draw.
     drawn
-        [B, columns] int64, what the step draws: of each request the number of its tokens, which is that of its accepted
-        rows, then the tokens.
+        [B, columns] int64, the step's draw: the number of tokens of each request, equal to its accepted rows, then the
+        tokens.
 
     Returns
     -------
-    None when the session has no rows in the step.
+    None if the session has no rows in the step.
     """
     pieces = [
         (binding, *verified[binding.request])
@@ -78,10 +78,10 @@ def _announce(
     drawn: torch.Tensor,
     places: torch.Tensor,
 ) -> AnnouncedStep | None:
-    """Announce the step to the drafter and have the tokens `drawn` at `places` written for it; None when it cannot be.
+    """Announce the step and let the device write the tokens `drawn` at `places` for the drafter; None if impossible.
 
-    The requests are marked: none of them may be preempted or continued before the step is committed, because the
-    drafter sees what is drawn for it.
+    The requests are marked: they must not be preempted or continued before the step is committed, because the drafter
+    sees their draws.
     """
     num_drafts = session.pace.num_drafts
     if features.offset is None or num_drafts == 0 or not session.may_announce:
@@ -96,7 +96,7 @@ def _announce(
         columns=drawn.shape[1],
         num_rows=len(features.tensor),
     )
-    # Every other int32 is the low half of a number and equals it: one launch, where `to` would be another.
+    # Every second int32 is the low half of an int64: a view saves the launch of `to`.
     numbers = drawn.view(torch.int32)[:, ::2].index_select(0, places)
     for binding in bindings:
         binding.request.is_announced = True

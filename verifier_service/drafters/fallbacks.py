@@ -12,12 +12,12 @@ Cause = pb.FallbackCause
 
 
 def cause_name(cause: Cause) -> str:
-    """The cause as metrics and tables call it: `no_drafter`."""
+    """Return the cause's name in metrics and tables, such as `no_drafter`."""
     return pb.FallbackCause.Name(cause).removeprefix("FALLBACK_CAUSE_").lower()
 
 
 def bound_cause(binding: Binding) -> Cause:
-    """Why a request that has a drafter got no drafts from it for its next token."""
+    """Return why a request that has a drafter got no drafts from it for its next token."""
     session = binding.session
     if session.is_late:
         return pb.FALLBACK_CAUSE_LATE
@@ -25,15 +25,15 @@ def bound_cause(binding: Binding) -> Cause:
         return pb.FALLBACK_CAUSE_PACE
     if binding.asked_length == len(binding.request.tokens):
         return pb.FALLBACK_CAUSE_EMPTY_ANSWER
-    is_new = binding.sequence_id != 0 and binding.asked_length == 0  # its prompt is on its way
+    is_new = binding.sequence_id != 0 and binding.asked_length == 0  # its prompt was sent
     if binding.rows_behind > 0 or session.catches_up or is_new:
         return pb.FALLBACK_CAUSE_CATCHING_UP
-    # Rows that were sent with no draft asked for; without any row nothing was sent.
+    # With a sequence id, rows were sent and no drafts asked for; otherwise no row was sent.
     return pb.FALLBACK_CAUSE_PACE if binding.sequence_id else pb.FALLBACK_CAUSE_NO_FEATURES
 
 
 def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause:
-    """Why none of the connected drafters has the request."""
+    """Return why none of the connected drafters has the request."""
     staying = [session for session in sessions if not session.is_draining]
     if not staying:
         return pb.FALLBACK_CAUSE_NO_DRAFTER

@@ -1,4 +1,4 @@
-"""Whether a drafter fits, and what both sides tell each other when a stream begins."""
+"""The verifier's handshake with a drafter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from draftwire_kernels import NOISE_VERSION
 from verifier_service.drafters.stream import HeadInfo
 from verifier_service.target.target import Target
 
-# Feature rows of more states than this are no head's.
+# Most hidden states in a feature row.
 MAX_FEATURE_LAYERS = 16
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Handshake:
-    """The verifier's part. A drafter that does not fit raises MismatchError, with both sides' values."""
+    """The verifier's side. A drafter that does not match raises MismatchError, with both values."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class Handshake:
         *,
         confidences: bool = False,
     ) -> None:
-        """`carriers` are those that the verifier can use, best first; `confidences`: whether drafts have theirs."""
+        """`carriers` are those that the verifier can use, best first; `confidences`: whether drafts come with
+        confidences."""
         self._target = target
         self._config = config
         self._max_sequences = max_sequences
@@ -43,7 +44,7 @@ class Handshake:
         self._confidences = confidences
 
     def check(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
-        """Refuses a drafter that cannot serve this target, with both sides' values."""
+        """Refuse a drafter that cannot serve this target, with both values."""
         config = self._config
         pairs = [
             ("protocol_version", PROTOCOL_VERSION, info.protocol_version),
@@ -95,7 +96,7 @@ class Handshake:
     def hello(
         self, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
     ) -> draft_pb2.VerifierHello:
-        """What the verifier asks a drafter for that has described itself so."""
+        """Return the verifier's hello to a drafter with this description."""
         target = self._target
         features = draft_pb2.FeatureSpec(
             layers=info.features.layers,
@@ -129,7 +130,7 @@ class Handshake:
         info: draft_pb2.GetDrafterInfoResponse,
         fusion: FeatureFusion | None,
     ) -> HeadInfo:
-        """The head of a drafter's hello, checked again: it may have changed since the info call."""
+        """Return the head of a drafter's hello, checked again: it may have changed since the info call."""
         hello = answer.hello
         if answer.WhichOneof("message") != "hello" or hello.carrier not in self._carriers:
             offered = ", ".join(carrier_name(carrier) for carrier in self._carriers)
@@ -153,7 +154,7 @@ def _head_info(
         shape = (info.draft_vocab_size,)
         token_ids = decode_tensor(hello.draft_token_ids, "draft_token_ids", torch.int32, shape).to(torch.int64)
         is_known = len(token_ids) and int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
-        # Two columns of one token would make its q another than the one that drafts are drawn from.
+        # With two columns of one token, q would differ from the distribution that drafts are drawn from.
         if not is_known or len(token_ids.unique()) < len(token_ids):
             raise MismatchError(f"draft_token_ids must be in [0, {vocab_size}), at least one and all different")
     elif info.draft_vocab_size != vocab_size:

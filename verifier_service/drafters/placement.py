@@ -1,4 +1,4 @@
-"""Which request drafts at which drafter: places are given, moved and given back."""
+"""The places of requests at drafters."""
 
 from __future__ import annotations
 

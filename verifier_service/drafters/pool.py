@@ -1,4 +1,4 @@
-"""The drafters that a verifier uses: addresses and DNS names, looked up again and again as drafters come and go."""
+"""The drafters of a verifier: addresses, and DNS names that are resolved periodically."""
 
 from __future__ import annotations
 
@@ -22,40 +22,39 @@ RESOLVE_INTERVAL_S = 2.0
 class DrafterPool:
     """Keeps a link to every drafter behind the given names.
 
-    A name with several addresses, as a headless service or a scaled compose service has, stands for a drafter at each.
-    A link whose address is no longer named goes once it is of no more use (`DrafterLink.is_needed`); a name server that
-    fails takes none away. A name without an address is not dialled: its drafters would have a link too many once it
-    has some. The links run on an event loop and a thread of their own, so that drafts do not wait behind clients.
+    A name with several addresses, such as a headless service or a scaled compose service, stands for a drafter at each
+    address. A link whose address is no longer named is closed when it is not needed (`DrafterLink.is_needed`); a
+    failing name server closes no link. A name without addresses gets no link. The links run on a separate event loop
+    and thread, so that drafts do not wait behind clients.
     """
 
     def __init__(self, names: Sequence[str], make_link: Callable[[str, str], DrafterLink]) -> None:
-        """`names` are HOST:PORT; `make_link` gives the link to an address of a host."""
-        # Of each name its addresses, and with each the host as it was named; none until it was looked up, and if it
-        # cannot be.
+        """`names` are HOST:PORT; `make_link` creates the link to an address of a host."""
+        # The addresses of each name, with the host as named; empty before the name is resolved, and if it cannot be.
         self._found: dict[str, dict[str, str]] = {name: {} for name in names}
         self._make_link = make_link
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, DrafterLink] = {}
-        self._name_of: dict[str, str] = {}  # by address: that under which it was last found
+        self._name_of: dict[str, str] = {}  # by address: the name that last resolved to it
         self._stopping: asyncio.Event | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="drafters", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Starts to look for drafters."""
+        """Start the thread that resolves names and keeps links."""
         self._thread.start()
         self._started.wait()
 
     def stop(self) -> None:
-        """Closes all links; harmless when there are none."""
+        """Close all links, if there are any."""
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
 
     @property
     def statuses(self) -> list[generate_pb2.DrafterStatus]:
-        """State of each link, and of each name that has no address, or was not looked up yet; from any thread."""
+        """Return the status of each link, and of each name without addresses; thread-safe."""
         state, detail = generate_pb2.DRAFTER_STATE_CONNECTING, "its name has no address"
         unresolved = [
             generate_pb2.DrafterStatus(address=name, state=state, detail=detail)
@@ -76,7 +75,7 @@ class DrafterPool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, name: str) -> None:
-        """Looks a name up again and again; no other waits for it."""
+        """Resolve a name periodically, independently of other names."""
         while True:
             try:
                 self._found[name] = await _resolve(name)
@@ -86,7 +85,7 @@ class DrafterPool:
             await asyncio.sleep(RESOLVE_INTERVAL_S)
 
     def _update(self) -> None:
-        """Opens links to new addresses and drops those that are neither named nor needed."""
+        """Open links to new addresses, and drop links that are neither named nor needed."""
         addresses = {address: host for hosts in self._found.values() for address, host in hosts.items()}
         self._name_of.update({address: name for name, hosts in self._found.items() for address in hosts})
         for address, host in addresses.items():
@@ -102,7 +101,7 @@ class DrafterPool:
 
 
 async def _resolve(name: str) -> dict[str, str]:
-    """HOST:PORT of every address of a name, with the host as it was named; none while it cannot be resolved."""
+    """Return HOST:PORT of every address of a name, with the host as named; empty if the name cannot be resolved."""
     host, port = parse_address(name, "drafters")
     answer: Future[list[Any]] = Future()
     answer.set_running_or_notify_cancel()
@@ -113,13 +112,13 @@ async def _resolve(name: str) -> dict[str, str]:
         except Exception as error:
             answer.set_exception(error)
 
-    # Not in the event loop's executor, whose threads are waited for at its end: a name server may take long.
+    # Not in the event loop's executor, which waits for its threads at the end: a name server may take long.
     threading.Thread(target=look_up, name="look-up", daemon=True).start()
     try:
         entries = await asyncio.wrap_future(answer)
     except OSError:
         return {}
-    # A drafter that listens on both families is one drafter.
+    # A drafter that listens on IPv4 and IPv6 is one drafter.
     families = [family for family in (socket.AF_INET, socket.AF_INET6) if any(one[0] == family for one in entries)]
     hosts = dict.fromkeys(str(one[4][0]) for one in entries if one[0] == families[0])
     return {(f"[{one}]:{port}" if ":" in one else f"{one}:{port}"): host.strip("[]") for one in hosts}

@@ -1,4 +1,4 @@
-"""What a drafter is sent: rows of features with their tokens, and how many drafts are wanted of each sequence."""
+"""The messages to a drafter: rows of features with their tokens, and the drafts wanted for each sequence."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verifier_service.drafters.session import Binding, CommittedStep, DraftSessi
 
 logger = logging.getLogger(__name__)
 
-# A history that a drafter has not got is sent in pieces of this many rows, and all histories together take at most
-# this many bytes of a message, so that they delay no other sequence.
+# The backlog of a sequence is sent in pieces of at most this many rows, and all backlogs in a message take at most this
+# many bytes, so that they delay no other sequence.
 MAX_HISTORY_ROWS = 512
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
-# While most sequences lack rows, no drafts are asked for: until no more than this share lacks some, or no more than
-# half have for so many seconds.
+# While most sequences have a backlog, no drafts are asked for: until at most this share has one, or at most half had
+# one for this many seconds.
 FEW_SHARE, LONGEST_FEW_S = 0.125, 1.0
 
 # Rows to send of a sequence.
@@ -40,27 +40,27 @@ class _Rows(NamedTuple):
     bindings: list[Binding]
     first_rows: list[int]
     num_rows: list[int]
-    num_drafts: list[int]  # wanted after them
+    num_drafts: list[int]  # drafts wanted after the rows
     tokens: list[int]  # of all rows
 
 
 class StepSender:
-    """Sends drafters the rows that they have not got. Used by the engine's thread alone."""
+    """Sends drafters the rows that they lack. Used by the engine's thread alone."""
 
     def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, waits: DraftWaitPolicy) -> None:
-        """Bytes and rows are counted in `times`; `waits` tells how long a step takes."""
+        """`times` counts bytes and rows; `waits` has the seconds of a step."""
         self._config = config
         self._times = times
         self._waits = waits
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
-        self._old_rows: dict[Request, int] = {}  # rows that were there when all had been sent last
+        self._old_rows: dict[Request, int] = {}  # rows at the last flush
 
     def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
-        """Sends new rows of all sequences, and asks for drafts of those whose rows are all there then.
+        """Send new rows of all sequences, and ask for drafts of sequences without a backlog.
 
-        With adaptive k rows of prompts and histories go in a message of their own, behind the message whose drafts are
-        awaited, and ask for none. While most sequences lack such rows, these alone are sent, and the sequences decode
-        without drafts: drafts of a few would hold up the steps of all.
+        With adaptive k, rows of prompts and backlogs go in a separate message without drafts, after the message whose
+        drafts are awaited. While most sequences have a backlog, only backlogs are sent, and the sequences decode
+        without drafts: drafts of a few would delay the steps of all.
         """
         backlog, is_adaptive = session.pace.backlog, session.pace.is_adaptive
         most_rows = backlog.rows(session.stream.head.row_bytes) if is_adaptive else math.inf
@@ -77,15 +77,16 @@ class StepSender:
         has_asked = False
         if verified or session.closed_ids:
             has_asked = self._send_step(session, store, verified, num_drafts)
-        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):  # else its drafts come behind them
+        # Else drafts would wait behind these rows.
+        if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
 
     def send_closed(self, session: DraftSession, store: FeatureStore) -> None:
-        """Tell a drafter that is asked for nothing which sequences have ended."""
+        """Send the closed sequences to a drafter that gets no rows."""
         self._send_step(session, store, [], 0)
 
     def _must_catch_up(self, session: DraftSession, now: float) -> bool:
-        """Return whether so many sequences lack rows that these alone are sent."""
+        """Return whether so many sequences have a backlog that only backlogs are sent."""
         decoding = [binding for binding in session.bindings if binding.request.is_decoding]
         num_lacking = sum(not self._is_close(binding) for binding in decoding)
         lack_most = 2 * num_lacking > len(decoding)
@@ -95,15 +96,15 @@ class StepSender:
         return num_lacking > FEW_SHARE * len(decoding) and now < session.few_since + LONGEST_FEW_S
 
     def _is_close(self, binding: Binding) -> bool:
-        """Return whether a sequence lacks no more rows than a verify step brings."""
+        """Return whether a sequence lacks at most the rows of one verify step."""
         return binding.rows_behind <= self._most_verified
 
     def note_rows(self, requests: Sequence[Request]) -> None:
-        """All drafters have been sent what they are to be sent: rows that are there now are history from here on."""
+        """End a flush: rows that exist now and were not sent are backlog from here on."""
         self._old_rows = {request: request.num_feature_rows for request in requests}
 
     def forget(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+        """Forget a request that has ended."""
         self._old_rows.pop(request, None)
 
     def _send_step(
@@ -115,7 +116,7 @@ class StepSender:
         *,
         has_histories: bool = False,
     ) -> bool:
-        """Send rows, and ask for so many drafts of each sequence that is complete. Return whether any is."""
+        """Send rows, and ask for `num_drafts` drafts of each complete sequence. Return whether any is complete."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
@@ -136,7 +137,7 @@ class StepSender:
             sent = time.monotonic()
             session.stream.send(step, features)
         session.early = None
-        # The rest is done while the drafter computes.
+        # Other work is done while the drafter computes.
         num_bytes = num_rows * session.stream.head.row_bytes
         carrier = draft_pb2.CARRIER_BYTES if features is None else features.carrier
         num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
@@ -160,7 +161,7 @@ class StepSender:
         session.last_resolved = early.announced.announced_id
         asked = [binding for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True) if drafts > 0]
         places = {binding: place for place, binding in enumerate(early.bindings)}
-        # A sequence that the drafter has lost is not among those to be closed, but has no rows in the step either.
+        # A sequence that the drafter has lost is not closed, but has no rows in the step either.
         lost = [one.sequence_id for one in early.bindings if not one.is_open and one.sequence_id not in closed_ids]
         session.committed = CommittedStep(
             session.step_id, asked, [places[binding] for binding in asked], early.announced
@@ -181,7 +182,7 @@ class StepSender:
         rows: _Rows,
         early: EarlyFeatures | None,
     ) -> Outgoing | None:
-        """Write rows into a step's message, and return their features: the `early` ones, if there are."""
+        """Write rows into a step's message, and return their features: the `early` features, if any."""
         step.replaces = session.last_resolved
         if not rows.bindings:
             return None
@@ -201,10 +202,10 @@ class StepSender:
         return features
 
     def _pieces(self, session: DraftSession, most_rows: float) -> list[_Piece]:
-        """Return (sequence, rows to send of it): all rows of verify steps, and `most_rows` of sequences that lack more.
+        """Return (sequence, rows to send): all rows of verify steps, and up to `most_rows` of a backlog.
 
-        Rows older than the last step are a history: of a sequence that moves or whose drafter was held up, or a prefix
-        that was found in the cache. Of a history at most MAX_HISTORY_ROWS go at once, and MAX_HISTORY_BYTES of all.
+        Rows older than the last step are a backlog: of a moved sequence, a slow drafter, or a cached prefix. At most
+        MAX_HISTORY_ROWS of a backlog, and MAX_HISTORY_BYTES of all backlogs, go at once.
         """
         room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
         pieces = []
@@ -223,7 +224,7 @@ class StepSender:
 
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
-        key = 0  # greedy drafters need none, and a key tells something of the seed
+        key = 0  # greedy drafters need no key, which reveals something of the seed
         if self._config.draft_sample_method == cfg.GUMBEL:
             is_coupled = self._config.rejection_sample_method == cfg.COUPLED
             key = request.keys.resample if is_coupled else request.keys.proposal
@@ -245,19 +246,19 @@ class StepSender:
 
 
 def _in_flight(session: DraftSession) -> list[bool]:
-    """Of each sequence that decodes, whether a step has it that has not landed."""
+    """Yield, for each decoding sequence, whether it is in a running step."""
     return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
 
 
 def _take_rows(pieces: Sequence[_Piece], num_drafts: int) -> _Rows:
-    """Count rows as sent, and say how many drafts are wanted after them, at most `num_drafts` of each sequence."""
+    """Count rows as sent, and return the drafts wanted after them, at most `num_drafts` of each sequence."""
     taken = _Rows([], [], [], [], [])
     for binding, rows in pieces:
         request = binding.request
         first, known = binding.next_row, request.tokens
         binding.next_row = last = first + rows
         drafts = 0
-        # All rows are there, and the request decodes.
+        # No rows are missing, and the request decodes.
         if len(request.prompt) <= last == len(known) - 1 and not request.is_in_flight:
             drafts = min(request.num_drafts_wanted, num_drafts)
             binding.wait_until = None

@@ -1,4 +1,4 @@
-"""One open stream to a drafter, and what happens on it, as the engine's thread sees them."""
+"""An open stream to a drafter and its events, as seen by the engine's thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verifier_service.drafters.features import FeatureKind
 
 @dataclass(frozen=True)
 class HeadInfo:
-    """What the verifier needs to know of a connected drafter's head."""
+    """The head of a connected drafter."""
 
     fingerprint: str
     layers: tuple[int, ...]
@@ -42,12 +42,12 @@ class HeadInfo:
 
     @property
     def kind(self) -> FeatureKind:
-        """What is sent, and must be given to no other head when it is fused."""
+        """Return the kind of features sent; fused features fit no other head."""
         return FeatureKind(self.layers, f"{self.fingerprint} {self.fusion_digest}" if self.fusion else "")
 
     @property
     def width(self) -> int:
-        """Elements of a feature row on the wire."""
+        """Return the elements of a feature row on the wire."""
         return self.row_bytes // self.dtype.itemsize
 
 
@@ -76,14 +76,14 @@ class Answered:
 
 @dataclass(frozen=True, eq=False)
 class Draining:
-    """Event: a drafter is about to end, and answers what it was sent."""
+    """Event: a drafter drains, and answers only what was sent."""
 
     stream: Stream
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """Event: a drafter has told its load, as it also does with every answer."""
+    """Event: a drafter's load, which answers report too."""
 
     stream: Stream
     load: draft_pb2.DrafterLoad
@@ -94,7 +94,7 @@ LinkEvent = Connected | Disconnected | Answered | Draining | Loaded
 
 
 class AnnouncedStep(NamedTuple):
-    """A step that was announced to a drafter."""
+    """An announced step."""
 
     announced_id: int
     num_drafts: int  # of each sequence
@@ -108,10 +108,9 @@ class AnnouncedStep(NamedTuple):
 
 
 class Stream:
-    """One open stream, as the engine's thread sees it, which calls all methods that do not say otherwise.
+    """An open stream. The engine's thread calls all methods, unless they say otherwise.
 
-    Messages go through the channel, where there is one and they fit, without another thread; see `Rendezvous` in
-    draft.proto.
+    Messages that fit go through the channel, if there is one, without another thread; see `Rendezvous` in draft.proto.
 
     Attributes
     ----------
@@ -120,7 +119,7 @@ class Stream:
     receiver
         Takes the draft logits of an answer.
     on_trial
-        Whether the drafter was expelled on the stream before.
+        Whether the drafter was expelled on its previous stream.
     """
 
     def __init__(
@@ -137,18 +136,18 @@ class Stream:
         on_trial: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted; `traffic` counts those of all channels. The
-        `loop` is by default the one that runs."""
+        """`status` is the drafter's, in which bytes are counted; `traffic` counts the bytes of all channels. `loop` is
+        by default the running event loop."""
         self.address = status.address
         self.head = head
         self.sender = sender
         self.receiver = receiver
-        # None: nothing more is sent.
+        # None ends the stream.
         self.outbox: asyncio.Queue[tuple[StepMessage, Outgoing | None] | None] = asyncio.Queue()
         self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
-        self._num_unanswered = 0  # steps that were sent
+        self._num_unanswered = 0  # sent steps without an answer
         self._status = status
         self._cancel = cancel
         self._report = report
@@ -159,12 +158,13 @@ class Stream:
         self._last_answered = 0
         self._channel = channel
         self._last_announced = 0  # id of a step
-        self._resolved = (0, 0)  # the last step that was sent, and up to which announced ones are resolved by it
-        self._early: tuple[int, Body] | None = None  # of the announced step that the drafter has begun last
-        self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []  # read from the channel, with their bytes
+        self._resolved = (0, 0)  # the last sent step, and the id up to which it resolves announced steps
+        self._early: tuple[int, Body] | None = None  # of the announced step that the drafter began last
+        # Messages read from the channel, with their bytes.
+        self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []
 
     def send(self, step: StepMessage, features: Outgoing | None = None) -> None:
-        """Sends a step and the features that go with it; never waits for the drafter."""
+        """Send a step and its features; never waits for the drafter."""
         with self._lock:
             self._num_unanswered += 1
         self._resolved = step.step_id, step.announced_id if isinstance(step, draft_pb2.Commit) else step.replaces
@@ -177,7 +177,7 @@ class Stream:
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
 
     def _send_direct(self, request: Encoded, numbers: torch.Tensor | None = None) -> bool:
-        """Sends a message through the channel; False when it does not fit."""
+        """Send a message through the channel; False when it does not fit."""
         if self._channel is None or not self._channel.send(request.data, numbers):
             return False
         self._traffic.count_message("direct", "sent", request.message, len(request.data))
@@ -185,26 +185,26 @@ class Stream:
         return True
 
     def report(self, state: generate_pb2.DrafterState) -> None:
-        """Has the drafter shown in that state for as long as the stream is open; from any thread."""
+        """Show the drafter in this state while the stream is open; thread-safe."""
         self._loop.call_soon_threadsafe(self._report, self, state)
 
     def end(self) -> None:
-        """Sends nothing more, upon which the drafter ends the stream."""
+        """End the sending side; the drafter then ends the stream."""
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, None)
 
     @property
     def may_announce(self) -> bool:
-        """Whether the next step may be announced."""
+        """Return whether the next step may be announced."""
         return self._channel is not None and self._channel.takes_numbers and self.is_direct_next
 
     def announce(
         self, message: draft_pb2.Announce, numbers: torch.Tensor, features: Outgoing
     ) -> AnnouncedStep | None:
-        """Announces a step, and has its `numbers` written for the drafter when the current stream comes to it.
+        """Announce a step, and let the current stream write its `numbers` for the drafter.
 
         Returns
         -------
-        None when it was not announced, and the features are still the caller's.
+        None if the step was not announced; the caller keeps the features.
         """
         features.announce(message.features)
         request = draft_pb2.DraftRequest(announce=message)
@@ -217,7 +217,7 @@ class Stream:
         )
 
     def has_early_drafts(self, announced: AnnouncedStep) -> bool:
-        """Whether the drafts of an announced step have been written."""
+        """Return whether the drafts of an announced step have been written."""
         if self._early is None:
             return False
         announced_id, body = self._early
@@ -225,12 +225,12 @@ class Stream:
         return announced_id == announced.announced_id and body.num_numbers == num_numbers and body.is_written
 
     def read_early_drafts(self, announced: AnnouncedStep) -> np.ndarray:
-        """A copy of them, int32 of `early_shape`, which is not checked."""
+        """Return an unchecked copy of the early drafts, int32 of `early_shape`."""
         assert self._early is not None
         return self._early[1].read(announced.early_shape)
 
     def _take_early(self, early: draft_pb2.EarlyDrafts, body: Body | None) -> None:
-        """The drafter has begun an announced step; it gives up what it had begun before."""
+        """Record that the drafter has begun an announced step, in place of the one before."""
         if body is None or not 1 <= early.announced_id <= self._last_announced:
             raise InvalidArgumentError("early.announced_id", early.announced_id, "must be announced, and have a body")
         if self._early is not None:
@@ -239,11 +239,11 @@ class Stream:
 
     @property
     def is_direct_next(self) -> bool:
-        """Whether the next step may go through the channel: it must not overtake those sent over the stream."""
+        """Return whether the next step may go through the channel without overtaking steps sent over the stream."""
         return self._channel is not None and self._last_answered >= self._last_queued
 
     def encode(self, step: StepMessage, features: Outgoing | None) -> Encoded:
-        """The message of a step and its features, for which it waits."""
+        """Wait for a step's features, and return its message with them."""
         step.logits_read = self.receiver.generation_read
         if isinstance(step, draft_pb2.Commit):
             if features is not None:
@@ -254,21 +254,21 @@ class Stream:
 
     @property
     def is_direct(self) -> bool:
-        """Whether messages may come without the stream's help, when `fileno` is readable."""
+        """Return whether messages may come through the channel, when `fileno` is readable."""
         return self._channel is not None
 
     def fileno(self) -> int:
-        """Of what is readable when messages have come directly."""
+        """Return the channel's descriptor, which is readable when messages have come."""
         assert self._channel is not None
         return self._channel.fileno()
 
     def close_direct(self) -> None:
-        """Reads no more messages that come directly."""
+        """Stop reading from the channel."""
         if self._channel is not None:
             self._channel.close()
 
     def count_bytes(self, direction: Direction, num_bytes: int) -> None:
-        """Counts the message of a step or of an answer in the drafter's status; from any thread."""
+        """Count the message of a step or of an answer in the drafter's status; thread-safe."""
         with self._lock:
             if direction == "sent":
                 self._status.sent_message_bytes += num_bytes
@@ -276,28 +276,28 @@ class Stream:
                 self._status.received_message_bytes += num_bytes
 
     def count_answer(self) -> bool:
-        """Counts an answer; whether there was a step for it. From any thread."""
+        """Count an answer, and return whether a step was unanswered; thread-safe."""
         with self._lock:
             self._num_unanswered -= 1
             return self._num_unanswered >= 0
 
     def take(self, drafts: draft_pb2.Drafts) -> None:
-        """Takes note of an answer.
+        """Record an answer.
 
         Raises
         ------
         InvalidArgumentError
-            When it has read features that were not sent.
+            When the answer claims to have read features that were not sent.
         """
         self._last_answered = drafts.step_id
         step_id, announced_id = self._resolved
         if self._early is not None and step_id <= drafts.step_id and self._early[0] <= announced_id:
-            self._early[1].release()  # else all that comes later would lie behind it
+            self._early[1].release()  # else later records would wait behind this one
             self._early = None
         self.sender.release(drafts.features_read, "drafts.features_read")
 
     def read_direct(self) -> list[LinkEvent] | None:
-        """The answers that have come through the channel; None when no more will."""
+        """Return the answers that have come through the channel; None after the last."""
         if self.failure is not None or self._channel is None:
             return None
         events: list[LinkEvent] = []
@@ -323,14 +323,14 @@ class Stream:
         return events
 
     def count_received(self) -> None:
-        """Counts the messages that `read_direct` has read; later, because a step may begin with what they bring."""
+        """Count the messages that `read_direct` has read; done later, because a step may start with their drafts."""
         for answer, num_bytes in self._uncounted:
             self._traffic.count_message("direct", "received", answer, num_bytes)
             self.count_bytes("received", num_bytes)
         self._uncounted.clear()
 
     def fail(self, reason: str, *, expel: bool = False) -> None:
-        """Ends the stream at once; from any thread. An expelled drafter is left alone for a while."""
+        """End the stream at once; thread-safe. An expelled drafter gets no new stream for a while."""
         if self.failure is None:
             self.failure, self.is_expelled = reason, expel
             self._loop.call_soon_threadsafe(self._cancel)

@@ -1,4 +1,4 @@
-"""How many blocks the verifier's cache has."""
+"""The number of blocks in the verifier's cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verifier_service.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# Of a CPU's default cache, with the features kept beside it.
+# Bytes of a CPU's default cache, features included.
 CPU_KV_CACHE_BYTES = 4 * 2**30
 # Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
 FEATURE_STATES = 3
@@ -34,12 +34,12 @@ FUSED_STATES = 1
 def choose_num_blocks(
     target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions, memory: GpuMemory | None
 ) -> int:
-    """Return the blocks of the cache, the padding block included: never more than all requests at full length need.
+    """Return the number of cache blocks, the padding block included: at most what all requests at full length need.
 
     Parameters
     ----------
     memory
-        Of the target's GPU, made before the target was loaded; None on a CPU.
+        Memory of the target's GPU before the target was loaded; None on a CPU.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def _block_bytes(target: Target, feature_states: int) -> int:
 
 
 def _fusion_bytes(target: Target) -> int:
-    """Return the weights of one head's fusion."""
+    """Return the bytes of one head's fusion weights."""
     return FUSED_STATES * FEATURE_STATES * target.hidden_size**2 * target.dtype.itemsize
 
 
@@ -108,7 +108,7 @@ def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, optio
     counts = [num_drafts + 1] * options.max_num_seqs
     whole, rest = divmod(options.max_prefill_rows, target.max_model_len)
     counts += [target.max_model_len] * whole + [rest] * (rest > 0)
-    # All write to the same block: what the rows hold is of no interest.
+    # All rows write to the same block, because their values do not matter.
     num_logit_rows = (num_drafts + 1) * options.max_num_seqs
     step = ForwardInput(
         np.zeros(sum(counts), np.int64),

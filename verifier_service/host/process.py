@@ -1,8 +1,8 @@
-"""The engine's process, as the one that talks to clients starts, awaits and ends it.
+"""The engine's process, as the clients' process starts, awaits and ends it.
 
 Python runs one thread of a process at a time, and gRPC's event loop takes nearly as long for a step's messages as a GPU
-for the step: in one process the engine's thread would wait for it. This module is imported without torch, so that the
-process can be started before anything else.
+for the step. So the engine gets a separate process. This module does not import torch, so that the process starts
+first.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long it may take to end once it was told to, or its socket is closed. Freeing a GPU takes seconds.
+# Seconds in which the process must end after a stop or a closed socket. Freeing a GPU takes seconds.
 EXIT_LIMIT_S = 30.0
-# How long the engine may take to end its requests and then itself, that is for its last step.
+# Seconds in which the engine must end its requests and its last step.
 STOP_LIMIT_S = 10.0
 
 
 def has_engine_process(options: VerifierOptions) -> bool:
-    """Return whether the engine gets a process of its own: by default where a GPU computes, which leaves Python to
-    others."""
+    """Return whether the engine gets a separate process: by default yes with a GPU."""
     if options.engine_process is not None:
         return options.engine_process
     if options.device is not None:
@@ -55,7 +54,7 @@ def has_engine_process(options: VerifierOptions) -> bool:
 
 @contextmanager
 def starting_engine(options: VerifierOptions) -> Iterator[EngineProcess | None]:
-    """Start the engine's process, if there is to be one, which is ended at the end."""
+    """Run the engine's process, if there is one, while the context lasts."""
     if not has_engine_process(options):
         yield None
         return
@@ -67,15 +66,15 @@ def starting_engine(options: VerifierOptions) -> Iterator[EngineProcess | None]:
 
 
 class EngineProcess:
-    """A process that loads the target and runs the engine. It ends with this one, however this one ends."""
+    """A process that loads the target and runs the engine. Ends with this process, however it ends."""
 
     def __init__(self, options: VerifierOptions) -> None:
-        """Starts it, without waiting for anything."""
+        """Start the process without waiting."""
         self.connection, engine_end = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=run_engine, args=(options, engine_end), name="engine")
-        resource_tracker.ensure_running()  # its start would let the signals through again
-        # A signal to a whole group of processes is for this one alone to answer, from the very beginning.
+        resource_tracker.ensure_running()  # starting it later would unblock the signals
+        # Only this process handles signals to the process group.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process.start()
@@ -89,7 +88,7 @@ class EngineProcess:
         Raises
         ------
         DraftwireError
-            What is wrong with the checkpoint, the device or the address of the metrics; or that the process has ended.
+            When the checkpoint, the device or the address of the metrics is wrong, or the process has ended.
         """
         try:
             kind, told = receive(self.connection)
@@ -102,17 +101,16 @@ class EngineProcess:
         return facts
 
     def exit_status(self) -> int | None:
-        """Return its exit status, negative for a signal, when it has closed its socket; None if it has not ended by
-        then."""
+        """Return the exit status, negative for a signal, after the process closed its socket; None if it still runs."""
         self._process.join(EXIT_LIMIT_S)
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
-        """Wait until it has ended, which the end of its socket makes it do."""
+        """Wait for the end of the process, after its socket was closed."""
         self.connection.close()
         self._process.join(EXIT_LIMIT_S)
         if self._process.exitcode is None:
@@ -124,8 +122,8 @@ class EngineProcess:
 def run_engine(options: VerifierOptions, connection: socket.socket) -> None:
     """The engine's process.
 
-    It ends without the interpreter's own end: there NCCL waits until every CUDA graph with a collective in it is gone,
-    and those stay for as long as the process (PyTorch issue 115388).
+    Exits without the interpreter's shutdown, in which NCCL waits for all CUDA graphs with collectives, which live as
+    long as the process (PyTorch issue 115388).
     """
     status = 1
     try:
@@ -134,21 +132,21 @@ def run_engine(options: VerifierOptions, connection: socket.socket) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):  # of streams that are closed
+        with suppress(OSError, ValueError):  # of closed streams
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
 
 
 def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
-    """False when the engine cannot be loaded."""
+    """Run the engine; return False if it cannot be loaded."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.enable()
     start_logging(options.log_level, options.log_format)
     threading.Thread(target=_end_with, args=(connection,), name="parent-watch", daemon=True).start()
-    # Loading torch takes seconds, in which the other process loads it too.
+    # Loading torch takes seconds; the other process loads it meanwhile.
     with importing():
         from verifier_service.host.server import serve_engine
 
@@ -157,8 +155,8 @@ def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process when the other end of the socket is closed, which the kernel does however that process ends."""
+    """End this process when the other process ends: the kernel closes its socket in any case."""
     poll = select.poll()
-    poll.register(connection, 0)  # hang-ups are told unasked
+    poll.register(connection, 0)  # hang-ups are always reported
     poll.poll()
     os._exit(1)

@@ -1,8 +1,8 @@
-"""The processes that share a target: rank 0, which is the verifier, and its workers.
+"""The processes of a split target: rank 0, the verifier, and its workers.
 
-A follower has its part of every layer and, in a cache of its own, its own heads' keys and values; block numbers are the
-same everywhere. It runs the steps that rank 0 runs, in the same order, and nothing else: requests, sampling and
-drafters are rank 0's alone. Ranks never part: when one ends, all do.
+A worker has its part of every layer, and a cache of its heads' keys and values; block numbers are equal on all ranks. A
+worker runs the steps of rank 0 in the same order. Only rank 0 has requests, sampling and drafters. When one rank ends,
+all end.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from verifier_service.target.tensor_parallel import Rank, exchange
 
 logger = logging.getLogger(__name__)
 
-# How long rank 0 may take to end in good order when a follower has ended; a GPU that waits for it never comes back.
+# Seconds in which rank 0 must end after a worker has ended; a GPU that waits for the worker never returns.
 LOSS_GRACE_S = 5.0
-# Workers wait for the next step as long as there is none; that one of them has ended is seen by its process.
+# Workers wait for the next step without limit; the end of a worker shows in its process.
 _NO_TIMEOUT = timedelta(days=3650)
 _LOOPBACK = "127.0.0.1"
-# Numbers in the message that every step has, 16 KiB; what does not fit comes in a second one.
+# Numbers in a step's message, 16 KiB; the rest comes in a second message.
 _MESSAGE_SIZE = 4096
 _HEADER_SIZE = 4
 
@@ -55,7 +55,7 @@ def rank_device(first: torch.device, rank: Rank) -> torch.device:
     Raises
     ------
     InvalidArgumentError
-        When this machine has fewer.
+        When this machine has fewer GPUs.
     """
     if first.type != "cuda":
         return first
@@ -67,20 +67,20 @@ def rank_device(first: torch.device, rank: Rank) -> torch.device:
 
 
 class Workers:
-    """Ranks 1 to size - 1, as rank 0 has them. As a context manager they are ended at the end.
+    """The workers, ranks 1 to size - 1. The context manager ends them.
 
-    They end with this process, however it ends. When one of them ends by itself, `on_loss` is called, and this process
-    ends `LOSS_GRACE_S` later if it has not by then.
+    Workers end with this process, however it ends. When a worker ends by itself, `on_loss` is called, and this process
+    ends `LOSS_GRACE_S` later at the latest.
     """
 
     def __init__(self, options: VerifierOptions, device: torch.device) -> None:
-        """Starts them, on the GPUs after `device`, and joins them; they then do what `start_target` and `start_runner`
-        do with the same `options`, as this process has to.
+        """Start the workers on the GPUs after `device`, and join their group. Workers then call `start_target` and
+        `start_runner` with the same `options`, as this process must too.
 
         Raises
         ------
         InvalidArgumentError
-            When there are not so many GPUs.
+            When there are too few GPUs.
         """
         self.rank = Rank(0, options.tensor_parallel_size)
         rank_device(device, self.rank)
@@ -113,13 +113,13 @@ class Workers:
         try:
             _join(store, self.rank, device)
         except BaseException:
-            self._kill()  # or the interpreter's end would wait for them
+            self._kill()  # else the interpreter's exit would wait for the workers
             raise
 
     def lead(self, run: RunStep) -> RunStep:
-        """`run`, of rank 0's runner, together with the workers' runners.
+        """Return a function that runs a step on all ranks; `run` is that of rank 0's runner.
 
-        A step that fails here ends the workers, and so the verifier: they may wait in the middle of it.
+        A step that fails on rank 0 ends the workers, which may wait in it, and so the verifier.
         """
 
         def run_on_all(step: ForwardInput) -> ForwardOutput:
@@ -134,7 +134,7 @@ class Workers:
         return run_on_all
 
     def close(self) -> None:
-        """End the workers; on GPUs this process then has to end by `os._exit`, as `engine_process` says."""
+        """End the workers. With GPUs this process must then end by `os._exit`; see `process`."""
         self._is_closing = True
         self._kill()
         self._watcher.join()
@@ -150,7 +150,7 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._watcher.join(1.0)  # a follower may have ended first: then the log is to say why
+            self._watcher.join(1.0)  # the log should say why a worker ended first
         self.close()
 
     def _kill(self) -> None:
@@ -173,22 +173,22 @@ class Workers:
 
 
 def _join(store: dist.Store, rank: Rank, device: torch.device) -> None:
-    """Make the group of all ranks: gloo for what is on the host, NCCL for what is on GPUs, over loopback alone."""
+    """Create the group of all ranks: gloo for host tensors, NCCL for GPU tensors, only over loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu":
-        torch.set_num_threads(max(torch.get_num_threads() // rank.size, 1))  # they share the cores
+        torch.set_num_threads(max(torch.get_num_threads() // rank.size, 1))  # ranks share the cores
     dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.size, timeout=_NO_TIMEOUT)
 
 
 def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int, failures: Connection) -> None:
-    """The process of a follower."""
-    # Signals to a whole group of processes are rank 0's to answer: its requests may still have some time.
+    """Run a worker's process."""
+    # Only rank 0 handles signals to the process group: its requests may still run.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    # Rank 0 shows and logs for all.
+    # Only rank 0 shows progress and logs.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         device = rank_device(first, rank)
@@ -208,7 +208,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
 
 
 def _last_words(failures: Connection) -> str:
-    """Return what a follower that has ended said of it; nothing when it was killed."""
+    """Return the last error of an ended worker; empty if it was killed."""
     try:
         return str(failures.recv())
     except EOFError:
@@ -216,7 +216,7 @@ def _last_words(failures: Connection) -> str:
 
 
 def end_with_parent() -> None:
-    """Has this process end when the one that started it does, however that ends."""
+    """End this process when its parent ends, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[EngineHost]:
-    """Load the target and make its engine, which is to be started; within it the metrics are served.
+    """Load the target, create its engine, and serve the metrics while the context lasts; the caller starts the engine.
 
     Raises
     ------
     DraftwireError
-        Says what is wrong with an option, the checkpoint, the device or the address of the metrics.
+        When an option, the checkpoint, the device or the address of the metrics is wrong.
     """
     with _start_workers(options, settings.device) as workers:
         rank = ALONE if workers is None else workers.rank

@@ -1,4 +1,4 @@
-"""What every rank does before the first step: load, compile, size the cache."""
+"""The start of every rank: load the target, compile it, and size the cache."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 def start_target(
     options: VerifierOptions, config: config_pb2.SpeculativeConfig, device: torch.device, rank: Rank = ALONE
 ) -> tuple[Target, int]:
-    """Return the target on `device`, compiled where that is a GPU, and the blocks of its cache: as many on every rank.
+    """Return the target on `device`, compiled on a GPU, and the number of its cache blocks, equal on every rank.
 
     Raises
     ------
     DraftwireError
-        Says what is wrong with an option or the checkpoint.
+        When an option or the checkpoint is wrong.
     """
     if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers' own bar, where nobody watches
+        disable_progress_bar()  # transformers' progress bar
     make_current(device)
     memory = GpuMemory(device) if device.type == "cuda" else None
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Turns the target's logits into those that requests sample from: masks, bias, min_tokens, penalties and filters."""
+"""Processing of the target's logits: masks, bias, min_tokens, penalties and filters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST_STOP_TOKENS = limits_of(config_pb2.SamplingParams(), "stop_token_ids").max_
 
 
 class LogitsProcessor:
-    """Keeps each request's options from its first draw to its end; a step does no work for single tokens of a list."""
+    """Keeps each request's options on the device from its first draw to its end, so that a step's cost does not depend
+    on the lengths of lists."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._eos_token_ids = eos_token_ids
@@ -84,7 +85,7 @@ class LogitsProcessor:
             allowed=self._allowed.of(requests),
             forbidden=forbidden,
         )
-        # Masks and filters keep the values that they leave. Biased and penalised logits are not rounded to the target's
+        # Masks and filters do not change other values. Biased and penalised logits are not rounded to the target's
         # dtype.
         is_exact = penalties is None and bias is None
         return process_logits(logits if is_exact else logits.float(), sampling)
@@ -113,9 +114,9 @@ class LogitsProcessor:
 
 
 def num_output(work: ScheduledRows) -> int:
-    """Return the tokens that the request has before this step's.
+    """Return the number of output tokens before this step's.
 
-    A step that follows another one in flight has one more than the host knows.
+    In a step that follows a step in flight it is one more than the host knows.
     """
     return work.request.num_output + (work.follows is not None)
 

@@ -1,4 +1,4 @@
-"""The tokens that penalties look at."""
+"""The tokens that penalties depend on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from verifier_service.sampling.sampling_spec import NO_PENALTIES, PenaltyStrengt
 
 
 class TokenHistory:
-    """Tokens seen by the requests that use penalties, in tables that are made when the first such request comes.
+    """Tokens of the requests with penalties, in tables allocated for the first such request.
 
-    They are on the device and change in the order of its stream: a step's draw is in them when the next step looks,
-    whether the host knows it yet or not.
+    The tables are on the device and change in stream order: the next step reads a step's draw before the host knows it.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -30,7 +29,8 @@ class TokenHistory:
         self._output_counts: torch.Tensor | None = None
 
     def release(self, request: Request) -> None:
-        """Drops what is kept of a request that has ended or was preempted, whose last tokens are drawn again."""
+        """Drop the state of a request that has ended or was preempted; a preempted request draws its last tokens
+        again."""
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._free.append(slot)
@@ -58,7 +58,7 @@ class TokenHistory:
         )
 
     def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
-        """Adds what was drawn for `works` to their outputs.
+        """Add what was drawn for `works` to their outputs.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class TokenHistory:
 
 
 def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Request) -> None:
-    """Writes the tokens of a request into its rows of the tables; one that was preempted has output already."""
+    """Write the tokens of a request into its rows of the tables; a preempted request has output already."""
     prompt = np.array(request.prompt, np.int64)
     tokens, counts = np.unique(np.array(request.tokens[len(prompt) :], np.int64), return_counts=True)
     prompt_ids, output_ids, output = upload([prompt, tokens, counts.astype(np.int32)], prompt_mask.device)

@@ -78,8 +78,7 @@ class AllowedLists:
 class BadWords:
     """The sequences that each request's output must not contain, and the last tokens of the output, on the device.
 
-    The last tokens change in the order of the device's stream: a step's draw is in them when the next step looks,
-    whether the host knows it yet or not.
+    The last tokens change in stream order: the next step reads a step's draw before the host knows it.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -115,7 +114,8 @@ class BadWords:
             table[slot].view(-1).copy_(row)
 
     def release(self, request: Request) -> None:
-        """Drop what is kept of a request that has ended or was preempted, whose last tokens are drawn again."""
+        """Drop the state of a request that has ended or was preempted; a preempted request draws its last tokens
+        again."""
         self._slots.release(request)
         self._sizes.pop(request, None)
 
