@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from engine_scene import Served, make_target
+from engine_scene import Served
 
 from draftwire.v1 import generate_pb2
 from verifier_service.engine.step import Stage
 from verifier_service.target.target import Target
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 class Watched(Served):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from async_scene import Watched, said
 from drafting_scene import RecordedStream
-from engine_scene import K
+from engine_scene import K, make_target
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.v1 import draft_pb2 as pb
@@ -24,6 +24,7 @@ from verifier_service.drafters.draft_wait import DraftWaitPolicy
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftCountPolicy
 from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.target import Target
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -34,6 +35,11 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": [9, 15], "min_tokens": 3},
     {"logprobs": 2},
 )
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
 
 
 def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
