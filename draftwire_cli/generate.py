@@ -57,6 +57,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Likewise a token id."),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token."),
         click.option("--logprobs", type=int, metavar="N", help="Report the N likeliest tokens, with --json."),
+        click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt, with --json."),
         click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Draw these ids alone."),
         click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Not in the output; repeatable."),
         click.option("--skip-special-tokens/--keep-special-tokens", default=None, help="In the text.  [default: skip]"),
@@ -76,12 +77,13 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @sampling_options
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
+@click.option("--n", type=int, help="Outputs of the prompt, with --json, one line each.  [default: 1]")
 @click.option("--priority", type=int, help="Lower goes first, where the server has priorities.  [default: 0]")
 @click.option("--cache-salt", metavar="TEXT", help="Share the prompt's cache within this salt.  [default: none]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
 @client_security_options
 @OTLP_ENDPOINT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object at the end instead of text.")
 @click.option("--show-drafts/--no-show-drafts", help="Colour accepted drafts in a terminal.  [default: no]")
 def generate(
     server: str,
@@ -101,6 +103,8 @@ def generate(
     where drafts are missing. Ctrl-C ends the request and prints the statistics so far. Exit code 1 tells a failure, 2 a
     wrong command.
     """
+    if given["n"] not in (None, 1) and not as_json:
+        raise click.UsageError("--n needs --json")
     text = _prompt_text(prompt, prompt_file)
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
     security = client_security(given)
@@ -114,8 +118,8 @@ def generate(
         before = None if as_json or not _is_one_host(server) else _info(client)
         with client.generate(messages if chat else text, **options) as stream:
             if as_json:
-                completion = Completion.from_chunks(list(stream))
-                click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))
+                for completion in Completion.all_from_chunks(list(stream), given["n"] or 1):
+                    click.echo(json.dumps(completion_mapping(completion), ensure_ascii=False))
                 return
             completion = _write_text(stream, show_drafts)
         parts = [statistics_text(completion.statistics)]

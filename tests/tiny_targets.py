@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -13,8 +14,8 @@ from verifier_service.target.target import Target
 VOCAB, CONTEXT = 20, 64
 
 
-def tiny_llama(num_layers: int, hidden_size: int, end_tokens: Collection[int] = ()) -> Target:
-    """Return a Llama with 20 tokens and 64 positions, equal at each call."""
+def tiny_model(num_layers: int, hidden_size: int, attention: str = attention_hook.NAME) -> Any:
+    """Return a Llama of transformers with 20 tokens and 64 positions, equal at each call."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
@@ -29,5 +30,10 @@ def tiny_llama(num_layers: int, hidden_size: int, end_tokens: Collection[int] = 
         pad_token_id=None,
     )
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.NAME)
-    return Target(model.eval().requires_grad_(False), "tiny", frozenset(end_tokens))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_llama(num_layers: int, hidden_size: int, end_tokens: Collection[int] = ()) -> Target:
+    """Return the model as a verifier serves it."""
+    return Target(tiny_model(num_layers, hidden_size), "tiny", frozenset(end_tokens))

@@ -21,6 +21,7 @@ from draftwire.client.request import (
     build_detokenize_request,
     build_request,
     build_tokenize_request,
+    check_one_output,
     to_error,
 )
 from draftwire.contract.addresses import split_addresses
@@ -150,7 +151,7 @@ class AsyncClient:
         prompt
             Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
         options
-            Fields of SamplingParams, `num_speculative_tokens`, `request_id` and `timeout` in seconds; see `Options`.
+            Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
 
         Raises
         ------
@@ -174,9 +175,14 @@ class AsyncClient:
         return server.stub.Generate(request, timeout=time_left, metadata=metadata), server.address
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """As `generate`, but returns the whole output at its end."""
+        """Return the whole output of `generate` at its end; raises InvalidArgumentError for several outputs."""
+        check_one_output(options)
+        return (await self.complete_all(prompt, **options))[0]
+
+    async def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
+        """Return all `n` outputs of `generate` at their end."""
         async with self.generate(prompt, **options) as stream:
-            return Completion.from_chunks([chunk async for chunk in stream])
+            return Completion.all_from_chunks([chunk async for chunk in stream], options.get("n") or 1)
 
     async def tokenize(
         self,

@@ -16,13 +16,19 @@ _FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FI
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities of one output token under the target."""
+    """Natural log probabilities of one token under the target."""
 
     logprob: float
     rank: int
-    """Rank of the output token, 1 is the most likely."""
+    """Rank of the token, 1 is the most likely."""
     top: tuple[tuple[int, float], ...]
     """(token id, log probability) of the most likely tokens, most likely first."""
+    text: str = ""
+    """Text of the token by itself; empty where the server has no tokenizer."""
+    top_texts: tuple[str, ...] = ()
+    """Texts of the most likely tokens."""
+    token_id: int | None = None
+    """The token, where it is one of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,10 @@ class Chunk:
     stop_token_id: int | None = None
     statistics: Statistics | None = None
     request_id: str = ""
+    index: int = 0
+    """The output that the piece belongs to."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of tokens of the prompt, the second token first; in pieces before the output."""
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
@@ -96,6 +106,10 @@ class Completion:
     stop_token_id: int | None
     statistics: Statistics
     request_id: str
+    index: int = 0
+    """Its place among the outputs of its request."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens but the first, if asked for; those of the first output."""
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
@@ -103,7 +117,7 @@ class Completion:
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[Chunk]) -> Completion:
-        """Joins the chunks of one request.
+        """Join the chunks of one output.
 
         Raises
         ------
@@ -127,7 +141,17 @@ class Completion:
             stop_token_id=last.stop_token_id,
             statistics=last.statistics,
             request_id=last.request_id,
+            index=last.index,
+            prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
         )
+
+    @classmethod
+    def all_from_chunks(cls, chunks: Sequence[Chunk], count: int) -> list[Completion]:
+        """Join the chunks of a request of `count` outputs, which come in any order of the outputs; raises as above."""
+        outputs: list[list[Chunk]] = [[] for _ in range(count)]
+        for chunk in chunks:
+            outputs[chunk.index].append(chunk)
+        return [cls.from_chunks(output) for output in outputs]
 
 
 def _pieces(text: str, ends: Sequence[int], flags: Sequence[bool]) -> Iterator[tuple[str, bool]]:
@@ -147,15 +171,25 @@ def chunk_from_message(message: pb.GenerateResponse, request_id: str) -> Chunk:
         token_ids=tuple(message.token_ids),
         drafted=tuple(message.drafted),
         token_text_ends=tuple(message.token_text_ends),
-        logprobs=tuple(
-            TokenLogprobs(entry.logprob, entry.rank, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
-            for entry in message.logprobs
-        ),
+        logprobs=tuple(map(_token_logprobs, message.logprobs)),
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         stop_text=message.stop_text if message.HasField("stop_text") else None,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         statistics=_statistics(message.statistics) if message.HasField("statistics") else None,
         request_id=message.request_id or request_id,
+        index=message.index,
+        prompt_logprobs=tuple(map(_token_logprobs, message.prompt_logprobs)),
+    )
+
+
+def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprob=message.logprob,
+        rank=message.rank,
+        top=tuple(zip(message.top_ids, message.top_logprobs, strict=True)),
+        text=message.text,
+        top_texts=tuple(message.top_texts),
+        token_id=message.token_id if message.HasField("token_id") else None,
     )
 
 

@@ -59,6 +59,7 @@ class SamplingOptions(TypedDict, total=False):
     bad_word_ids: Sequence[Sequence[int]] | None
     skip_special_tokens: bool | None
     include_stop_text: bool | None
+    prompt_logprobs: int | None
 
 
 class ChatOptions(TypedDict, total=False):
@@ -81,6 +82,8 @@ class Options(SamplingOptions, ChatOptions, total=False):
     """Name of the request in logs; default: made by the server."""
     truncate_prompt_tokens: int | None
     """Keep the last n tokens of the prompt; default: all."""
+    n: int | None
+    """Outputs of the prompt, 1 to 128; with a seed, output i has the seed + i. Default 1."""
     priority: int | None
     """Lower numbers go first, where the server schedules by priority; default 0."""
     cache_salt: str | None
@@ -116,6 +119,12 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     _set_prompt(request, prompt, chat)
     check_limits(request)
     return request, timeout
+
+
+def check_one_output(options: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError where the options of a request ask for several outputs."""
+    if options.get("n") not in (None, 1):
+        raise InvalidArgumentError("n", options["n"], "allowed: 1; complete_all returns several outputs")
 
 
 def build_tokenize_request(

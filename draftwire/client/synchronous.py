@@ -20,6 +20,7 @@ from draftwire.client.request import (
     build_detokenize_request,
     build_request,
     build_tokenize_request,
+    check_one_output,
     to_error,
 )
 from draftwire.contract.addresses import split_addresses
@@ -124,7 +125,7 @@ class Client:
         prompt
             Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
         options
-            Fields of SamplingParams, `num_speculative_tokens`, `request_id` and `timeout` in seconds; see `Options`.
+            Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
 
         Raises
         ------
@@ -143,9 +144,14 @@ class Client:
         return Stream(call, server.address, self._security, timeout, span)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """As `generate`, but returns the whole output at its end."""
+        """Return the whole output of `generate` at its end; raises InvalidArgumentError for several outputs."""
+        check_one_output(options)
+        return (self.complete_all(prompt, **options))[0]
+
+    def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
+        """Return all `n` outputs of `generate` at their end."""
         with self.generate(prompt, **options) as stream:
-            return Completion.from_chunks(list(stream))
+            return Completion.all_from_chunks(list(stream), options.get("n") or 1)
 
     def tokenize(
         self,

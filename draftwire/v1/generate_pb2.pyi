@@ -69,7 +69,7 @@ DRAFTER_STATE_PROBING: DrafterState
 DRAFTER_STATE_EXPELLED: DrafterState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling_params", "num_speculative_tokens", "request_id", "truncate_prompt_tokens", "priority", "cache_salt")
+    __slots__ = ("text", "token_ids", "chat", "sampling_params", "num_speculative_tokens", "request_id", "truncate_prompt_tokens", "priority", "cache_salt", "n")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -88,7 +89,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     priority: int
     cache_salt: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    n: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., n: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -155,7 +157,7 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "text", "drafted", "logprobs", "finish_reason", "stop_text", "stop_token_id", "statistics", "request_id", "token_text_ends")
+    __slots__ = ("token_ids", "text", "drafted", "logprobs", "finish_reason", "stop_text", "stop_token_id", "statistics", "request_id", "token_text_ends", "index", "prompt_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +168,8 @@ class GenerateResponse(_message.Message):
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXT_ENDS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     drafted: _containers.RepeatedScalarFieldContainer[bool]
@@ -176,19 +180,27 @@ class GenerateResponse(_message.Message):
     statistics: RequestStatistics
     request_id: str
     token_text_ends: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., drafted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., statistics: _Optional[_Union[RequestStatistics, _Mapping]] = ..., request_id: _Optional[str] = ..., token_text_ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    index: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., drafted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., statistics: _Optional[_Union[RequestStatistics, _Mapping]] = ..., request_id: _Optional[str] = ..., token_text_ends: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")
+    __slots__ = ("logprob", "rank", "top_ids", "top_logprobs", "text", "top_texts", "token_id")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOP_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     rank: int
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    text: str
+    top_texts: _containers.RepeatedScalarFieldContainer[str]
+    token_id: int
+    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., text: _Optional[str] = ..., top_texts: _Optional[_Iterable[str]] = ..., token_id: _Optional[int] = ...) -> None: ...
 
 class RequestStatistics(_message.Message):
     __slots__ = ("prompt_tokens", "output_tokens", "verify_steps", "verify_tokens", "drafted", "accepted", "time_to_first_token_s", "total_time_s", "queue_time_s", "synthetic_acceptance", "prefix_hit_tokens", "preemptions")

@@ -108,7 +108,7 @@ def test_every_option_reaches_the_server(verifier):
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--seed -4 --stop END --stop STOP --stop-token-id 3 --ignore-eos --logprobs 2 --num-speculative-tokens 1 "
         "--allowed-token-id 5 --allowed-token-id 6 --bad-word darn --keep-special-tokens --include-stop-text "
-        "--truncate-prompt-tokens 7 --priority -2 --cache-salt pepper"
+        "--prompt-logprobs 3 --truncate-prompt-tokens 7 --priority -2 --cache-salt pepper"
     )
     assert generate(verifier, *arguments.split()).exit_code == 0
     (request,) = verifier.requests
@@ -121,7 +121,7 @@ def test_every_option_reaches_the_server(verifier):
     assert (params.ignore_eos, params.logprobs, request.num_speculative_tokens) == (True, 2, 1)
     assert (list(params.allowed_token_ids), list(params.bad_words)) == ([5, 6], ["darn"])
     assert (params.HasField("skip_special_tokens"), params.skip_special_tokens) == (True, False)
-    assert params.include_stop_text
+    assert (params.include_stop_text, params.prompt_logprobs) == (True, 3)
     assert (request.truncate_prompt_tokens, request.priority, request.cache_salt) == (7, -2, "pepper")
 
 
@@ -155,6 +155,7 @@ def test_chat_sends_a_user_message(verifier):
         (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is not ID=VALUE"),
         (["--prompt", "a", "--temperature", "-1"], "sampling_params.temperature = -1.0: allowed range [0, inf)"),
         (["--prompt", ""], "prompt = ''"),
+        (["--prompt", "a", "--n", "2"], "--n needs --json"),
         (["--prompt", "a", "--timeout", "-1"], "timeout = -1.0"),
     ],
 )

@@ -100,7 +100,10 @@ WORDS = {
         f"{field(config_pb2.TokenSequence, 'ids').max_items} tokens",
     ],
     "`stop`": [f"{field(SAMPLING, 'stop').max_items} texts", f"{field(SAMPLING, 'stop').max_bytes} bytes"],
-    "`logprobs`": [f"{field(SAMPLING, 'logprobs').max:g}"],
+    "`logprobs`, `prompt_logprobs`": [
+        f"{field(SAMPLING, 'logprobs').max:g}", f"{field(SAMPLING, 'prompt_logprobs').max:g}"
+    ],
+    "`n`": [f"{field(generate_pb2.GenerateRequest, 'n').max:g}, and not above"],
     "`priority`; `cache_salt`": [
         f"{field(generate_pb2.GenerateRequest, 'priority').min:.0f} to "
         f"{field(generate_pb2.GenerateRequest, 'priority').max:.0f}; "
@@ -109,8 +112,8 @@ WORDS = {
     "`request_id` or metadata `x-request-id`; name of a verifier": [
         f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"
     ],
-    "requests computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
-    "requests whose output is not read to its end, those included": [
+    "outputs computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
+    "outputs that are not read to their end, those included": [
         f"{VERIFIER.max_open}: twice `--max-num-seqs`, and `--max-queue`"
     ],
     "reading an output": [

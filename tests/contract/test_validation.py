@@ -75,6 +75,8 @@ GOOD_SAMPLING = [
     {"bad_word_ids": [{"ids": [7]}]},
     {"skip_special_tokens": False},
     {"include_stop_text": True},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 20},
 ]
 
 BAD_SAMPLING = [
@@ -141,6 +143,7 @@ BAD_SAMPLING = [
     ({"bad_word_ids": 1}, "bad_word_ids = 1: must be a list of lists of token ids"),
     ({"skip_special_tokens": 1}, "skip_special_tokens = 1: must be true or false"),
     ({"include_stop_text": "yes"}, "include_stop_text = 'yes': must be true or false"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs = 21: allowed range [0, 20]"),
     ({"best_of": 2}, "best_of = 2: unknown name; known: allowed_token_ids, bad_word_ids, "),
 ]
 

@@ -52,6 +52,8 @@ def hostile_request(rng: Random) -> pb.GenerateRequest:
     if rng.random() < 0.1:
         request.priority = rng.choice(SIGNED)
     if rng.random() < 0.1:
+        request.n = rng.choice((*INTEGERS, 3, 128, 129))
+    if rng.random() < 0.1:
         request.cache_salt = rng.choice(TEXTS)[:200]
     return request
 
@@ -128,6 +130,7 @@ def seeds() -> list[bytes]:
         frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0}, seed=7, max_tokens=3, min_tokens=1, stop=["end", "é"],
         stop_token_ids=[9], ignore_eos=True, logprobs=3, allowed_token_ids=range(VOCAB_SIZE), bad_words=["door"],
         bad_word_ids=[config_pb2.TokenSequence(ids=[5, 6])], skip_special_tokens=False, include_stop_text=True,
+        prompt_logprobs=2,
     )  # fmt: skip
     few = config_pb2.SamplingParams(max_tokens=2, temperature=0)
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Who painted the door?")])

@@ -44,6 +44,7 @@ class Batch:
     max_num_seqs: int = 4
     max_queue: int = 2
     max_prefill_rows: int = 1000
+    max_logit_rows: int = 20
     prefix_caching: bool = False
     preempted: list[Request] = field(default_factory=list)
     useless: set[int] = field(default_factory=set)  # blocks that are of no use to any request
@@ -55,6 +56,7 @@ class Batch:
             self.max_num_seqs,
             self.max_queue,
             self.max_prefill_rows,
+            self.max_logit_rows,
             self.preempted.append,
             lambda _, block: block not in self.useless,
         )

@@ -213,7 +213,8 @@ def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
         assert receive(connection) == ("ready", host.facts)
         output: dict[int, list[pb.GenerateResponse]] = {}
         for number in range(10):
-            submission = Submission(number, f"r{number}", [3, 1, 4], params, 0, NoiseKeys(1, 2, 3), 3 + MAX_TOKENS)
+            keys = (NoiseKeys(1, 2, 3),)
+            submission = Submission((number,), f"r{number}", [3, 1, 4], params, 0, keys, 3 + MAX_TOKENS)
             connection.sendall(pack(("submit", submission)))
             # The first token is that of the prompt's step.
             wait_for(lambda: host.engine.counters().verify_steps == (number + 1) * (MAX_TOKENS - 1))  # noqa: B023

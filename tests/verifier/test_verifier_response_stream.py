@@ -55,6 +55,28 @@ def test_messages_come_one_by_one_to_a_client_that_keeps_up():
     assert taken(unread, len(pieces)) == pieces
 
 
+def test_outputs_merge_each_with_itself():
+    """The last messages come when each output has its own."""
+    unread, num_pieces = ResponseStream(2), 3 * MAX_MESSAGES
+    for number in range(num_pieces):
+        for index in range(2):
+            message = piece(number, "ab" if index == 0 else "xy")
+            message.index = index
+            unread.put(message)
+    for index in (1, 0):
+        assert not unread.has_ended
+        unread.put(pb.GenerateResponse(index=index, finish_reason=pb.FINISH_REASON_STOP))
+    assert unread.is_finished
+    messages = []
+    while sum(one.finish_reason == pb.FINISH_REASON_STOP for one in messages) < 2:
+        messages += taken(unread, 1)
+    assert len(messages) <= MAX_MESSAGES
+    for index, text in enumerate(("ab", "xy")):
+        own = [one for one in messages if one.index == index]
+        assert "".join(one.text for one in own) == text * num_pieces
+        assert [token for one in own for token in one.token_ids] == list(range(2 * num_pieces))
+
+
 def test_past_the_bound_neighbours_merge_and_nothing_is_lost():
     unread, total = ResponseStream(), 20 * MAX_MESSAGES
     texts = [chr(0x4E00 + number) + "x" * (1 + number % 3) for number in range(total)]

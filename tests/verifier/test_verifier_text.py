@@ -25,6 +25,9 @@ class Letters:
         self._broken = broken
         self._times = times
 
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
     def decode_all(self, ids: list[int]) -> str:
         return self.decode(ids)
 

@@ -67,19 +67,35 @@ class RequestPreparer:
         check_limits(request)
         params = self._sampling_params(request.sampling_params)
         prompt = self.prompts.read(request)
-        seed = params.seed if params.HasField("seed") else secrets.randbits(63)
+        count = self.num_outputs(request)
         return Submission(
-            number=next(self._numbers),
+            numbers=tuple(next(self._numbers) for _ in range(count)),
             request_id=request_id,
             prompt=prompt,
             params=params,
             num_speculative_tokens=self._num_speculative_tokens(request),
-            keys=NoiseKeys(*(int(key) for key in derive_stream_keys([seed]))),
+            keys=tuple(_noise_keys(params, index) for index in range(count)),
             max_length=min(len(prompt) + params.max_tokens, self._facts.max_model_len),
             traceparent=traceparent,
             priority=self._priority(request),
             cache_salt=request.cache_salt,
         )
+
+    def num_outputs(self, request: GenerateRequest) -> int:
+        """Return the outputs that a request wants.
+
+        Raises
+        ------
+        InvalidArgumentError
+            When there is never room for so many, or when the number is not allowed by the contract.
+        """
+        if not request.HasField("n"):
+            return 1
+        limits = limits_of(request, "n")
+        most = int(min(limits.max, self._facts.max_num_seqs + self._facts.max_queue))
+        if not limits.min <= request.n <= most:
+            raise InvalidArgumentError("n", request.n, f"allowed range [1, {most}] on this server")
+        return request.n
 
     def _priority(self, request: GenerateRequest) -> int:
         if request.priority != 0 and not self._rules.takes_priorities:
@@ -117,3 +133,11 @@ class RequestPreparer:
                 "num_speculative_tokens", request.num_speculative_tokens, f"allowed range [0, {most}] on this server"
             )
         return request.num_speculative_tokens
+
+
+def _noise_keys(params: config_pb2.SamplingParams, index: int) -> NoiseKeys:
+    """Return the keys of an output: those of the seed plus its index, modulo 2^64; without a seed of a random one."""
+    seed = secrets.randbits(63)
+    if params.HasField("seed"):
+        seed = (params.seed + index + 2**63) % 2**64 - 2**63
+    return NoiseKeys(*(int(key) for key in derive_stream_keys([seed])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -59,23 +59,16 @@ class RequestWatch:
         logger.info("request finished", extra=fields(request_id=self._request_id, **told))
         self._end(told)
 
-    def finished(self, last: generate_pb2.GenerateResponse) -> None:
-        """It has ended with that message."""
-        counts = last.statistics
-        length = counts.verify_tokens / counts.verify_steps if counts.verify_steps else None
-        told: dict[str, Any] = {
-            "reason": generate_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower(),
-            "prompt_tokens": counts.prompt_tokens,
-            "output_tokens": counts.output_tokens,
-            "queue_s": round(counts.queue_time_s, 6),
-            "ttft_s": round(counts.time_to_first_token_s, 6),
-            "total_s": round(counts.total_time_s, 6),
-            "acceptance_length": None if length is None else round(length, 3),
-        }
-        logger.info("request finished", extra=fields(request_id=self._request_id, **told))
+    def finished(self, last: Sequence[generate_pb2.GenerateResponse]) -> None:
+        """Log each output, by its last message. The span tells the output that ended last."""
+        told: dict[str, Any] = {}
+        for message in last:
+            told = _told_of(message)
+            index = {"index": message.index} if len(last) > 1 else {}
+            logger.info("request finished", extra=fields(request_id=self._request_id, **index, **told))
         if self._span is not None:
-            self._add_phases(traceparent_of(self._span), counts)
-        self._end(told)
+            self._add_phases(traceparent_of(self._span), last[-1].statistics)
+        self._end({**told, "outputs": len(last)} if len(last) > 1 else told)
 
     def _add_phases(self, parent: str, counts: generate_pb2.RequestStatistics) -> None:
         """Spans of what the statistics tell, which ends now."""
@@ -100,3 +93,18 @@ class RequestWatch:
     def _end(self, told: dict[str, Any], failure: str = "") -> None:
         if self._span is not None:
             end_span(self._span, told, failure=failure)
+
+
+def _told_of(last: generate_pb2.GenerateResponse) -> dict[str, Any]:
+    """Return what is logged of an output that has ended with that message."""
+    counts = last.statistics
+    length = counts.verify_tokens / counts.verify_steps if counts.verify_steps else None
+    return {
+        "reason": generate_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "prompt_tokens": counts.prompt_tokens,
+        "output_tokens": counts.output_tokens,
+        "queue_s": round(counts.queue_time_s, 6),
+        "ttft_s": round(counts.time_to_first_token_s, 6),
+        "total_s": round(counts.total_time_s, 6),
+        "acceptance_length": None if length is None else round(length, 3),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from draftwire.contract.errors import (
@@ -36,12 +37,22 @@ from verifier_service.api.response_text import ResponseText
 from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.scheduler import queue_full
-from verifier_service.host.access import EngineAccess, EngineFacts, Output
+from verifier_service.host.access import EngineAccess, EngineFacts, Output, is_end
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
+
+
+@dataclass
+class _OpenOutput:
+    """One output of a request that is being computed or has not been read to its end."""
+
+    unread: ResponseStream  # of all outputs of the request
+    text: ResponseText
+    index: int
+    has_ended: bool = False  # whether its last message, or an error, has come
 
 
 class RequestHandler:
@@ -67,9 +78,8 @@ class RequestHandler:
         self._preparer = RequestPreparer(engine.facts, codec, config, rules)
         self._rules = rules
         self._on_failure = on_failure
-        self._unread: dict[int, ResponseStream] = {}  # by the requests' numbers
-        self._texts: dict[int, ResponseText] = {}  # likewise
-        self._num_preparing = 0  # requests that are being checked
+        self._outputs: dict[int, _OpenOutput] = {}  # by their numbers
+        self._num_preparing = 0  # outputs of requests that are being checked
         self._pace = RetryAfterEstimator(engine.facts.max_open)
         self._is_draining = False
         self._all_ended = asyncio.Event()
@@ -81,8 +91,8 @@ class RequestHandler:
 
     @property
     def open_outputs(self) -> list[ResponseStream]:
-        """Return the outputs that are being computed or have not been read to their end."""
-        return list(self._unread.values())
+        """Return the messages of requests that are being computed or have not been read to their end."""
+        return list({id(output.unread): output.unread for output in self._outputs.values()}.values())
 
     @property
     def is_draining(self) -> bool:
@@ -96,13 +106,13 @@ class RequestHandler:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and end those that are left after `timeout_s` seconds with an error."""
         self._is_draining = True
-        if not self._unread:
+        if not self._outputs:
             return
-        logger.info("%d requests have %g s to end", len(self._unread), timeout_s)
+        logger.info("%d outputs have %g s to end", len(self._outputs), timeout_s)
         try:
             await asyncio.wait_for(self._all_ended.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("%d requests are left after %g s and end now", len(self._unread), timeout_s)
+            logger.warning("%d outputs are left after %g s and end now", len(self._outputs), timeout_s)
             reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
             await self._engine.end_requests(reason)
 
@@ -143,7 +153,7 @@ class RequestHandler:
 
     async def _check(self, request: M, read: Callable[[M], T]) -> T:
         """Return what `read` makes, in a thread, of a request within its limits."""
-        if self._is_full:
+        if not self._has_room(1):
             raise self._refusal()
         self._num_preparing += 1
         try:
@@ -153,9 +163,8 @@ class RequestHandler:
         finally:
             self._num_preparing -= 1
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._unread) + self._num_preparing >= self.facts.max_open
+    def _has_room(self, num_outputs: int) -> bool:
+        return len(self._outputs) + self._num_preparing + num_outputs <= self.facts.max_open
 
     async def serve(
         self, request: GenerateRequest, name: str, metadata: Metadata, write: Write
@@ -177,47 +186,54 @@ class RequestHandler:
             Called with each response, in order; awaited before the next one.
         """
         watch = RequestWatch(name, metadata)
-        if self._is_full:
-            self._engine.count_refused()
-            refusal = self._refusal()
-            watch.failed(refusal)
-            return refusal
-        self._num_preparing += 1
+        num_outputs = 0
         try:
-            self._preparer.prompts.check_message_size(request)
-            work = await asyncio.to_thread(self._preparer.prepare, request, name, watch.traceparent)
+            num_outputs = self._preparer.num_outputs(request)
+            if not self._has_room(num_outputs):
+                self._engine.count_refused()
+                raise self._refusal()
+            self._num_preparing += num_outputs
+            try:
+                self._preparer.prompts.check_message_size(request)
+                work = await asyncio.to_thread(self._preparer.prepare, request, name, watch.traceparent)
+            finally:
+                self._num_preparing -= num_outputs
             if self._is_draining:
                 text = "the server is draining: it is about to end and takes no further request; ask another one"
                 raise UnavailableError(text)
+        except QueueFullError as error:
+            watch.failed(error)
+            return error.with_traceback(None)
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             return error.with_traceback(None)
-        finally:
-            self._num_preparing -= 1
-        self._unread[work.number] = ResponseStream()
-        self._texts[work.number] = ResponseText(name, work.params, self.codec, work.prompt)
+        unread = ResponseStream(num_outputs)
+        for index, number in enumerate(work.numbers):
+            self._outputs[number] = _OpenOutput(unread, ResponseText(name, work.params, self.codec, work.prompt), index)
         self._engine.submit(work)
-        return await self._write(work.number, name, watch, write)
+        return await self._write(work.numbers, unread, name, watch, write)
 
-    async def _write(self, number: int, name: str, watch: RequestWatch, write: Write) -> DraftwireError | None:
-        """Write the output of a request that was submitted; return the error that ended the request, or None."""
-        unread = self._unread[number]
-        last: GenerateResponse | None = None
+    async def _write(
+        self, numbers: Sequence[int], unread: ResponseStream, name: str, watch: RequestWatch, write: Write
+    ) -> DraftwireError | None:
+        """Write the outputs of a request that was submitted; return the error that ended the request, or None."""
+        last: list[GenerateResponse] | None = None
         failure: DraftwireError | None = None
         try:
             last = await unread.write_to(write, name)
         except DraftwireError as error:
             failure = error.with_traceback(None)
         finally:
-            del self._unread[number], self._texts[number]
-            if not isinstance(failure, QueueFullError):
-                self._pace.count_end()
-            if not self._unread and self._is_draining:
+            for number in numbers:
+                output = self._outputs.pop(number)
+                if last is None and not output.has_ended:
+                    self._engine.cancel(number)
+                if not isinstance(failure, QueueFullError):
+                    self._pace.count_end()
+            if not self._outputs and self._is_draining:
                 self._all_ended.set()
-            if last is None:
-                self._engine.cancel(number)
-                if failure is None:
-                    watch.cancelled(unread.num_tokens)
+            if last is None and failure is None:
+                watch.cancelled(unread.num_tokens)
         if last is not None:
             watch.finished(last)
         elif failure is not None:
@@ -225,19 +241,22 @@ class RequestHandler:
         return failure
 
     def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
-        for number, output in outputs:
-            unread = self._unread.get(number)
-            if unread is not None and not unread.has_ended:  # after a stop text the engine computes a few tokens more
-                unread.put(output if isinstance(output, DraftwireError) else self._with_text(number, output))
+        for number, message in outputs:
+            output = self._outputs.get(number)
+            if output is None or output.has_ended or output.unread.has_ended:
+                continue  # after a stop text the engine computes a few tokens more
+            item = message if isinstance(message, DraftwireError) else self._with_text(number, output, message)
+            output.has_ended = is_end(item)
+            output.unread.put(item)
 
-    def _with_text(self, number: int, message: GenerateResponse) -> Output:
+    def _with_text(self, number: int, output: _OpenOutput, message: GenerateResponse) -> Output:
         """Return the message with its text, or the error that ends the request because it cannot be made."""
-        text = self._texts[number]
+        message.index = output.index
         try:
-            if text.add_to(message):
-                self._engine.cancel(number, "stop", text.num_tokens)
+            if output.text.add_to(message):
+                self._engine.cancel(number, "stop", output.text.num_tokens)
         except Exception as error:  # tokenizers raise bare Exception
-            logger.exception("the output cannot be decoded", extra=fields(request_id=text.request_id))
+            logger.exception("the output cannot be decoded", extra=fields(request_id=output.text.request_id))
             self._engine.cancel(number, "error")
             return ServerError(f"the output cannot be decoded: {error}")
         return message
@@ -245,7 +264,7 @@ class RequestHandler:
     def _refusal(self) -> QueueFullError:
         """Return the error of a request that comes when too many are open."""
         retry_after_s = self._pace.retry_after_s()
-        num_finished = sum(unread.is_finished for unread in self._unread.values())
+        num_finished = sum(output.unread.is_finished for output in self._outputs.values())
         if num_finished <= self.facts.max_num_seqs:  # then the others fill the batch and the queue
             return queue_full(self.facts.max_queue, retry_after_s)
         text = f"{num_finished} outputs wait for clients that read slowly; try again later"

@@ -23,7 +23,7 @@ READ_S = 600.0
 
 
 class ResponseStream:
-    """Messages of one request, in order, until they are written. Used on the event loop alone.
+    """Messages of one request, those of each output in order, until they are written. Used on the event loop alone.
 
     Attributes
     ----------
@@ -31,8 +31,10 @@ class ResponseStream:
         Output tokens of all messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_outputs: int = 1) -> None:
         self.num_tokens = 0
+        self._num_open = num_outputs  # outputs whose last message has not come
+        self._num_unwritten = num_outputs  # outputs whose last message was not written
         self._messages: deque[pb.GenerateResponse] = deque()
         self._error: DraftwireError | None = None
         self._is_there = asyncio.Event()
@@ -43,13 +45,15 @@ class ResponseStream:
         self._stall = ""  # why the writer was interrupted
 
     def put(self, item: pb.GenerateResponse | DraftwireError) -> None:
-        """Add a message, or the error that ends the output."""
+        """Add a message, or the error that ends all outputs."""
         if isinstance(item, DraftwireError):
             self._error = item
             self._set_deadline()
         else:
             if _is_last(item):
-                self._set_deadline()
+                self._num_open -= 1
+                if self._num_open == 0:
+                    self._set_deadline()
             self.num_tokens += len(item.token_ids)
             self._messages.append(item)
             if len(self._messages) > MAX_MESSAGES:
@@ -58,12 +62,12 @@ class ResponseStream:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has its last message, or the error that ends the output."""
+        """Return whether it has the last message of each output, or the error that ends them."""
         return self._must_be_read_by < math.inf
 
     @property
     def is_finished(self) -> bool:
-        """Return whether it has its last message."""
+        """Return whether it has the last message of each output."""
         return self._must_be_read_by < math.inf and self._error is None
 
     async def take(self) -> pb.GenerateResponse:
@@ -83,8 +87,8 @@ class ResponseStream:
             self._is_there.clear()
         return message
 
-    async def write_to(self, write: Write, request_id: str) -> pb.GenerateResponse:
-        """Write everything, `request_id` with the first message; return the last message.
+    async def write_to(self, write: Write, request_id: str) -> list[pb.GenerateResponse]:
+        """Write everything, `request_id` with the first message; return the last message of each output.
 
         Raises
         ------
@@ -95,15 +99,18 @@ class ResponseStream:
         # One timer watches all writes: nearly all of them end long before it would be due.
         self._writer = asyncio.current_task()
         self._watch()
+        last: list[pb.GenerateResponse] = []
         try:
-            while True:
+            while self._num_unwritten > 0:
                 message = await self.take()
                 message.request_id, request_id = request_id, ""
                 self._writes_since = time.monotonic()
                 await write(message)
                 self._writes_since = math.inf
                 if _is_last(message):
-                    return message
+                    self._num_unwritten -= 1
+                    last.append(message)
+            return last
         except asyncio.CancelledError:
             if not self._stall:
                 raise
@@ -136,10 +143,16 @@ class ResponseStream:
         self._watch()
 
     def _merge_neighbours(self) -> None:
-        messages = list(self._messages)
-        for first, second in zip(messages[::2], messages[1::2], strict=False):
-            _append(first, second)
-        self._messages = deque(messages[::2])
+        merged: deque[pb.GenerateResponse] = deque()
+        single: dict[int, pb.GenerateResponse] = {}  # by output
+        for message in self._messages:
+            first = single.pop(message.index, None)
+            if first is None:
+                single[message.index] = message
+                merged.append(message)
+            else:
+                _append(first, message)
+        self._messages = merged
 
 
 def _is_last(message: pb.GenerateResponse) -> bool:

@@ -27,6 +27,9 @@ class ResponseText:
     ) -> None:
         self.request_id = request_id
         self.num_tokens = 0
+        self._codec = codec
+        self._prompt = prompt
+        self._num_prompt_told = 1  # tokens of the prompt whose log probabilities have come; the first has none
         self._detokenizer = (
             Detokenizer(codec, prompt, skip_special_tokens=params.skip_special_tokens) if codec is not None else None
         )
@@ -41,6 +44,7 @@ class ResponseText:
         Then the tokens behind the stop text are cut off, and the finish reason and the number of output tokens are as
         if the engine had ended there. The message must have statistics, which it loses if the output continues.
         """
+        self._add_token_texts(message)
         self._text = ""
         stop: str | None = None
         ends: list[int] = []
@@ -58,6 +62,18 @@ class ResponseText:
         elif message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
             message.ClearField("statistics")
         return stop is not None
+
+    def _add_token_texts(self, message: pb.GenerateResponse) -> None:
+        """Add the texts of tokens to log probabilities, and to those of the prompt its tokens."""
+        first, self._num_prompt_told = self._num_prompt_told, self._num_prompt_told + len(message.prompt_logprobs)
+        for told, token_id in zip(message.prompt_logprobs, self._prompt[first : self._num_prompt_told], strict=True):
+            told.token_id = token_id
+        if self._codec is None:
+            return
+        pairs = [(told, told.token_id) for told in message.prompt_logprobs]
+        for told, token_id in [*pairs, *zip(message.logprobs, message.token_ids, strict=False)]:
+            told.text = self._codec.token_text(token_id)
+            told.top_texts.extend(map(self._codec.token_text, told.top_ids))
 
     def _write(self, token_id: int, reason: pb.FinishReason) -> str | None:
         """Write a token's text, and with the last token what is held back; return the stop text that it completes.

@@ -60,10 +60,12 @@ class ScheduledRows:
     cause: generate_pb2.FallbackCause | None = None  # why the request has no drafts, if known
     is_decoding: bool = field(init=False)  # whether the request decodes before the step
     num_drafts: int = field(init=False)  # draft rows
-    num_logit_rows: int = field(init=False)  # rows whose logits are wanted
+    num_logit_rows: int = field(init=False)  # rows that tokens are drawn from, the last ones
+    num_prompt_logit_rows: int = field(init=False)  # rows before them whose log probabilities are told
     admission: int = field(init=False)  # preemptions of the request so far
     sampled: SampledTokens | None = field(init=False, default=None)
     sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had the sample
+    prompt_logprobs: SampledLogprobs | None = field(init=False, default=None)  # of `told_tokens`
     piece: Piece | None = field(init=False, default=None)  # the emitted part of the sample
     # Taken at the end of a request; at every step if a stop text may end the output.
     statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)
@@ -72,7 +74,21 @@ class ScheduledRows:
         self.is_decoding = self.request.is_decoding or self.follows is not None
         self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
         self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
+        self.num_prompt_logit_rows = self._count_prompt_rows()
         self.admission = self.request.num_preemptions
+
+    def _count_prompt_rows(self) -> int:
+        if self.request.num_untold_rows == 0:
+            return 0
+        # Rows before the first untold one run again after a preemption.
+        end = self.start + len(self.tokens) - self.num_logit_rows
+        return max(0, end - max(self.start, self.request.num_prompt_told))
+
+    @property
+    def told_tokens(self) -> list[int]:
+        """The tokens of the prompt that the rows with told logits predict."""
+        end = self.start + len(self.tokens) - self.num_logit_rows + 1
+        return self.request.prompt[end - self.num_prompt_logit_rows : end]
 
     @property
     def is_current(self) -> bool:

@@ -71,6 +71,7 @@ class Request:
     number: int = 0  # id in its service
     priority: int = 0  # requests of a lower number go first
     cache_salt: str = ""  # only requests of the same salt share cache blocks
+    leader: Request | None = None  # the first output of the same prompt, whose cache blocks this one waits for
     arrival: int = 0  # number of the request in order of arrival; set by the scheduler
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -84,6 +85,8 @@ class Request:
     # Whether a drafter sees the draw of a step in flight. Such a draw must be committed: a new draw could be biased by
     # a drafter that has seen the first.
     is_announced: bool = False
+    prompt_logprobs: int | None = field(init=False, default=None)  # likely tokens told of each of the prompt's tokens
+    num_prompt_told: int = 0  # rows of the prompt whose log probabilities are committed
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
     verify_tokens: int = 0
@@ -98,6 +101,9 @@ class Request:
         self.tokens = list(self.prompt)
         self.drafted = [0] * self.num_speculative_tokens
         self.accepted = [0] * self.num_speculative_tokens
+        # The first output of a prompt tells them for all.
+        if self.params.HasField("prompt_logprobs") and self.leader is None:
+            self.prompt_logprobs = self.params.prompt_logprobs
 
     @property
     def num_output(self) -> int:
@@ -108,6 +114,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Return whether all tokens but the last have run."""
         return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
+
+    @property
+    def num_untold_rows(self) -> int:
+        """Rows of the prompt whose log probabilities are wanted and not committed; the last one draws the output."""
+        return 0 if self.prompt_logprobs is None else max(0, len(self.prompt) - 1 - self.num_prompt_told)
 
     @property
     def is_in_flight(self) -> bool:

@@ -55,11 +55,13 @@ class TextCodec:
             self.longest_token_bytes = max(len(token.encode()) for token in vocab)
             self.largest_token_id: int = max(vocab.values())
             added = self._backend.get_added_tokens_decoder()
+            self._before_token: list[int] = self._backend.encode("a", add_special_tokens=False).ids
             self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         except BaseException as error:
             if not _is_failure(error):
                 raise
             raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason_of(error)}") from error
+        self._token_texts: dict[int, str] = {}
 
     def describe(self, token_id: int) -> Described:
         """Show a token by its text and id."""
@@ -111,6 +113,19 @@ class TextCodec:
             When the tokenizer fails on the tokens.
         """
         return self._decode(token_ids, skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, a special one too, as it is behind other text; raises as `decode`.
+
+        Tokenizers leave out a space at the beginning of a text.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            before = self.decode_all(self._before_token)
+            whole = self.decode_all([*self._before_token, token_id])
+            text = whole[len(before) :] if whole.startswith(before) else self.decode_all([token_id])
+            self._token_texts[token_id] = text
+        return text
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Return the text of tokens, special ones included; raises as `decode`."""

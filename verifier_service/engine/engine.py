@@ -102,6 +102,7 @@ class Engine:
             limits.max_num_seqs,
             limits.max_queue,
             limits.max_prefill_rows,
+            limits.max_num_seqs * (config.num_speculative_tokens + 1),
             self._release,
             stores.is_usable,
         )
@@ -140,9 +141,9 @@ class Engine:
         self._inbox.stop(reason)
         self._thread.join()
 
-    def submit(self, request: Request) -> None:
-        """Submit a request; its sink gets the output or the error."""
-        self._inbox.submit(request)
+    def submit(self, *requests: Request) -> None:
+        """Submit requests, which are queued all or none; each gets its output or an error."""
+        self._inbox.submit(*requests)
 
     def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
         """End a request without further output; see `RequestOutputs.cancel`."""

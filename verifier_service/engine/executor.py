@@ -21,6 +21,7 @@ from verifier_service.drafters.features import FeatureKind, FeatureStore, Featur
 from verifier_service.drafters.stream import Answered, Stream
 from verifier_service.engine.prelaunch import Prelaunch
 from verifier_service.engine.step import Stage, Step
+from verifier_service.sampling.logprobs import PromptLogprobs, logit_places
 from verifier_service.sampling.sampler import TokenSampler
 from verifier_service.target.runner import TargetRunner
 
@@ -108,6 +109,9 @@ class Executor:
         computed = record_event(self._device)
         sampling = [row for row in step.rows if row.samples]
         self._times.enter(Phase.SAMPLE)
+        step.prompt_logprobs = PromptLogprobs.launch(step.rows, forward.logits)
+        if step.prompt_logprobs is not None:
+            forward = forward.with_logits_of(np.array(logit_places(step.rows, of_prompts=False), np.int64))
         output = self._sampler.launch(sampling, forward.logits) if sampling else None
         sampled = record_event(self._device) if output is None else output.copied
         self._times.enter(Phase.HOST)
@@ -137,6 +141,9 @@ class Executor:
                 row.sampled = sampled
         elif step.marks is not None:
             step.marks.drawn.synchronize()
+        if step.prompt_logprobs is not None:
+            step.prompt_logprobs.finish()
+            step.prompt_logprobs = None
 
     # Steps whose drafts are awaited.
 
@@ -261,7 +268,8 @@ def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> For
             followed.append((len(token_ids), row.follows))
         token_ids += row.tokens
         positions += range(row.start, row.start + count)
-        logit_rows += range(len(token_ids) - row.num_logit_rows, len(token_ids))
+        num_logit_rows = row.num_prompt_logit_rows + row.num_logit_rows
+        logit_rows += range(len(token_ids) - num_logit_rows, len(token_ids))
         sequences.append(SequenceRows(row.request.blocks, row.start, count))
     ids, places, with_logits = (np.array(values, np.int64) for values in (token_ids, positions, logit_rows))
     return ForwardInput(ids, places, sequences, with_logits, _future_tokens(followed, in_flight))

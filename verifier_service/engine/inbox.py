@@ -28,7 +28,7 @@ OUTPUT_DELAY_S = 0.003
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    request: Request
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +94,9 @@ class Inbox:
 
     # From any thread.
 
-    def submit(self, request: Request) -> None:
-        """Submit a request; after the engine has ended it gets an error."""
-        self._mailbox.put(_Submitted(request))
+    def submit(self, *requests: Request) -> None:
+        """Submit requests, which are queued all or none; after the engine has ended they get an error."""
+        self._mailbox.put(_Submitted(requests))
         if self._error is not None:
             self._refuse_submitted(self._error)
 
@@ -119,7 +119,8 @@ class Inbox:
     def _refuse_submitted(self, error: DraftwireError) -> None:
         for event in self._mailbox.leftovers():
             if isinstance(event, _Submitted):
-                self._outputs.deliver_error(event.request, error)
+                for request in event.requests:
+                    self._outputs.deliver_error(request, error)
 
     # In the engine's thread.
 
@@ -183,10 +184,11 @@ class Inbox:
     def _apply(self, event: _Event) -> None:
         if isinstance(event, _Submitted):
             try:
-                self._scheduler.add(event.request)
+                self._scheduler.add(*event.requests)
             except QueueFullError as error:
-                self._outputs.refuse(event.request, error)
-                self._metrics.count_refused()
+                for request in event.requests:
+                    self._outputs.refuse(request, error)
+                    self._metrics.count_refused()
         elif isinstance(event, _Cancelled):
             self._outputs.cancel(event.request, event.reason, event.output_tokens)
         elif isinstance(event, _Refused):

@@ -12,7 +12,7 @@ from draftwire.contract.errors import DraftwireError, ServerError
 from draftwire.model.devices import check_context
 from draftwire.server.logs import fields
 from draftwire.v1 import generate_pb2
-from verifier_service.core.batch import ScheduledRows
+from verifier_service.core.batch import SampledLogprobs, ScheduledRows
 from verifier_service.core.request import Request
 from verifier_service.core.stop_conditions import Piece
 from verifier_service.drafters.drafting import Drafting
@@ -58,6 +58,7 @@ class RequestOutputs:
         self._is_synthetic = is_synthetic
         self._uncounted: list[ScheduledRows] = []
         self._undelivered: list[ScheduledRows] = []
+        self._undelivered_prompts: list[tuple[Request, SampledLogprobs]] = []
         self._errors: list[tuple[Request, DraftwireError]] = []
         self._has_freed = False
         self._num_held = 0  # steps in a row
@@ -65,7 +66,7 @@ class RequestOutputs:
     @property
     def is_waiting(self) -> bool:
         """Return whether there is anything to deliver."""
-        return bool(self._undelivered) or bool(self._errors)
+        return bool(self._undelivered) or bool(self._undelivered_prompts) or bool(self._errors)
 
     @property
     def has_errors(self) -> bool:
@@ -79,6 +80,9 @@ class RequestOutputs:
             if not row.is_current:
                 continue
             row.request.num_in_flight -= 1
+            if row.prompt_logprobs is not None:
+                row.request.num_prompt_told += row.num_prompt_logit_rows
+                self._undelivered_prompts.append((row.request, row.prompt_logprobs))
             if row.samples:
                 self._commit_tokens(row, step.committed_at)
             else:
@@ -204,7 +208,12 @@ class RequestOutputs:
             else:
                 latest[row.request] = [row]
                 messages.append(latest[row.request])
-        items: list[tuple[Request, Item]] = [(steps[0].request, response(steps)) for steps in messages]
+        items: list[tuple[Request, Item]] = [
+            (request, generate_pb2.GenerateResponse(prompt_logprobs=told.messages(len(told.ranks))))
+            for request, told in self._undelivered_prompts
+        ]
+        self._undelivered_prompts = []
+        items += [(steps[0].request, response(steps)) for steps in messages]
         items += self._errors
         self._errors = []
         if items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from draftwire.contract.errors import QueueFullError
@@ -16,6 +16,9 @@ from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.core.request import Request
 from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.engine.prefix_cache import PrefixCache
+
+# Rows of one prompt whose log probabilities a step tells at most: what one message holds.
+MOST_PROMPT_LOGIT_ROWS = 256
 
 
 def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
@@ -30,7 +33,8 @@ class Scheduler:
     there are blocks for its tokens, and grows block by block. When no block is free, the last running request in this
     order is preempted: it releases its blocks, returns to its place in the queue, and is computed again later. A
     waiting request never preempts a running one. A request of full length fits into the cache, so the first request in
-    this order always continues. Requests with equal first tokens and equal salts share full blocks.
+    this order always continues. Requests with equal first tokens and equal salts share full blocks; further outputs of
+    one prompt wait until the first one has computed the prompt.
     """
 
     def __init__(
@@ -39,11 +43,12 @@ class Scheduler:
         max_num_seqs: int,
         max_queue: int,
         max_prefill_rows: int,
+        max_logit_rows: int,
         on_preempt: Callable[[Request], None],
         is_usable: Callable[[Request, int], bool],
     ) -> None:
-        """`on_preempt` is called with each preempted request; `is_usable` returns whether a cached block serves a
-        request.
+        """`max_logit_rows` are the most rows of a step with logits, at least max_num_seqs. `on_preempt` is called with
+        each preempted request; `is_usable` returns whether a cached block serves a request.
         """
         self.waiting: list[Request] = []  # in the order of `_order`
         self.running: list[Request] = []
@@ -57,21 +62,23 @@ class Scheduler:
         self._max_queue = max_queue
         self._pace = RetryAfterEstimator(max_queue)
         self._max_prefill_rows = max_prefill_rows
+        self._max_logit_rows = max_logit_rows
         self._on_preempt = on_preempt
         self._is_usable = is_usable
 
-    def add(self, request: Request) -> None:
-        """Put a request into the queue.
+    def add(self, *requests: Request) -> None:
+        """Put requests into the queue, all or none.
 
         Raises
         ------
         QueueFullError
-            When max_queue requests wait beyond the max_num_seqs that may run.
+            When more than max_queue requests would wait beyond the max_num_seqs that may run.
         """
-        if len(self.running) + len(self.waiting) >= self._max_num_seqs + self._max_queue:
+        if len(self.running) + len(self.waiting) + len(requests) > self._max_num_seqs + self._max_queue:
             raise queue_full(self._max_queue, self._pace.retry_after_s())
-        request.arrival = next(self._arrivals)
-        insort(self.waiting, request, key=_order)
+        for request in requests:
+            request.arrival = next(self._arrivals)
+            insort(self.waiting, request, key=_order)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:
         """Forget a waiting or running request and release its blocks; rows of a failed request are not reused."""
@@ -133,12 +140,26 @@ class Scheduler:
         room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
             if room > 0 and not request.is_decoding and (request in continuing_prefills or not request.is_in_flight):
-                works.append(_prefill(request, continuing_prefills.get(request, request.num_computed), room))
+                start = continuing_prefills.get(request, request.num_computed)
+                works.append(self._prefill(request, start, room, works))
                 room -= len(works[-1].tokens)
         while room > 0 and (admitted := self._admit()) is not None:
-            works.append(_prefill(admitted, admitted.num_computed, room))
+            works.append(self._prefill(admitted, admitted.num_computed, room, works))
             room -= len(works[-1].tokens)
         return works
+
+    def _prefill(self, request: Request, start: int, room: int, works: Sequence[ScheduledRows]) -> ScheduledRows:
+        """Return at most `room` rows of a prompt from `start` on, beside `works`.
+
+        A prompt whose log probabilities are told takes as many rows with logits as leave one for each other request.
+        """
+        if request.num_untold_rows > 0:
+            used = sum(work.num_logit_rows + work.num_prompt_logit_rows for work in works)
+            free = self._max_logit_rows - used - (self._max_num_seqs - len(works) - 1)
+            told = max(start, request.num_prompt_told) - start  # rows that run again
+            room = min(room, told + min(free, MOST_PROMPT_LOGIT_ROWS))
+        tokens = request.tokens[start : start + room]
+        return ScheduledRows(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))
 
     @property
     def kv_cache_usage(self) -> float:
@@ -148,13 +169,21 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Return whether the next step may admit a waiting request."""
-        return bool(self.waiting) and len(self.running) < min(self._max_num_seqs, self._cache.num_free)
+        has_room = len(self.running) < min(self._max_num_seqs, self._cache.num_free)
+        return has_room and any(not self._waits_for_prompt(request) for request in self.waiting)
+
+    def _waits_for_prompt(self, request: Request) -> bool:
+        """Return whether another output of the same prompt will leave blocks that the request can share."""
+        leader = request.leader
+        if leader is None or leader.first_token is not None or not self._cache.is_enabled:
+            return False
+        return len(leader.prompt) > BLOCK_SIZE and (leader in self.running or leader in self.waiting)
 
     def _admit(self) -> Request | None:
-        """Admit the first waiting request if one block is left for each running request."""
+        """Admit the first waiting request that can begin, if one block is left for each running request."""
         if not self.may_admit:
             return None
-        request = self.waiting[0]
+        request = next(request for request in self.waiting if not self._waits_for_prompt(request))
         known = self._take_known(request)
         num_missing = blocks_for(len(request.tokens)) - len(known)
         if num_missing + len(self.running) > self._cache.num_free:
@@ -170,7 +199,8 @@ class Scheduler:
             if self._cache.is_enabled:
                 self.prefix_cache_queries += len(request.tokens)
                 self.prefix_cache_hits += request.num_reused
-        self.running.append(self.waiting.pop(0))
+        self.waiting.remove(request)
+        self.running.append(request)
         return request
 
     def _take_known(self, request: Request) -> list[int]:
@@ -178,6 +208,8 @@ class Scheduler:
         if not self._cache.is_enabled:
             return []
         most = (len(request.tokens) - 1) // BLOCK_SIZE
+        if request.num_untold_rows > 0:  # whose logits nobody has
+            most = min(most, request.num_prompt_told // BLOCK_SIZE)
         self._cache.extend_hashes(request.block_hashes, request.tokens, most, request.cache_salt)
         return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
 
@@ -257,8 +289,3 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
-
-
-def _prefill(request: Request, start: int, room: int) -> ScheduledRows:
-    tokens = request.tokens[start : start + room]
-    return ScheduledRows(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from verifier_service.core.batch import ForwardOutput, ScheduledRows
 from verifier_service.core.step_times import StepMarks
+from verifier_service.sampling.logprobs import PromptLogprobs
 from verifier_service.sampling.sampler import SamplerOutput
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Step:
     is_delayed: bool = False  # whether a step with prompts was executed before this one was committed
     forward: ForwardOutput | None = None  # from RELEASED to SAMPLED
     sampler_output: SamplerOutput | None = None  # of the rows that sample, from SAMPLED to COMMITTED
+    prompt_logprobs: PromptLogprobs | None = None  # from SAMPLED to COMMITTED
     marks: StepMarks | None = None  # on a GPU
     announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # what drafters were sent of it
     # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
@@ -70,7 +72,7 @@ class Step:
 
     def abandon(self) -> None:
         """Abandon the step at any stage and drop its tensors."""
-        self.forward = self.sampler_output = None
+        self.forward = self.sampler_output = self.prompt_logprobs = None
         if self.stage not in (Stage.COMMITTED, Stage.ABANDONED):
             self.advance(Stage.ABANDONED)
 

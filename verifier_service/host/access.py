@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Output of a request in one step, without its text, or the error that ends it.
 Output = generate_pb2.GenerateResponse | DraftwireError
-# Takes the output of a step, each with the number of its request.
+# Takes what a step has made, each message with the number of its output.
 Deliver = Callable[[Sequence[tuple[int, Output]]], None]
 
 
@@ -25,12 +25,12 @@ Deliver = Callable[[Sequence[tuple[int, Output]]], None]
 class Submission:
     """A request that was found valid, as it is handed to an engine."""
 
-    number: int  # no other request of the service has it
+    numbers: tuple[int, ...]  # of its outputs; no other output of the service has them
     request_id: str
     prompt: list[int]
     params: config_pb2.SamplingParams
     num_speculative_tokens: int
-    keys: NoiseKeys
+    keys: tuple[NoiseKeys, ...]  # of its outputs
     max_length: int  # most tokens of prompt and output
     traceparent: str = ""  # of its span; empty without a trace
     priority: int = 0  # requests of a lower number go first
@@ -65,10 +65,10 @@ class EngineAccess(Protocol):
         """
 
     def submit(self, submission: Submission) -> None:
-        """Hand a request over; its output, or its error, is delivered."""
+        """Hand a request over; each of its outputs, or an error, is delivered."""
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
-        """End a request without further output, if it has not ended.
+        """End an output without further messages, if it has not ended.
 
         `reason` is one of `FINISHED_REASONS`: "stop" where a stop text ends the output after `output_tokens` tokens.
         """

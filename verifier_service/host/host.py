@@ -24,7 +24,7 @@ from verifier_service.target.target import Target
 
 
 class EngineHost:
-    """Takes requests from any thread, by their numbers, and delivers their output."""
+    """Takes requests from any thread, by the numbers of their outputs, and delivers the outputs."""
 
     def __init__(
         self,
@@ -88,23 +88,27 @@ class EngineHost:
             self._workers.on_loss = on_failure
 
     def submit(self, submission: Submission) -> None:
-        """Hand a request over; its output, or its error, is delivered."""
-        request = Request(
-            request_id=submission.request_id,
-            prompt=submission.prompt,
-            params=submission.params,
-            num_speculative_tokens=submission.num_speculative_tokens,
-            keys=submission.keys,
-            stops=StopConditions(submission.params, self._target.eos_token_ids),
-            max_length=submission.max_length,
-            traceparent=submission.traceparent,
-            number=submission.number,
-            priority=submission.priority,
-            cache_salt=submission.cache_salt,
-            arrived=submission.arrived,
-        )
-        self._requests[submission.number] = request
-        self.engine.submit(request)
+        """Hand a request over; each of its outputs, or an error, is delivered."""
+        requests: list[Request] = []
+        for number, keys in zip(submission.numbers, submission.keys, strict=True):
+            request = Request(
+                request_id=submission.request_id,
+                prompt=submission.prompt,
+                params=submission.params,
+                num_speculative_tokens=submission.num_speculative_tokens,
+                keys=keys,
+                stops=StopConditions(submission.params, self._target.eos_token_ids),
+                max_length=submission.max_length,
+                traceparent=submission.traceparent,
+                number=number,
+                priority=submission.priority,
+                cache_salt=submission.cache_salt,
+                leader=requests[0] if requests else None,
+                arrived=submission.arrived,
+            )
+            requests.append(request)
+            self._requests[number] = request
+        self.engine.submit(*requests)
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
         """See EngineAccess."""

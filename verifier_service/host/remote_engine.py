@@ -39,7 +39,7 @@ class EngineProxy:
 
     def submit(self, submission: Submission) -> None:
         """See EngineAccess."""
-        self._open.add(submission.number)
+        self._open.update(submission.numbers)
         self._send(("submit", submission))
         if self._loss is not None:
             asyncio.get_running_loop().call_soon(self._end_open)

@@ -49,7 +49,8 @@ def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> N
                     host.submit(submission)
                 except Exception as error:
                     logger.exception("a request cannot be taken")
-                    deliver([(submission.number, ServerError(f"the request cannot be taken: {error}"))])
+                    failure = ServerError(f"the request cannot be taken: {error}")
+                    deliver([(number, failure) for number in submission.numbers])
             case ("cancel", number, reason, output_tokens):
                 host.cancel(number, reason, output_tokens)
             case ("count_refused",):

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from draftwire.contract import validation as cfg
-from draftwire.contract.fields import limits_of
 from draftwire.model.devices import record_event, upload
 from draftwire.v1 import config_pb2
 from draftwire_kernels import (
@@ -25,10 +24,8 @@ from draftwire_kernels import (
 from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
 from verifier_service.core.request import AnswerLogits, Request
 from verifier_service.sampling.logits_processor import LogitsProcessor, draft_tokens, first_rows
+from verifier_service.sampling.logprobs import MOST_LIKELIEST, pack_logprobs, unpack_logprobs
 from verifier_service.sampling.sampling_spec import SamplingSpec
-
-# Tokens of a row whose log probabilities can be told.
-MOST_LIKELIEST = int(limits_of(config_pb2.SamplingParams(), "logprobs").max)
 
 METHOD_NAMES = {
     cfg.STANDARD: "standard",
@@ -71,11 +68,6 @@ class _ToldRows:
 
     works: list[tuple[int, int]]  # of each work with such rows: its place, and how many likely tokens it is told
     most: int  # likely tokens of each row
-
-    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ranks [R], likeliest tokens [R, most] and log probabilities float32 [R, 1 + most] of `_logprobs`."""
-        ranks, top_ids, values = flat.view(-1, 2 + 2 * self.most).split([1, self.most, 1 + self.most], dim=1)
-        return ranks[:, 0], top_ids, values.to(torch.int32).view(torch.float32)
 
 
 class TokenSampler:
@@ -192,7 +184,7 @@ class TokenSampler:
                 drawn[i] = SampledTokens(values[begin + 1 : begin + 1 + values[begin]])
                 begin += width
         if output.told is not None:
-            rows = output.told.split(output.on_host[end:])
+            rows = unpack_logprobs(output.on_host[end:], output.told.most)
             first = 0
             for i, likeliest in output.told.works:
                 last = first + works[i].num_logit_rows
@@ -228,7 +220,7 @@ class TokenSampler:
         own = logits if len(rows) == len(logits) else logits.index_select(0, row)
         # As many for all, whatever they ask for: which of equally likely tokens come first depends on it.
         most = min(MOST_LIKELIEST, self._vocab_size)
-        return _ToldRows(told, most), torch.cat([drawn, _logprobs(own, tokens, most)])
+        return _ToldRows(told, most), torch.cat([drawn, pack_logprobs(own, tokens, most)])
 
     def _reject(
         self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
@@ -323,13 +315,3 @@ def _by_columns(works: Sequence[ScheduledRows]) -> list[list[int]]:
 def _logits(work: ScheduledRows) -> AnswerLogits | None:
     """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
     return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
-
-
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Ranks of `tokens` [R], likeliest tokens and the bits of all log probabilities, for `_ToldRows.split` to read."""
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > own).sum(1, keepdim=True) + 1
-    top = logprobs.topk(most, dim=1)
-    values = torch.cat([own, top.values], dim=1).view(torch.int32)
-    return torch.cat([ranks, top.indices, values.to(torch.int64)], dim=1).flatten()
