@@ -21,6 +21,7 @@ from draftwire.server.cli_options import OTLP_ENDPOINT, client_security, client_
 from draftwire.server.tracing import exporting_traces
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_cli.output import completion_mapping, has_colour, interrupted_text, statistics_text, write_chunk
+from draftwire_cli.structured_output import structured_output_options, take_structured_output
 
 
 class LogitBias(click.ParamType):
@@ -75,6 +76,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template.")
 @click.option("--template-arguments", metavar="JSON|FILE", help="Of the chat template, with --chat.")
 @sampling_options
+@structured_output_options
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
 @click.option("--n", type=int, help="Outputs of the prompt, with --json, one line each.  [default: 1]")
@@ -108,7 +110,8 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     messages: list[ChatMessage] = [{"role": "user", "content": text}]
     security = client_security(given)
-    options: Options = {**given, "logit_bias": dict(logit_bias)}  # type: ignore[typeddict-item]
+    structured_output = take_structured_output(given)
+    options: Options = {**given, "logit_bias": dict(logit_bias), "structured_output": structured_output}  # type: ignore
     if template_arguments is not None:
         options["template_arguments"] = parse_json_object("template_arguments", template_arguments)
     with (

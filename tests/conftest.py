@@ -39,7 +39,8 @@ FULL_FILES = (
     *("test_processes", "test_stop_signals"),
     *("test_verifier_async_outputs", "test_verifier_async_scheduling"),
     *("test_verifier_engine_process", "test_verifier_far_places"),
-    *("test_verifier_pacing_worlds", "test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
+    *("test_verifier_grammar_compiler", "test_verifier_pacing_worlds"),
+    *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
     *("test_verifier_target_compile", "test_verifier_target_runner", "test_verifier_tensor_parallel"),
     *("test_training_demo", "test_training_system"),
 )

@@ -2,7 +2,7 @@
 
 from draftwire.client.asynchronous import AsyncClient, AsyncStream
 from draftwire.client.output import Chunk, Completion, Statistics, TokenLogprobs
-from draftwire.client.request import ChatMessage, Options, Prompt
+from draftwire.client.request import ChatMessage, Options, Prompt, StructuredOutput
 from draftwire.client.synchronous import Client, Stream
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "Prompt",
     "Statistics",
     "Stream",
+    "StructuredOutput",
     "TokenLogprobs",
 ]

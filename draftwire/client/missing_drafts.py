@@ -21,6 +21,7 @@ _TEXTS = {
     pb.FALLBACK_CAUSE_PACE: "pacing has switched drafting off: decoding without drafts is faster, or is being measured",
     pb.FALLBACK_CAUSE_EMPTY_ANSWER: "its drafter answered without drafts",
     pb.FALLBACK_CAUSE_KV_CACHE: "the verifier's cache had no free blocks for drafts",
+    pb.FALLBACK_CAUSE_STRUCTURED_OUTPUT: "they left the grammar of the structured output",
 }
 # Steps without drafts that need no explanation: the first ones, while rows are on their way, and the last one.
 _USUAL_STEPS = 3

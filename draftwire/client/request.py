@@ -36,6 +36,17 @@ class ChatMessage(TypedDict, total=False):
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
+class StructuredOutput(TypedDict, total=False):
+    """What the output must be: exactly one key."""
+
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+    structural_tag: str | Mapping[str, Any]
+
+
 class SamplingOptions(TypedDict, total=False):
     """Every field of SamplingParams; None counts as not given. Ranges and defaults stand in the contract."""
 
@@ -60,6 +71,7 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool | None
     include_stop_text: bool | None
     prompt_logprobs: int | None
+    structured_output: StructuredOutput | None
 
 
 class ChatOptions(TypedDict, total=False):

@@ -14,6 +14,7 @@ from typing import Any
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.fields import build_message, check_limits, enum_word, rounded, with_defaults
 from draftwire.contract.json_fields import parse_object
+from draftwire.contract.structured_output import check_structured_output, to_structured_output
 from draftwire.v1 import config_pb2 as pb
 
 GREEDY = pb.DRAFT_SAMPLE_METHOD_GREEDY
@@ -55,6 +56,8 @@ def resolve_sampling_params(
             "sampling_params.min_tokens", resolved.min_tokens, f"allowed range [0, max_tokens = {resolved.max_tokens}]"
         )
     _check_masks(resolved)
+    if resolved.HasField("structured_output"):
+        check_structured_output(resolved.structured_output)
     if vocab_size is not None:
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             check_token_ids(f"sampling_params.{field}", getattr(resolved, field), vocab_size)
@@ -175,7 +178,10 @@ def build_sampling_params(**options: Any) -> pb.SamplingParams:
         For an unknown name, a wrong type or a value out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    structured_output = given.pop("structured_output", None)
     params = build_message(pb.SamplingParams(), given, "sampling_params.")
+    if structured_output is not None:
+        params.structured_output.CopyFrom(to_structured_output(structured_output))
     resolve_sampling_params(params)
     return params
 

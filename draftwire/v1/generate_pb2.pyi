@@ -31,6 +31,7 @@ class FallbackCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FALLBACK_CAUSE_PACE: _ClassVar[FallbackCause]
     FALLBACK_CAUSE_EMPTY_ANSWER: _ClassVar[FallbackCause]
     FALLBACK_CAUSE_KV_CACHE: _ClassVar[FallbackCause]
+    FALLBACK_CAUSE_STRUCTURED_OUTPUT: _ClassVar[FallbackCause]
 
 class DrafterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +60,7 @@ FALLBACK_CAUSE_NO_FEATURES: FallbackCause
 FALLBACK_CAUSE_PACE: FallbackCause
 FALLBACK_CAUSE_EMPTY_ANSWER: FallbackCause
 FALLBACK_CAUSE_KV_CACHE: FallbackCause
+FALLBACK_CAUSE_STRUCTURED_OUTPUT: FallbackCause
 DRAFTER_STATE_UNSPECIFIED: DrafterState
 DRAFTER_STATE_CONNECTING: DrafterState
 DRAFTER_STATE_READY: DrafterState

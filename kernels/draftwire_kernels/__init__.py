@@ -21,6 +21,7 @@ from draftwire_kernels.noise import NOISE_VERSION
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
 from draftwire_kernels.rates import acceptance_length_to_rates, unconditional_to_conditional_rates
 from draftwire_kernels.rejection import rejection_sample
+from draftwire_kernels.token_bitmask import mask_logits
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "derive_stream_keys",
     "gather_accepted_rows",
     "gumbel_sample",
+    "mask_logits",
     "paged_attention",
     "process_logits",
     "rejection_sample",

@@ -77,6 +77,13 @@ GOOD_SAMPLING = [
     {"include_stop_text": True},
     {"prompt_logprobs": 0},
     {"prompt_logprobs": 20},
+    {"structured_output": {"json_schema": {"type": "object"}}},
+    {"structured_output": {"json_schema": '{"type": "object"}'}},
+    {"structured_output": {"json_object": True}},
+    {"structured_output": {"regex": "a" * 65536}},
+    {"structured_output": {"grammar": 'root ::= "a"'}},
+    {"structured_output": {"choice": ["a", "b"]}},
+    {"structured_output": {"structural_tag": {"structures": [], "triggers": []}}},
 ]
 
 BAD_SAMPLING = [
@@ -144,6 +151,21 @@ BAD_SAMPLING = [
     ({"skip_special_tokens": 1}, "skip_special_tokens = 1: must be true or false"),
     ({"include_stop_text": "yes"}, "include_stop_text = 'yes': must be true or false"),
     ({"prompt_logprobs": 21}, "prompt_logprobs = 21: allowed range [0, 20]"),
+    ({"structured_output": {}}, "structured_output = {}: must be a mapping with one key of: json_schema, "),
+    ({"structured_output": {"poem": "a"}}, "must be a mapping with one key of: json_schema, json_object, regex, "),
+    ({"structured_output": {"regex": "a", "json_object": True}}, "must be a mapping with one key of: "),
+    ({"structured_output": {"regex": 1}}, "structured_output.regex = 1: must be text"),
+    ({"structured_output": {"regex": ""}}, "structured_output.regex = '': allowed length 1 to 65536 bytes, got 0"),
+    ({"structured_output": {"regex": "a" * 65537}}, "allowed length 1 to 65536 bytes, got 65537"),
+    ({"structured_output": {"json_schema": "{"}}, "structured_output.json_schema = '{': is not valid JSON: "),
+    ({"structured_output": {"json_schema": [1]}}, "structured_output.json_schema = '[1]': must be a JSON object"),
+    ({"structured_output": {"json_schema": {"a": {1}}}}, "must be JSON (Object of type set is not JSON serializable)"),
+    ({"structured_output": {"json_object": False}}, "structured_output.json_object = False: must be true"),
+    ({"structured_output": {"choice": "ab"}}, "structured_output.choice = 'ab': must be a list of texts"),
+    ({"structured_output": {"choice": []}}, "structured_output.choice = []: at least one text is required"),
+    ({"structured_output": {"choice": ["a", "a"]}}, "structured_output.choice = 'a': is given more than once"),
+    ({"structured_output": {"choice": ["a" * 4097]}}, "allowed length 1 to 4096 bytes, got 4097"),
+    ({"structured_output": {"choice": [str(i) for i in range(1025)]}}, "at most 1024 entries"),
     ({"best_of": 2}, "best_of = 2: unknown name; known: allowed_token_ids, bad_word_ids, "),
 ]
 

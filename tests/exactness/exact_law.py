@@ -78,8 +78,12 @@ class Law:
             self._targets[sampling, depth] = self._target_rows(sampling, depth)
         return self._targets[sampling, depth]
 
+    def target_logits(self, depth: int) -> Array:
+        """[VOCAB ** depth, VOCAB]: the target's logits after each output of `depth` tokens."""
+        return self._of_prefixes(self._rows[0][:, len(self.prompt) - 1 :], depth)
+
     def _target_rows(self, sampling: Sampling, depth: int) -> Array:
-        logits = self._of_prefixes(self._rows[0][:, len(self.prompt) - 1 :], depth)
+        logits = self.target_logits(depth)
         digits = VOCAB ** np.arange(depth - 1, -1, -1)
         outputs = np.arange(VOCAB**depth)[:, None] // digits % VOCAB
         counts = (outputs[:, :, None] == np.arange(VOCAB)).sum(1)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -20,7 +21,9 @@ from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.v1 import generate_pb2, generate_pb2_grpc
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
+from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
+from verifier_service.grammar.vocabulary import load_vocabulary
 from verifier_service.host.access import InProcessEngine
 from verifier_service.host.host import EngineHost
 from verifier_service.target.target import Target
@@ -69,7 +72,12 @@ async def _cancel_others() -> None:
 
 @contextlib.contextmanager
 def serve_verifier(
-    target: Target, config: dict[str, Any], drafters: Sequence[str], draft_deadline_s: float | None = None
+    target: Target,
+    config: dict[str, Any],
+    drafters: Sequence[str],
+    draft_deadline_s: float | None = None,
+    *,
+    tokenizer_dir: Path | None = None,
 ) -> Iterator[str]:
     """Address of a verifier in this process, whose drafters are all connected; by default drafts are waited for."""
     limits = EngineLimits(
@@ -83,8 +91,11 @@ def serve_verifier(
 
     async def start() -> tuple[RequestHandler, grpc.aio.Server, str]:
         settings = speculative_config_from_mapping(config)
-        engine = InProcessEngine(EngineHost(target, settings, limits, drafters, LOOPBACK))
-        handler = RequestHandler(engine, None, settings, lambda: None)
+        words, codec = "this server has no tokenizer", None
+        if tokenizer_dir is not None:
+            words, codec = load_vocabulary(tokenizer_dir, target.vocab_size), TextCodec(tokenizer_dir)
+        engine = InProcessEngine(EngineHost(target, settings, limits, drafters, LOOPBACK, vocabulary=words))
+        handler = RequestHandler(engine, codec, settings, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -15,6 +15,7 @@ from draftwire_kernels import derive_stream_keys
 from verifier_service.api.prompts import PromptReader
 from verifier_service.core.request import NoiseKeys
 from verifier_service.core.tokenizer import TextCodec
+from verifier_service.grammar.translation import GrammarSource, translate
 from verifier_service.host.access import EngineFacts, Submission
 
 LONGEST_BAD_WORD = limits_of(config_pb2.TokenSequence(), "ids").max_items
@@ -77,6 +78,7 @@ class RequestPreparer:
             keys=tuple(_noise_keys(params, index) for index in range(count)),
             max_length=min(len(prompt) + params.max_tokens, self._facts.max_model_len),
             traceparent=traceparent,
+            grammar=self._grammar(params),
             priority=self._priority(request),
             cache_salt=request.cache_salt,
         )
@@ -113,6 +115,15 @@ class RequestPreparer:
         for word in params.bad_words:
             params.bad_word_ids.extend(config_pb2.TokenSequence(ids=ids) for ids in self._tokens_of_bad_word(word))
         return resolve_sampling_params(params, self._facts.vocab_size, self._rules.default_sampling_params)
+
+    def _grammar(self, params: config_pb2.SamplingParams) -> GrammarSource | None:
+        """Return the grammar of a request with structured output; the engine's side compiles it."""
+        if not params.HasField("structured_output"):
+            return None
+        if self._codec is None:
+            kind = params.structured_output.WhichOneof("kind")
+            raise InvalidArgumentError("sampling_params.structured_output", kind, "this server has no tokenizer")
+        return translate(params.structured_output, self._codec.special_tokens)
 
     def _tokens_of_bad_word(self, word: str) -> list[list[int]]:
         assert self._codec is not None

@@ -10,6 +10,7 @@ import torch
 
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Request:
     cache_salt: str = ""  # only requests of the same salt share cache blocks
     leader: Request | None = None  # the first output of the same prompt, whose cache blocks this one waits for
     arrival: int = 0  # number of the request in order of arrival; set by the scheduler
+    grammar: Matcher | None = None  # of its structured output
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)

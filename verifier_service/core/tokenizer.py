@@ -36,6 +36,8 @@ class TextCodec:
         Largest id, added tokens included.
     silent_ids
         Ids of special tokens, which decoding leaves out.
+    special_tokens
+        Ids of special tokens, by their text.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,7 +58,8 @@ class TextCodec:
             self.largest_token_id: int = max(vocab.values())
             added = self._backend.get_added_tokens_decoder()
             self._before_token: list[int] = self._backend.encode("a", add_special_tokens=False).ids
-            self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+            self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+            self.silent_ids = frozenset(self.special_tokens.values())
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -173,8 +176,12 @@ def _is_failure(error: BaseException) -> bool:
 
 def find_tokenizer(directory: Path) -> TextCodec | None:
     """Return the tokenizer of a target's directory; None without a tokenizer, so that only token ids are served."""
-    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
-    return TextCodec(directory) if has_tokenizer else None
+    return TextCodec(directory) if has_tokenizer(directory) else None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a target's directory has a tokenizer."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:

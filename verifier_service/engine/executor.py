@@ -21,6 +21,7 @@ from verifier_service.drafters.features import FeatureKind, FeatureStore, Featur
 from verifier_service.drafters.stream import Answered, Stream
 from verifier_service.engine.prelaunch import Prelaunch
 from verifier_service.engine.step import Stage, Step
+from verifier_service.grammar.matcher import MaskedRows, MaskFiller, RowMasks
 from verifier_service.sampling.logprobs import PromptLogprobs, logit_places
 from verifier_service.sampling.sampler import TokenSampler
 from verifier_service.target.runner import TargetRunner
@@ -59,6 +60,7 @@ class Executor:
         self._stores = stores
         self._drafting = drafting
         self._times = times
+        self._mask_filler = MaskFiller(self._device)
         # Streams of a GPU: that of the steps, and the thread's current stream, which drafting uses.
         is_gpu = self._device.type == "cuda"
         self._steps = torch.cuda.default_stream(self._device) if is_gpu else None
@@ -93,7 +95,7 @@ class Executor:
                 if running is step:
                     step.forward = self._run_forward(_forward_input(step.rows, in_flight))
                     step.advance(Stage.RELEASED)
-                self._launch_sampling(running)
+                self._launch_sampling(running, in_flight)
                 running.is_beside = in_flight is not None
                 running.verified = self._drafting.count_by_drafter(running.rows)
                 running.advance(Stage.SAMPLED)
@@ -102,17 +104,18 @@ class Executor:
                 raise
         return running
 
-    def _launch_sampling(self, step: Step) -> None:
+    def _launch_sampling(self, step: Step, in_flight: Step | None) -> None:
         forward = step.forward
         assert forward is not None
         self._stores.capture(forward, (row.request for row in step.rows))
         computed = record_event(self._device)
         sampling = [row for row in step.rows if row.samples]
+        masks = self._masks(sampling, in_flight)
         self._times.enter(Phase.SAMPLE)
         step.prompt_logprobs = PromptLogprobs.launch(step.rows, forward.logits)
         if step.prompt_logprobs is not None:
             forward = forward.with_logits_of(np.array(logit_places(step.rows, of_prompts=False), np.int64))
-        output = self._sampler.launch(sampling, forward.logits) if sampling else None
+        output = self._sampler.launch(sampling, forward.logits, masks) if sampling else None
         sampled = record_event(self._device) if output is None else output.copied
         self._times.enter(Phase.HOST)
         for row in step.rows:
@@ -127,6 +130,29 @@ class Executor:
         step.num_rows = len(forward.slots_on_host)
         step.sampler_output, step.forward = output, None
 
+    def _masks(self, sampling: Sequence[ScheduledRows], in_flight: Step | None) -> RowMasks | None:
+        """Return the masks of requests with structured output, made while the device runs the step's forward pass.
+
+        A row that follows a step in flight needs that step's token on the host. So the launch of the sampling waits for
+        that step, in whose place the device then has the forward pass of this one.
+        """
+        masked: list[MaskedRows] = []
+        first = 0
+        for row in sampling:
+            request, grammar = row.request, row.request.grammar
+            if grammar is not None:
+                grammar.follow(request.tokens[len(request.prompt) + grammar.num_tokens :])
+                if row.follows is not None:
+                    assert in_flight is not None
+                    self.wait(in_flight)
+                    grammar.follow(_sampled_for(request, in_flight))
+                masked.append(MaskedRows(grammar, first, [] if row.drafts is None else row.drafts.tokens))
+            first += row.num_logit_rows
+        if not masked:
+            return None
+        self._times.enter(Phase.HOST)
+        return self._mask_filler.fill(masked)
+
     def _count(self, rows: Sequence[ScheduledRows]) -> None:
         verified = [len(row.tokens) for row in rows if row.is_decoding]
         prompt_rows = sum(len(row.tokens) for row in rows) - sum(verified)
@@ -136,9 +162,10 @@ class Executor:
         """Wait until the device has finished a step, and give its rows their sampled tokens."""
         self._times.enter(Phase.SAMPLE)
         if step.sampler_output is not None:
-            output, step.sampler_output = step.sampler_output, None
+            output = step.sampler_output
             for row, sampled in zip(output.rows, self._sampler.finish(output), strict=True):
                 row.sampled = sampled
+            step.sampler_output = None
         elif step.marks is not None:
             step.marks.drawn.synchronize()
         if step.prompt_logprobs is not None:
@@ -253,6 +280,11 @@ class Executor:
     def memory(self) -> draft_pb2.MemoryUse:
         """Return the process' memory; thread-safe."""
         return measure_memory(self._cache, self._device, features=self._stores.num_bytes)
+
+
+def _sampled_for(request: Request, step: Step) -> list[int]:
+    """Return the tokens that a step, which the device has finished, has sampled for a request."""
+    return [token for row in step.rows if row.request is request and row.sampled for token in row.sampled.tokens]
 
 
 def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> ForwardInput:

@@ -99,8 +99,14 @@ class RequestOutputs:
             request.num_computed = row.start + len(tokens)
         else:
             request.num_computed = row.start + len(row.tokens)
+        if request.grammar is not None and request.grammar.error is not None:
+            self.fail(request, request.grammar.error)
+            return
         if not tokens:
-            causes = "the target's logits are not finite, or allowed_token_ids and bad words leave no token"
+            causes = (
+                "the target's logits are not finite, or structured output, allowed_token_ids and bad words leave no "
+                "token"
+            )
             self.fail(request, ServerError(f"no token can be drawn: {causes}"))
             return
         if request.first_token is None:

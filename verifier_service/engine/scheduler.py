@@ -239,6 +239,8 @@ class Scheduler:
         request.num_preemptions += 1
         self._release(request)
         request.num_in_flight = 0  # its running steps' samples are dropped
+        if request.grammar is not None:
+            request.grammar.rewind(request.num_output)
         request.drafts = None
         insort(self.waiting, request, key=_order)
         self._on_preempt(request)
@@ -259,6 +261,11 @@ class Scheduler:
             if count < len(drafts.tokens):
                 drafts = drafts.first(count) if count > 0 else None
                 cause = None if drafts else generate_pb2.FALLBACK_CAUSE_KV_CACHE
+            if drafts is not None and request.grammar is not None:
+                request.grammar.follow(request.tokens[len(request.prompt) + request.grammar.num_tokens :])
+                count = request.grammar.num_verified(drafts.tokens, has_logits=drafts.logits is not None)
+                drafts = drafts.first(count) if count > 0 else None
+                cause = None if drafts else generate_pb2.FALLBACK_CAUSE_STRUCTURED_OUTPUT
         else:
             drafts = None
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.core.request import NoiseKeys
+from verifier_service.grammar.translation import GrammarSource
 
 if TYPE_CHECKING:
     from verifier_service.host.host import EngineHost
@@ -33,6 +34,7 @@ class Submission:
     keys: tuple[NoiseKeys, ...]  # of its outputs
     max_length: int  # most tokens of prompt and output
     traceparent: str = ""  # of its span; empty without a trace
+    grammar: GrammarSource | None = None  # of its structured output
     priority: int = 0  # requests of a lower number go first
     cache_salt: str = ""  # only requests of the same salt share cache blocks
     arrived: float = field(default_factory=time.monotonic)  # a clock of the machine, so the same in all its processes

@@ -7,6 +7,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from draftwire.contract.client_security import ClientSecurity
+from draftwire.contract.errors import DraftwireError, UnavailableError
 from draftwire.contract.fields import with_defaults
 from draftwire.contract.version import VERSION
 from draftwire.transport import ALL_CARRIERS
@@ -17,9 +18,11 @@ from verifier_service.drafters.connection import DrafterLink
 from verifier_service.drafters.pool import DrafterPool
 from verifier_service.engine.engine import Engine, EngineLimits
 from verifier_service.engine.outputs import Item
+from verifier_service.grammar.vocabulary import Vocabulary
 from verifier_service.host.access import Deliver, EngineFacts, Submission
 from verifier_service.host.metrics import VerifierCollector
 from verifier_service.host.ranks import Workers
+from verifier_service.host.request_grammars import RequestGrammars
 from verifier_service.target.target import Target
 
 
@@ -38,10 +41,12 @@ class EngineHost:
         *,
         fuses_features: bool = True,
         workers: Workers | None = None,
+        vocabulary: Vocabulary | str = "this server has no tokenizer",
         served_model_name: str | None = None,
         vllm_metrics: bool = False,
     ) -> None:
         """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `workers` of `Engine`.
+        `vocabulary` is that of `GrammarCompiler`.
 
         Clients and metrics know the target by `served_model_name`, by default by its own name. `vllm_metrics` adds the
         metrics under vLLM's names.
@@ -53,6 +58,7 @@ class EngineHost:
         self._limits = limits
         self._workers = workers
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()  # the engine holds them
+        self._grammars = RequestGrammars(vocabulary, target.eos_token_ids, config)
         self.facts = EngineFacts(
             target.vocab_size, target.max_model_len, limits.max_num_seqs, limits.max_queue, limits.max_open
         )
@@ -108,12 +114,24 @@ class EngineHost:
             )
             requests.append(request)
             self._requests[number] = request
-        self.engine.submit(*requests)
+        if submission.grammar is None:
+            self.engine.submit(*requests)
+        else:
+            self._grammars.prepare(requests, submission.grammar, self._submit_prepared)
+
+    def _submit_prepared(self, requests: Sequence[Request], error: DraftwireError | None) -> None:
+        """Hand over requests that have their grammar, or their error."""
+        if error is None:
+            self.engine.submit(*requests)
+            return
+        for request in requests:
+            self.engine.count_refused()
+            self._deliver([(request.number, error)])
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
         """See EngineAccess."""
         request = self._requests.get(number)
-        if request is not None:
+        if request is not None and not self._grammars.drop(request):
             self.engine.cancel(request, reason, output_tokens)
 
     def count_refused(self) -> None:
@@ -122,10 +140,12 @@ class EngineHost:
 
     def end_requests(self, reason: str) -> None:
         """End all requests, and those that still come, with UnavailableError, which says the reason."""
+        self._grammars.stop(UnavailableError(reason))
         self.engine.stop(reason)
 
     def stop(self) -> None:
         """End the engine and the connections to the drafters; requests that are left get an error."""
+        self._grammars.stop(UnavailableError("the server is shutting down"))
         self._drafters.stop()
         self.engine.stop()
 
@@ -153,7 +173,7 @@ class EngineHost:
             speculative_config=with_defaults(self._config),
             drafters=drafters,
             requests_running=len(scheduler.running),
-            requests_waiting=len(scheduler.waiting),
+            requests_waiting=len(scheduler.waiting) + self._grammars.num_waiting,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             counters=self.engine.counters(),

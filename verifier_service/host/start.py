@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -14,7 +15,9 @@ from draftwire.contract.validation import speculative_config_to_mapping
 from draftwire.model.checkpoints import resolve_directory
 from draftwire.server.memory import keep_what_is_loaded
 from draftwire.server.metrics import serving_metrics
+from verifier_service.core.tokenizer import has_tokenizer
 from verifier_service.engine.engine import EngineLimits
+from verifier_service.grammar.vocabulary import Vocabulary, load_vocabulary
 from verifier_service.host.host import EngineHost
 from verifier_service.host.ranks import Workers
 from verifier_service.host.target_start import start_target
@@ -60,12 +63,21 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
             options.rendezvous_dir,
             fuses_features=options.fuse_features,
             workers=workers,
+            vocabulary=_load_vocabulary(resolve_directory(options.target), target.vocab_size),
             served_model_name=options.served_model_name,
             vllm_metrics=options.vllm_metrics,
         )
         keep_what_is_loaded()
         with serving_metrics(options.metrics_listen, [host.collector], settings.security):
             yield host
+
+
+def _load_vocabulary(directory: Path, vocab_size: int) -> Vocabulary | str:
+    """Return the vocabulary for structured output, or why there is none."""
+    if not has_tokenizer(directory):
+        return "this server has no tokenizer"
+    with Console(stderr=True).status("reading the vocabulary"):
+        return load_vocabulary(directory, vocab_size)
 
 
 def _start_workers(options: VerifierOptions, device: torch.device) -> AbstractContextManager[Workers | None]:

@@ -8,10 +8,12 @@ from itertools import accumulate
 import torch
 
 from draftwire.contract.fields import limits_of
+from draftwire.model.devices import upload
 from draftwire.v1 import config_pb2
-from draftwire_kernels import LogitBias, LogitsSampling, Suppression, process_logits
+from draftwire_kernels import LogitBias, LogitsSampling, Suppression, mask_logits, process_logits
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import Request
+from verifier_service.grammar.matcher import RowMasks
 from verifier_service.sampling.sampling_spec import SamplingSpec
 from verifier_service.sampling.token_history import TokenHistory
 from verifier_service.sampling.token_lists import TokenLists
@@ -61,9 +63,19 @@ class LogitsProcessor:
         self._bad_words.count(works, drawn)
 
     def process(
-        self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
+        self,
+        works: Sequence[ScheduledRows],
+        specs: Sequence[SamplingSpec],
+        logits: torch.Tensor,
+        masks: RowMasks | None = None,
     ) -> torch.Tensor:
-        """Return the logits that `works` sample from, `logits` itself where no request changes them."""
+        """Return the logits that `works` sample from, `logits` itself where no request changes them.
+
+        `masks` are those of the rows of requests with structured output.
+        """
+        if masks is not None:
+            (rows,) = upload([masks.rows], logits.device)
+            logits = mask_logits(logits, rows, masks.bits.to(logits.device, non_blocking=True))
         suppression = self._suppression(works, specs)
         if suppression is None and all(spec.keeps_logits for spec in specs):
             return logits
@@ -104,6 +116,8 @@ class LogitsProcessor:
         first = 0
         for work, spec in zip(works, specs, strict=True):
             count = min(work.num_logit_rows, spec.min_tokens - num_output(work)) if spec.min_tokens else 0
+            if work.request.grammar is not None:
+                count = 0  # its masks have min_tokens in them
             if count > 0 and len(spec.end_ids) > 0:
                 rows += range(first, first + count)
                 slots += [self._end_ids.slot(work.request)] * count

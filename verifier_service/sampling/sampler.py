@@ -17,12 +17,14 @@ from draftwire_kernels import (
     LogitsSampling,
     StreamKeys,
     acceptance_length_to_rates,
+    mask_logits,
     process_logits,
     rejection_sample,
     unconditional_to_conditional_rates,
 )
 from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
 from verifier_service.core.request import AnswerLogits, Request
+from verifier_service.grammar.matcher import RowMasks
 from verifier_service.sampling.logits_processor import LogitsProcessor, draft_tokens, first_rows
 from verifier_service.sampling.logprobs import MOST_LIKELIEST, pack_logprobs, unpack_logprobs
 from verifier_service.sampling.sampling_spec import SamplingSpec
@@ -107,7 +109,10 @@ class TokenSampler:
             for draft_logits in chain((None,), self._draft_logits_to_come()):
                 for method in dict.fromkeys((self._method, self._seeded_method)):
                     self._draw_all_sizes(form, draft_logits, method)
-            process_logits(torch.zeros(1, self._vocab_size, dtype=form, device=self._device), filters)
+            row = torch.zeros(1, self._vocab_size, dtype=form, device=self._device)
+            process_logits(row, filters)
+            bits = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device)
+            mask_logits(row, torch.zeros(1, dtype=torch.int64, device=self._device), bits)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -145,7 +150,9 @@ class TokenSampler:
         """Drops what is kept of a request that has ended or was preempted."""
         self._processor.forget(request)
 
-    def launch(self, works: Sequence[ScheduledRows], logits: torch.Tensor) -> SamplerOutput:
+    def launch(
+        self, works: Sequence[ScheduledRows], logits: torch.Tensor, masks: RowMasks | None = None
+    ) -> SamplerOutput:
         """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
 
         Parameters
@@ -153,9 +160,11 @@ class TokenSampler:
         logits
             [R, V], the rows of the works one after another, num_logit_rows each. To be written by later work of the
             same stream alone.
+        masks
+            Tokens that the rows of requests with structured output may draw.
         """
         specs = [self._processor.spec(work.request) for work in works]
-        processed = self._processor.process(works, specs, logits)
+        processed = self._processor.process(works, specs, logits, masks)
         starts = [0, *accumulate(work.num_logit_rows for work in works)]
         groups = []
         for members in _by_columns(works):

@@ -39,3 +39,9 @@ def forbid_sequences(
     # Added and not assigned: a token may be the last of several sequences, of which one matches.
     values = torch.zeros(matches.shape, dtype=logits.dtype, device=logits.device).masked_fill_(matches, -torch.inf)
     return logits.flatten().scatter_add(0, cells.flatten(), values.flatten()).view_as(logits)
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    is_allowed = (bits[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bits.device)) & 1 == 1
+    is_allowed = is_allowed.flatten(1)[:, : logits.shape[1]]
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(~is_allowed, -torch.inf))

@@ -1,0 +1,58 @@
+"""Options of structured output, shared by commands that send requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from draftwire.client import StructuredOutput
+
+
+class TextOrFile(click.ParamType):
+    """A text, or @PATH of a file with the text."""
+
+    name = "text or @file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        text = str(value)
+        if not text.startswith("@"):
+            return text
+        try:
+            return Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"{text[1:]!r} cannot be read: {error}", param, ctx)
+
+
+def structured_output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each kind of structured output."""
+    options = [
+        click.option("--json-schema", type=TextOrFile(), help="The output is JSON of this schema."),
+        click.option("--json-object", is_flag=True, help="The output is a JSON object."),
+        click.option("--regex", type=TextOrFile(), help="The output matches this regular expression."),
+        click.option("--grammar", type=TextOrFile(), help="The output follows this grammar, EBNF or Lark."),
+        click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts; repeatable."),
+        click.option("--structural-tag", type=TextOrFile(), help="The output has tagged parts, as this JSON says."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def take_structured_output(given: dict[str, Any]) -> StructuredOutput | None:
+    """Take the options of `structured_output_options` out of `given`; return what they ask for, None for nothing.
+
+    Raises
+    ------
+    click.UsageError
+        When several are given.
+    """
+    kinds = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
+    values = {kind: value for kind in kinds if (value := given.pop(kind)) not in (None, False, ())}
+    if len(values) > 1:
+        names = ", ".join(f"--{kind.replace('_', '-')}" for kind in values)
+        raise click.UsageError(f"at most one kind of structured output is allowed, got {names}")
+    return values or None  # type: ignore[return-value]

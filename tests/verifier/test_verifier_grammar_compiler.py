@@ -1,0 +1,99 @@
+"""Grammars are compiled beside each other, within limits, and once."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+from grammar_scene import matcher_of, source_of, vocabulary
+
+from draftwire.contract.errors import InvalidArgumentError, UnavailableError
+from verifier_service.grammar import compiler
+from verifier_service.grammar.compiler import CompiledGrammar, GrammarCompiler, Result
+
+WAIT_S = 120.0
+SLOW = {"json_schema": {"type": "integer", "multipleOf": 999983}}  # takes minutes
+
+
+@pytest.fixture
+def made():
+    own = GrammarCompiler(vocabulary(), quick_s=1.5, limit_s=4.0)
+    yield own
+    own.close()
+
+
+class Results(queue.SimpleQueue):
+    def of(self, name: str):
+        return lambda result: self.put((name, result))
+
+    def next(self) -> tuple[str, Result]:
+        return self.get(timeout=WAIT_S)
+
+
+def test_a_slow_grammar_is_refused_and_delays_no_other(made):
+    results = Results()
+    made.compile(source_of({"choice": ["warm"]}), results.of("warm"))
+    results.next()
+    for i in range(3):  # one more than there are threads
+        made.compile(source_of({"json_schema": {**SLOW["json_schema"], "title": str(i)}}), results.of("slow"))
+    made.compile(source_of({"choice": ["a"]}), results.of("quick"))
+    name, result = results.next()
+    assert (name, type(result)) == ("quick", CompiledGrammar)
+    name, result = results.next()
+    assert name == "slow"
+    assert isinstance(result, InvalidArgumentError)
+    assert "takes more than 4 s to compile" in str(result)
+    began = time.monotonic()
+    made.compile(source_of({"json_schema": {**SLOW["json_schema"], "title": "0"}}), results.of("again"))
+    assert results.next()[0] == "again"
+    assert time.monotonic() - began < 1.0, "what takes too long is tried once"
+
+
+def test_a_grammar_is_compiled_once_for_all_that_wait(made):
+    results, source = Results(), source_of({"regex": "a+"})
+    for _ in range(5):
+        made.compile(source, results.of("one"))
+    found = {id(results.next()[1]) for _ in range(5)}
+    made.compile(source, results.of("later"))
+    assert found == {id(results.next()[1])}
+
+
+def test_the_oldest_of_too_many_grammars_is_forgotten(made, monkeypatch):
+    monkeypatch.setattr(compiler, "MOST_CACHED", 2)
+    results = Results()
+    first = []
+    for text in ("a", "b", "c", "a"):
+        made.compile(source_of({"choice": [text]}), results.of(text))
+        name, result = results.next()
+        first += [result] if name == "a" else []
+    assert first[0] is not first[1]
+
+
+def test_what_is_wrong_with_a_grammar_names_its_field(made):
+    results = Results()
+    made.compile(source_of({"json_schema": {"type": "poem"}}), results.of("wrong"))
+    error = results.next()[1]
+    assert isinstance(error, InvalidArgumentError)
+    assert str(error).startswith("sampling_params.structured_output.json_schema = ")
+    assert "Invalid type: poem" in str(error)
+
+
+def test_without_a_vocabulary_every_grammar_is_refused():
+    own, results = GrammarCompiler("this server has no tokenizer"), Results()
+    own.compile(source_of({"choice": ["a"]}), results.of("any"))
+    assert "this server has no tokenizer" in str(results.next()[1])
+    own.close()
+
+
+def test_a_closed_compiler_answers_that_the_server_ends(made):
+    made.close()
+    results = Results()
+    made.compile(source_of({"choice": ["a"]}), results.of("late"))
+    assert isinstance(results.next()[1], UnavailableError)
+
+
+def test_copies_of_a_compiled_grammar_are_independent():
+    one, other = matcher_of({"choice": ["ab", "ba"]}), matcher_of({"choice": ["ab", "ba"]})
+    one.follow([0])
+    assert other.num_tokens == 0

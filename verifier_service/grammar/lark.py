@@ -1,0 +1,44 @@
+"""Regular expressions and EBNF in the Lark dialect of llguidance.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md describes the dialect.
+"""
+
+from __future__ import annotations
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from draftwire.contract.errors import InvalidArgumentError
+
+EBNF_ARROW = "::="
+
+
+def regex_to_lark(field: str, pattern: str) -> str:
+    """Return the grammar of texts that match a pattern from their beginning to their end.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When the pattern has a line break that is not escaped; names `field`.
+    """
+    if "\n" in pattern:
+        raise InvalidArgumentError(field, pattern, r"must have line breaks written as \n")
+    return f"start: /{llguidance.regex_to_lark(pattern)}/\n"
+
+
+def ebnf_to_lark(field: str, grammar: str) -> str:
+    """Return a grammar in Lark's syntax: one in EBNF converted, any other as it is.
+
+    EBNF is that of GBNF (llama.cpp) and xgrammar: rules `name ::= ...`, of which `root` is the first.
+
+    Raises
+    ------
+    InvalidArgumentError
+        When EBNF cannot be converted; names `field`.
+    """
+    if EBNF_ARROW not in grammar:
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # the converter has errors of its own, and asserts
+        raise InvalidArgumentError(field, grammar, f"is no valid EBNF grammar: {error}") from error

@@ -1,0 +1,198 @@
+"""Where a request's output is in its grammar, and the tokens that may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import llguidance
+import numpy as np
+import torch
+
+from draftwire.contract.errors import DraftwireError, ServerError
+from verifier_service.grammar.translation import GrammarSource
+from verifier_service.grammar.vocabulary import Vocabulary
+
+ALL = np.int32(-1)
+
+
+class Matcher:
+    """The grammar of one request, at the end of its output. Used by the engine's thread alone.
+
+    Which drafts are verified
+    -------------------------
+    Row j of a verify step is masked by the grammar after d_1 .. d_j. A draft x that leaves the grammar has p(x) = 0.
+
+    - Without draft logits the draft's distribution is one-hot. Then x is rejected for certain, and the token is drawn
+      from p without x, which is p. Without the draft the same token is drawn from p with the same noise. So x and the
+      drafts behind it are cut, though this depends on x itself.
+    - With draft logits a rejected x is followed by a draw from max(p - q, 0), normalised, which is not p: what is
+      accepted of q makes up for the difference. To cut x where its value is outside would bias the output. So x stays,
+      and is rejected; the drafts behind it are cut, since their number may depend on earlier drafts.
+
+    Attributes
+    ----------
+    error
+        Why the request cannot continue; None while it can.
+    num_words
+        32-bit words of a row's mask.
+    """
+
+    def __init__(
+        self,
+        source: GrammarSource,
+        vocabulary: Vocabulary,
+        matcher: llguidance.LLMatcher,
+        end_ids: Iterable[int],
+        *,
+        min_tokens: int = 0,
+        keeps_rejected: bool = True,
+    ) -> None:
+        """Begin before the first token of the output.
+
+        Parameters
+        ----------
+        matcher
+            Of the compiled grammar; used by nobody else.
+        end_ids
+            Token ids that may end the output where its text is complete; at least one.
+        min_tokens
+            Output tokens before which these ids are drawn only where nothing else can follow.
+        keeps_rejected
+            Whether the first draft outside of the grammar is verified where it has logits. False for synthetic
+            acceptance, which would accept it.
+        """
+        self.error: DraftwireError | None = None
+        self.num_words = vocabulary.num_words
+        self._source = source
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+        self._keeps_rejected = keeps_rejected
+        self._end_ids = frozenset(end_ids)
+        self._ends = np.zeros(vocabulary.num_words, np.int32)
+        for token in self._end_ids:
+            self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self._end_words = np.flatnonzero(self._ends)
+        self._complete_word, bit = divmod(vocabulary.end_bit, 32)
+        self._complete_bit = np.array([1 << bit], np.uint32).view(np.int32)[0]
+        self._num_text = 0  # tokens of the output in the grammar's text
+        self._num_ends = 0  # end tokens behind it
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens of the output have been taken."""
+        return self._num_text + self._num_ends
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the output."""
+        for token in tokens:
+            if self.error is not None:
+                return
+            if self._num_ends > 0 or (token in self._end_ids and self._matcher.is_accepting()):
+                self._num_ends += 1
+            elif self._matcher.try_consume_tokens([token]) == 1:
+                self._num_text += 1
+            else:
+                self.error = ServerError(f"the output's token {token} is not in the request's grammar")
+
+    def rewind(self, num_tokens: int) -> None:
+        """Give tokens of the output back, so that `num_tokens` are left; nothing where there are no more."""
+        surplus = max(0, self.num_tokens - num_tokens)
+        ends = min(surplus, self._num_ends)
+        self._num_ends -= ends
+        if surplus > ends and self._matcher.rollback(surplus - ends):
+            self._num_text -= surplus - ends
+
+    def num_verified(self, drafts: Sequence[int], *, has_logits: bool) -> int:
+        """Return how many of a step's drafts are verified; the class says why."""
+        if self.error is not None:
+            return 0
+        if self._num_ends > 0:
+            count = next((i for i, draft in enumerate(drafts) if draft not in self._end_ids), len(drafts))
+        else:
+            count = self._matcher.validate_tokens(list(drafts))
+            if count < len(drafts) and drafts[count] in self._end_ids and self._is_complete_after(drafts[:count]):
+                return count + 1
+        keeps = has_logits and self._keeps_rejected and count < len(drafts)
+        return count + keeps
+
+    def _is_complete_after(self, drafts: Sequence[int]) -> bool:
+        count = self._matcher.try_consume_tokens(list(drafts))
+        is_complete = count == len(drafts) and self._matcher.is_accepting()
+        self._matcher.rollback(count)
+        return bool(is_complete)
+
+    def active(self) -> llguidance.LLMatcher | None:
+        """Return what fills the masks of the next tokens; None where end tokens alone can follow."""
+        return None if self._num_ends > 0 or self.error is not None else self._matcher
+
+    def finish(self, rows: np.ndarray, drafts: Sequence[int]) -> None:
+        """Turn what llguidance has filled into the masks of the request's rows, int32 [1 + len(drafts), words]."""
+        if self._matcher.is_error() and self.error is None:
+            reason = self._matcher.get_error().split("\n", 1)[0]
+            self.error = self._source.error(f"is too complex after {self.num_tokens} tokens of output: {reason}")
+        if self._num_ends > 0 or self.error is not None:
+            rows[:] = self._ends
+            return
+        is_complete = (rows[:, self._complete_word] & self._complete_bit) != 0
+        rows[:, self._complete_word] &= ~self._complete_bit
+        for place in np.flatnonzero(is_complete):
+            rows[place, self._end_words] |= self._ends[self._end_words]
+        if drafts and drafts[-1] in self._end_ids:
+            rows[-1] = self._ends
+        for row in range(min(len(rows), self._min_tokens - self.num_tokens)):
+            rows[row, self._end_words] &= ~self._ends[self._end_words]
+            if not rows[row].any():
+                rows[row] = self._ends
+
+
+class RowMasks(NamedTuple):
+    """The tokens that some rows of a step may draw."""
+
+    rows: np.ndarray
+    """[M] int64, ascending: rows of the logits."""
+    bits: torch.Tensor
+    """[M, W] int32 on the CPU, pinned for a GPU: bit i of word w allows the token 32 w + i."""
+
+
+class MaskedRows(NamedTuple):
+    """The rows of one request in a step."""
+
+    matcher: Matcher
+    first: int  # row of the logits
+    drafts: Sequence[int]  # one row more than these
+
+
+class MaskFiller:
+    """Fills the masks of a step, several requests at once, with the interpreter's lock released."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._executor = llguidance.LLExecutor()
+        self._is_pinned = device.type == "cuda"
+
+    def fill(self, requests: Sequence[MaskedRows]) -> RowMasks:
+        """Return the masks of a step's rows; a request whose grammar fails has its `error` then."""
+        counts = [1 + len(one.drafts) for one in requests]
+        num_words = requests[0].matcher.num_words
+        bits = torch.empty(sum(counts), num_words, dtype=torch.int32, pin_memory=self._is_pinned)
+        words = bits.numpy()
+        words.fill(ALL)  # rows behind a rejected draft are not filled, and not used
+        begins = [0, *accumulate(counts)]
+        single: list[tuple[llguidance.LLMatcher, int]] = []
+        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        for one, begin in zip(requests, begins, strict=False):
+            matcher = one.matcher.active()
+            if matcher is not None and one.drafts:
+                drafted.append((matcher, begin, list(one.drafts)))
+            elif matcher is not None:
+                single.append((matcher, begin))
+        place = bits.data_ptr(), 4 * num_words, len(bits)
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, *place)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        for one, (begin, end) in zip(requests, pairwise(begins), strict=True):
+            one.matcher.finish(words[begin:end], one.drafts)
+        rows = np.concatenate([np.arange(one.first, one.first + n) for one, n in zip(requests, counts, strict=True)])
+        return RowMasks(rows, bits)

@@ -1,0 +1,114 @@
+"""Compiles a grammar in a process of its own, which can be ended when a grammar takes too long.
+
+llguidance bounds what a compilation may use, but not in every place: an integer that is a multiple of 999983 takes
+minutes. A thread cannot be ended, so each grammar is compiled here first, against single bytes for tokens.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import llguidance
+
+from draftwire.server.stop_signals import STOP_SIGNALS
+
+START_LIMIT_S = 60.0
+MEMORY_LIMIT = 2 * 2**30
+NICENESS = 10
+LONGEST_ERROR = 400
+
+
+def limits() -> llguidance.LLParserLimits:
+    """Return what a grammar may use: states of its lexer, each of 1 to 2 KB, and work for each mask."""
+    return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+
+def grammar_error(tokenizer: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
+    """Return a new matcher of a grammar, and what is wrong with the grammar; empty if nothing is."""
+    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits(), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher, f"no text follows it ({_in_one_line(matcher.get_error())})"
+    return matcher, _in_one_line(matcher.get_error())
+
+
+def _in_one_line(error: str) -> str:
+    """Return an error of llguidance without the dump of the parser's state behind it."""
+    return " ".join(error.split("<state>", 1)[0].split())[:LONGEST_ERROR]
+
+
+class Trial:
+    """The process, started when it is first needed. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def error_of(self, grammar: str, limit_s: float) -> str:
+        """Compile a grammar; return what is wrong with it, empty if nothing is.
+
+        Raises
+        ------
+        TimeoutError
+            When that takes longer than `limit_s` seconds.
+        """
+        connection = self._start() if self._connection is None else self._connection
+        try:
+            connection.send(grammar)
+            if not connection.poll(limit_s):
+                self.close()
+                raise TimeoutError
+            error: str = connection.recv()
+        except (EOFError, OSError) as failure:
+            if isinstance(failure, TimeoutError):
+                raise
+            self.close()
+            return f"it takes more than {MEMORY_LIMIT // 2**20} MiB to compile"
+        return error
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,), name="grammar-trial", daemon=True)
+        self._process.start()
+        other.close()
+        if not self._connection.poll(START_LIMIT_S):
+            self.close()
+            raise TimeoutError
+        self._connection.recv()
+        return self._connection
+
+    def kill(self) -> None:
+        """End the process, whatever it does; from any thread."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process and wait for its end."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+        self._connection = self._process = None
+
+
+def _serve(connection: Connection) -> None:
+    """Compile what comes, until the other end is closed."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    tokenizer = llguidance.LLTokenizer("byte")
+    with suppress(EOFError, OSError):
+        connection.send("")
+        while True:
+            connection.send(grammar_error(tokenizer, connection.recv())[1])

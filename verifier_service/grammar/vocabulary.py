@@ -1,0 +1,60 @@
+"""The target's vocabulary as the grammar engine needs it: the bytes of each token."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import llguidance
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
+
+logger = logging.getLogger(__name__)
+
+# A token beyond the tokenizer's own, which the engine allows where a grammar's text may end.
+END_TOKEN = "<|draftwire: the text may end|>"
+
+
+class Vocabulary:
+    """Made once for each target.
+
+    Attributes
+    ----------
+    tokenizer
+        llguidance's. Ids of the target without a token of the tokenizer stand for no text, so no grammar allows them.
+    num_words
+        32-bit words of a row's bit mask; bit i of word w is the token 32 w + i.
+    end_bit
+        Id of the token that stands for the end of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Read a copy of a tokenizer for a target of `vocab_size` ids.
+
+        Raises
+        ------
+        ValueError
+            When llguidance cannot tell the bytes of the tokenizer's tokens.
+        """
+        own = Tokenizer.from_str(tokenizer.to_str())
+        own.no_truncation()
+        own.no_padding()
+        own.add_special_tokens([AddedToken(END_TOKEN, special=True)])
+        end = own.token_to_id(END_TOKEN)
+        assert end is not None
+        self.end_bit: int = end
+        size = max(vocab_size, own.get_vocab_size(with_added_tokens=True), end + 1)
+        self.tokenizer = llguidance.LLTokenizer(own.to_str(), n_vocab=size, eos_token=[end])
+        self.num_words = -(-size // 32)
+
+
+def load_vocabulary(directory: Path, vocab_size: int) -> Vocabulary | str:
+    """Return the vocabulary of a target's directory, or why structured output cannot be served."""
+    try:
+        backend = AutoTokenizer.from_pretrained(directory).backend_tokenizer
+        return Vocabulary(backend, vocab_size)
+    except BaseException as error:  # of the tokenizers library, whose panics are no Exceptions
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        logger.warning("structured output is not served: %s", error)
+        return f"the target's tokenizer cannot be used for structured output: {error}"
