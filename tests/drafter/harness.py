@@ -158,7 +158,7 @@ def make_engine(
     **limits: int,
 ) -> DraftEngine:
     settings = {"max_num_seqs": 32, "max_model_len": 96, "kv_cache_tokens": 4096, **limits}
-    device = head.lm_head.device
+    device = head.fusion.weight.device
     return DraftEngine(head, EngineLimits(**settings), torch.float32, device, make_graphs, make_row_feed)
 
 
