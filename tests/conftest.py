@@ -36,7 +36,7 @@ FULL_FILES = (
     *("test_bench_acceptance", "test_bench_kernel_gaps", "test_bench_link", "test_bench_pacing_record"),
     *("test_bench_serve", "test_bench_timeline", "test_bench_transport", "test_served_targets"),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
-    *("test_processes", "test_stop_signals"),
+    *("test_block_drafts", "test_processes", "test_stop_signals"),
     *("test_verifier_async_outputs", "test_verifier_async_scheduling"),
     *("test_verifier_engine_process", "test_verifier_far_places"),
     *("test_verifier_grammar_compiler", "test_verifier_pacing_worlds"),

@@ -1,18 +1,19 @@
-"""A draft step of the EAGLE-3 shape for Llama-3.1-8B on a GPU: random weights, bfloat16, one process, no network.
+"""A draft step on a GPU, by default of the EAGLE-3 shape for Llama-3.1-8B: random weights, bfloat16, one process.
 
     python -m draftwire_bench.drafting [--json FILE] [--batches 1,4,8,16,32,64] [--context 512]
+    python -m draftwire_bench.drafting --target benchmarks/shapes/qwen3-8b --head benchmarks/shapes/qwen3-8b-dspark \\
+        --drafts 7 --batches 1,8,32,64
 
 `replay` is the captured step alone (CUDA events), `step` the time from a step's submission, its features on the GPU, to
-its answer, draft logits still on the GPU; medians of many. Each sequence brings 1 to 5 rows, 3 on average, and drafts 4
-tokens. The floor is what the step reads once: weights for every pass, keys and values of the context, at the device's
-copy bandwidth. Then the kernels of a replay, and where memory goes.
+its answer, draft logits still on the GPU; medians of many. Each sequence brings 1 to 5 rows, 3 on average. Features
+come fused, as verifiers send them. The floor is what the step reads at least: the head's weights, once for each pass,
+and keys and values of the context, at the device's copy bandwidth. Then the kernels of a replay, and where memory goes.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,33 +31,19 @@ from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.engine.engine import DraftEngine
 from drafter_service.engine.session import Session
 from drafter_service.engine.step import OpenedSequence, Step
-from drafter_service.heads import Head, load_head
+from drafter_service.heads import ChainHead, Head, load_head
 from drafter_service.limits import EngineLimits
 from draftwire.transport import Incoming
 from draftwire_bench.environment import describe
 
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-}
-HEAD = {**TARGET, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
-K, MAX_NUM_SEQS, WARM_STEPS, STEPS = 4, 64, 5, 40
+SHAPES = Path(__file__).resolve().parents[1] / "shapes"
+MAX_NUM_SEQS, MAX_MODEL_LEN, WARM_STEPS, STEPS = 64, 8192, 5, 40
 MODES = {
     "greedy": SamplingMode(),
     "gumbel": SamplingMode(gumbel=True),
     "gumbel, dense": SamplingMode(gumbel=True, dense=True),
     "gumbel, top 64": SamplingMode(gumbel=True, top_n=64),
+    "gumbel, dense, confidences": SamplingMode(gumbel=True, dense=True, confidences=True),
 }
 PROFILED = (1, 32)
 
@@ -69,13 +56,14 @@ class Rig:
     session: Session
     answers: list[Any]
     num_rows: list[int]  # accepted rows of each sequence so far
+    num_drafts: int  # of a step
     step_id: int = 0
 
     @classmethod
-    def open(cls, engine: DraftEngine, mode: SamplingMode, batch: int, context: int) -> Rig:
+    def open(cls, engine: DraftEngine, mode: SamplingMode, batch: int, context: int, num_drafts: int) -> Rig:
         answers: list[Any] = []
-        session = engine.open_session(SessionTerms("benchmark", mode, K, MAX_NUM_SEQS), answers.append)
-        rig = cls(engine, session, answers, [0] * batch)
+        session = engine.open_session(SessionTerms("benchmark", mode, num_drafts, MAX_NUM_SEQS), answers.append)
+        rig = cls(engine, session, answers, [0] * batch, num_drafts)
         new = [OpenedSequence(i, temperature=1.0, proposal_key=i, first_row=0) for i in range(batch)]
         rig.submit([context] * batch, 0, new)
         while engine.has_work:
@@ -85,6 +73,7 @@ class Rig:
 
     def submit(self, counts: list[int], num_drafts: int, new: list[OpenedSequence] | None = None) -> None:
         total, batch = sum(counts), len(counts)
+        spec, device = self.engine.head.spec, self.engine.device
         self.step_id += 1
         step = Step(
             step_id=self.step_id,
@@ -94,8 +83,9 @@ class Rig:
             first_rows=np.array(self.num_rows),
             num_rows=np.array(counts),
             num_drafts=np.full(batch, num_drafts),
-            tokens=torch.randint(128256, (total,), dtype=torch.int32).numpy(),
-            features=Incoming(torch.randn(total, 3 * 4096).bfloat16().to(self.engine.device), self.engine.device),
+            tokens=torch.randint(spec.target_vocab_size, (total,), dtype=torch.int32).numpy(),
+            features=Incoming(torch.randn(total, spec.hidden_size).bfloat16().to(device), device),
+            is_fused=True,
         )
         self.num_rows = [rows + count for rows, count in zip(self.num_rows, counts, strict=True)]
         self.engine.submit(self.session, step)
@@ -103,27 +93,25 @@ class Rig:
     def step(self) -> float:
         """Return the seconds from submission to answer."""
         batch = len(self.num_rows)
-        self.submit([(i + self.step_id) % 5 + 1 if batch > 1 else 3 for i in range(batch)], K)
+        self.submit([(i + self.step_id) % 5 + 1 if batch > 1 else 3 for i in range(batch)], self.num_drafts)
         torch.cuda.synchronize()
         began = time.perf_counter()
         self.engine.iterate()
         seconds = time.perf_counter() - began
-        assert sum(self.answers.pop().drafts.num_drafts) == K * batch
+        assert sum(self.answers.pop().drafts.num_drafts) == self.num_drafts * batch
         return seconds
 
 
 @torch.inference_mode()
-def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    rig = Rig.open(engine, mode, batch, context)
+def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, num_drafts: int) -> dict[str, Any]:
+    rig = Rig.open(engine, mode, batch, context, num_drafts)
     seconds = [rig.step() for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]
-    replay = last_replay(engine, batch, mode)
-    floor = floor_bytes(engine.head, batch, context) / bandwidth
+    replay = last_replay(engine, batch, mode, num_drafts)
     row: dict[str, Any] = {
         "batch": batch,
         "replay_ms": timed_ms(replay),
         "step_ms": statistics.median(seconds) * 1e3,
         "step_p95_ms": sorted(seconds)[int(len(seconds) * 0.95)] * 1e3,
-        "floor_ms": floor * 1e3,
         "draft_logits_bytes": engine.logits_bytes,
     }
     if batch in PROFILED and mode == SamplingMode():
@@ -132,11 +120,11 @@ def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, b
     return row
 
 
-def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode) -> Callable[[], None]:
+def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode, num_drafts: int) -> Callable[[], None]:
     """Replay the step that the inputs on the device describe."""
     graphs = engine.graphs
     assert graphs is not None
-    shape = graphs.shape_for(mode, batch, batch, K)
+    shape = graphs.shape_for(mode, batch, batch, num_drafts)
     assert shape is not None
     return lambda: graphs.replay(shape)
 
@@ -153,24 +141,28 @@ def timed_ms(call: Callable[[], None], repeats: int = 50) -> float:
     return statistics.median(times)
 
 
-def weight_bytes(head: Head) -> dict[str, int]:
-    """Return the bytes that a pass reads, that `fuse` reads, and that are only looked up."""
-    hidden, inner, bytes_each = HEAD["hidden_size"], HEAD["intermediate_size"], 2
-    assert isinstance(hidden, int)
-    assert isinstance(inner, int)
-    qkv = (32 + 2 * 8) * 128 * 2 * hidden
-    layer = qkv + hidden * hidden + 3 * hidden * inner
+def weight_bytes(head_dir: Path, head: Head) -> dict[str, int]:
+    """Return what a pass of the layers, lm_head, and a Markov head's slot read, bytes of bfloat16."""
+    config, spec = json.loads((head_dir / "config.json").read_text(encoding="utf-8")), head.spec
+    hidden, inner, num_layers = spec.hidden_size, config["intermediate_size"], len(spec.layer_shapes)
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys_and_values = sum(heads * (key + value) for heads, key, value in spec.layer_shapes)
+    qkv = num_layers * queries + keys_and_values
+    given = qkv // num_layers if isinstance(head, ChainHead) else 0  # the first layer reads embedding and state
     return {
-        "pass": (layer + hidden * head.spec.draft_vocab_size) * bytes_each,
-        "fuse": 3 * hidden * hidden * bytes_each,
-        "embedding": head.spec.target_vocab_size * hidden * bytes_each,
+        "layers": 2 * hidden * (qkv + given + num_layers * (queries + 3 * inner)),
+        "output": 2 * hidden * spec.draft_vocab_size,
+        "context": 0 if isinstance(head, ChainHead) else 2 * hidden * keys_and_values,
+        "markov": 2 * config.get("markov_rank", 0) * spec.draft_vocab_size,
     }
 
 
-def floor_bytes(head: Head, batch: int, context: int) -> int:
-    weights = weight_bytes(head)
-    token_bytes = sum(heads * (key + value) * 2 for heads, key, value in head.spec.layer_shapes)
-    return K * (weights["pass"] + batch * context * token_bytes)
+def floor_bytes(weights: dict[str, int], head: Head, batch: int, context: int, num_drafts: int) -> int:
+    cached = batch * context * sum(heads * (key + value) * 2 for heads, key, value in head.spec.layer_shapes)
+    one_pass = weights["layers"] + weights["output"] + cached
+    if isinstance(head, ChainHead):
+        return num_drafts * one_pass
+    return one_pass + weights["context"] + num_drafts * weights["markov"]
 
 
 def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, Any]]:
@@ -200,17 +192,9 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (timed_ms(lambda: target.copy_(source), 10) / 1e3)  # type: ignore[arg-type]
 
 
-def make_head(device: torch.device) -> Head:
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = [Path(scratch) / "target", Path(scratch) / "head"]
-        for folder, config in zip(folders, (TARGET, HEAD), strict=True):
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(config))
-        return load_head(folders[1], folders[0], torch.bfloat16, device, dummy=True)
-
-
 def show(console: Console, results: dict[str, Any]) -> None:
-    table = Table(title=f"Draft step, k = {K}, milliseconds, on {results['device']}")
+    title = f"Draft step of {results['head']}, k = {results['drafts']}, milliseconds, on {results['device']}"
+    table = Table(title=title)
     for column in ("mode", "batch", "floor", "replay", "step", "step p95", "host and copies"):
         table.add_column(column, justify="right")
     for mode, rows in results["modes"].items():
@@ -235,22 +219,30 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
 @click.option("--batches", default="1,4,8,16,32,64", show_default=True)
 @click.option("--context", default=512, show_default=True, help="Accepted rows of each sequence before the first step.")
-def main(json_path: Path | None, batches: str, context: int) -> None:
+@click.option("--target", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b")
+@click.option("--head", "head_dir", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b-eagle3")
+@click.option("--drafts", default=4, show_default=True, help="Drafts of each sequence in a step.")
+def main(
+    json_path: Path | None, batches: str, context: int, target: Path, head_dir: Path, drafts: int
+) -> None:
     """Measure and print tables."""
     console = Console(width=130)
     device = torch.device("cuda:0")
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    head = make_head(device)
-    limits = EngineLimits(max_num_seqs=MAX_NUM_SEQS, max_model_len=8192, kv_cache_tokens=MAX_NUM_SEQS * 2048)
-    weights_allocated = torch.cuda.memory_allocated()
+    head = load_head(head_dir, target, torch.bfloat16, device, dummy=True)
+    max_model_len = min(MAX_MODEL_LEN, head.spec.max_position_embeddings)
+    limits = EngineLimits(MAX_NUM_SEQS, max_model_len, kv_cache_tokens=MAX_NUM_SEQS * 2048)
+    weights, weights_allocated = weight_bytes(head_dir, head), torch.cuda.memory_allocated()
     engine = DraftEngine(head, limits, torch.bfloat16, device)
     began = time.monotonic()
     engine.warm_up()
     results: dict[str, Any] = {
         **describe(),
         "device": torch.cuda.get_device_name(),
+        "head": head_dir.name,
+        "drafts": drafts,
         "context": context,
         "copy_bandwidth": bandwidth,
         "capture_s": {"greedy": time.monotonic() - began},
@@ -264,10 +256,14 @@ def main(json_path: Path | None, batches: str, context: int) -> None:
     for name, mode in MODES.items():
         began = time.monotonic()
         # Keeps the mode's buffers and graphs while batches come and go.
-        keeper = engine.open_session(SessionTerms("keeper", mode, K, 1), lambda _: None)
+        keeper = engine.open_session(SessionTerms("keeper", mode, drafts, 1), lambda _: None)
         results["capture_s"].setdefault(name, time.monotonic() - began)
         sizes = [int(size) for size in batches.split(",")]
-        results["modes"][name] = [measure(engine, mode, size, context, bandwidth) for size in sizes]
+        results["modes"][name] = [
+            measure(engine, mode, size, context, drafts)
+            | {"floor_ms": floor_bytes(weights, head, size, context, drafts) / bandwidth * 1e3}
+            for size in sizes
+        ]
         engine.close_session(keeper)
     results["memory"]["draft_logits_bytes"] = {
         name: rows[-1]["draft_logits_bytes"] for name, rows in results["modes"].items()

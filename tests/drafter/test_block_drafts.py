@@ -193,3 +193,21 @@ def test_more_drafts_than_a_block_has_are_refused_by_name() -> None:
         assert (info.method, info.max_num_speculative_tokens) == ("dspark", 5)
         _, text = drafter.refusal(hello({"num_speculative_tokens": 6}))
     assert "num_speculative_tokens: the verifier has 6, the drafter allows at most 5" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, mode: SamplingMode, is_captured: bool) -> None:
+    """Run anew and as replays of captured steps, whose inputs change."""
+    expected = converse(make_engine(block_head(kind)), mode)
+    graphs = {} if is_captured else {"make_graphs": lambda *_: None}
+    found = converse(make_engine(block_head(kind, "cuda"), **graphs), mode)
+    for given, wanted in zip(found, expected, strict=True):
+        assert {i: reply.tokens for i, reply in given.items()} == {i: reply.tokens for i, reply in wanted.items()}
+        for i, reply in wanted.items():
+            if reply.logits is not None:
+                torch.testing.assert_close(given[i].logits, reply.logits, rtol=2e-3, atol=2e-3)
+            if reply.confidences is not None:
+                np.testing.assert_allclose(given[i].confidences, reply.confidences, rtol=1e-3, atol=1e-5)

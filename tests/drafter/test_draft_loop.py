@@ -92,6 +92,39 @@ def test_the_passes_over_the_drafts() -> None:
     assert state.next_slots.tolist() == [41 * 16 + 4, 1, 2, 3]
 
 
+def test_a_block_behind_the_true_rows() -> None:
+    inputs, tables = make_inputs(CPU)
+    state = make_state(CPU)
+    loop_state.begin(inputs, tables, state)
+    block = loop_state.begin_block(inputs, state, 3)
+    assert block.tokens.tolist() == [0] * 12
+    assert block.positions.tolist() == [19, 20, 21, 132, 133, 134, 4787, 4788, 4789, 0, 0, 0]
+    # Places 19 to 21 lie in block 41, 32 to 34 in block 52, 4787 to 4789 in block 299; padding lies in block 0.
+    slots = [659, 660, 661, 832, 833, 834, 4787, 4788, 4789, 9, 10, 11]
+    assert block.slots.tolist() == slots
+    assert block.lengths.tolist() == [22, 35, 4790, 3]
+    inputs.num_drafts[1] = 0
+    block = loop_state.begin_block(inputs, state, 3)
+    assert block.slots.tolist() == [*slots[:3], 3, 4, 5, *slots[6:]]
+    assert block.lengths.tolist() == [22, 3, 4790, 3]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+def test_the_kernel_makes_the_block_that_torch_makes(num_rows: int) -> None:
+    kernels = pytest.importorskip("drafter_service.draft_loop.kernels")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs, tables = make_inputs(CPU)
+    state = make_state(CPU)
+    inputs.num_drafts[1] = 0
+    loop_state.begin(inputs, tables, state)
+    expected = loop_state.begin_block(inputs, state, num_rows)
+    block = type(expected)(*(torch.full_like(part, 7, device=device) for part in expected))
+    inputs, state = (type(of)(*(part.to(device) for part in of)) for of in (inputs, state))
+    kernels.begin_block(inputs, state, block, num_rows)
+    for given, wanted in zip(block, expected, strict=True):
+        assert torch.equal(given.cpu(), wanted)
+
+
 @pytest.mark.parametrize("sure", [None, torch.tensor([0.5, 0.25, 0.0, 1.0])], ids=["", "confidences"])
 @pytest.mark.parametrize("reduced_vocabulary", [True, False])
 def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool, sure: torch.Tensor | None) -> None:

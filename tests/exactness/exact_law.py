@@ -93,11 +93,21 @@ class Law:
     def draft_rows(self, head: str, temperature: float, depth: int) -> Array:
         """[VOCAB ** depth, VOCAB], depth from 1: the head's first distribution after each output of `depth` tokens."""
         if head not in self._drafts:
-            self._drafts[head] = self._draft_logits(head)
+            logits = self._dspark_logits() if head == "dspark" else self._draft_logits(head)
+            self._drafts[head] = [self._of_prefixes(logits, depth) for depth in range(1, LENGTH)]
         logits = self._drafts[head][depth - 1]
         return softmax(logits / temperature)
 
-    def _draft_logits(self, head: str) -> list[Array]:
+    def _dspark_logits(self) -> torch.Tensor:
+        """As `_draft_logits`."""
+        head, embedding = self.pair.dspark, self.pair.target.get_input_embeddings().weight
+        tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)
+        parts = zip(self._rows[1].split(4096), tokens.split(4096), strict=True)
+        first = len(self.prompt) - 1
+        return torch.cat([head.first_logits(features, own, first, embedding) for features, own in parts])
+
+    def _draft_logits(self, head: str) -> torch.Tensor:
+        """[VOCAB ** (LENGTH - 1), LENGTH, VOCAB]: of the first draft behind the output tokens so far."""
         model = self.pair.heads[head]
         tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)[:, 1:]
         features = self._rows[1][:, :-1]
@@ -109,7 +119,7 @@ class Law:
         own = torch.cat(parts)[:, len(self.prompt) - 2 :]
         logits = own.new_full((*own.shape[:2], VOCAB), -torch.inf)
         logits[..., model.draft_ids] = own
-        return [self._of_prefixes(logits, depth) for depth in range(1, LENGTH)]
+        return logits
 
     def law(self, sampling: Sampling) -> Array:
         """[VOCAB] * LENGTH: the probability of every output."""

@@ -1,4 +1,4 @@
-"""A target of eight tokens and EAGLE-3 heads for it, trained in seconds: small enough to write down every law.
+"""A target of eight tokens and heads for it, trained in seconds: small enough to write down every law.
 
 The target is a Llama with random weights, large enough that what comes next depends on the whole context. The heads
 see what it generates and are stopped early: they are right often, never always.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from exact_dspark import DSparkHead, train_dspark, write_dspark
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,13 +48,14 @@ class Pair:
     """Directories of a target and its heads, and the models in them."""
 
     target_dir: Path
-    head_dirs: dict[str, Path]  # "full" and "reduced", by draft vocabulary
+    head_dirs: dict[str, Path]  # EAGLE-3 heads "full" and "reduced", by draft vocabulary, and "dspark"
     target: LlamaForCausalLM
     heads: dict[str, Eagle3Head]
+    dspark: DSparkHead
 
 
 def make_pair(directory: Path) -> Pair:
-    """Makes the target, trains both heads and writes all three as they are published."""
+    """Makes the target, trains the heads and writes all as they are published."""
     target = _make_target()
     target_dir = directory / "target"
     target.save_pretrained(target_dir)
@@ -63,7 +65,20 @@ def make_pair(directory: Path) -> Pair:
         heads[name] = train_head(target, tokens, torch.tensor(ids))
         head_dirs[name] = directory / f"head-{name}"
         write_head(heads[name], head_dirs[name])
-    return Pair(target_dir, head_dirs, target, heads)
+    dspark = _make_dspark(target, tokens)
+    head_dirs["dspark"] = directory / "head-dspark"
+    write_dspark(dspark, [layer - 1 for layer in FEATURES], LAYERS, head_dirs["dspark"])
+    return Pair(target_dir, head_dirs, target, heads, dspark)
+
+
+def _make_dspark(target: LlamaForCausalLM, tokens: Tensor) -> DSparkHead:
+    torch.manual_seed(4)
+    head = DSparkHead(SHAPE, len(FEATURES) * SHAPE.hidden_size)
+    logits, features = run_target(target, tokens)
+    train_dspark(head, features, tokens, logits.softmax(-1), target.get_input_embeddings().weight)
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        head.of(name).data *= OVERCONFIDENCE
+    return head.requires_grad_(False).eval()
 
 
 def write_head(head: Eagle3Head, directory: Path) -> None:

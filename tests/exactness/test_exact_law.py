@@ -41,6 +41,11 @@ CASES = [
     Case("top-2", head="reduced", sampling=PENALISED),
     Case("dense", method="block"),
     Case("top-3", head="reduced", method="block", prompt=1),
+    Case("greedy", head="dspark", seeded=False),
+    Case("gumbel", head="dspark", prompt=1, sampling=PENALISED, seeded=False),
+    Case("dense", head="dspark", k=4),
+    Case("top-3", head="dspark", prompt=1, sampling=FILTERED),
+    Case("dense", head="dspark", method="block", prompt=1, k=4),
 ]
 # Their requests have seeds, and no draft has logits.
 INDEPENDENT_OF_DRAFTS = [
@@ -52,6 +57,8 @@ INDEPENDENT_OF_DRAFTS = [
     Case("greedy", method="coupled", prompt=1),
     Case("gumbel", method="coupled", prompt=1),
     Case("gumbel", head="reduced", method="coupled", sampling=FILTERED),
+    Case("greedy", head="dspark", k=4),
+    Case("gumbel", head="dspark", method="coupled", prompt=1),
 ]
 
 

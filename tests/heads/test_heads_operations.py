@@ -54,6 +54,23 @@ def test_the_first_layers_input(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rows_enter_one_layer_of_a_cache(dtype: torch.dtype, is_normed: bool) -> None:
+    merged = draw(4, 3, 2, 3, 20, dtype=dtype)  # rows, layers, keys and values, heads, head size
+    positions, slots = torch.tensor([3, 0, 9, 4], device=DEVICE), torch.tensor([17, 40, 2, 31], device=DEVICE)
+    angles = draw(2, 12, 10, dtype=dtype, seed=1)
+    norm = (draw(20, dtype=dtype, seed=2), 1e-5) if is_normed else None
+    caches = [draw(2, 48, 3, 20, dtype=dtype, seed=3) for _ in range(2)]
+    layers.store_keys_(merged[:, 1], positions, slots, *angles, norm, *caches[0])
+    expected = on_cpu(*caches[1])
+    norm = None if norm is None else (norm[0].cpu(), norm[1])
+    operations.store_keys_(merged.cpu()[:, 1], *on_cpu(positions, slots, *angles), norm, *expected)
+    step = 4 * STEPS[dtype]  # torch rounds each product of a rotation, the kernel their sum
+    for given, wanted in zip(caches[0], expected, strict=True):
+        torch.testing.assert_close(given.cpu(), wanted, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 20])
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_rotation_in_place_beside_the_values(dtype: torch.dtype, size: int, is_normed: bool) -> None:
