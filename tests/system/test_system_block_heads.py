@@ -86,9 +86,9 @@ def processes(shelf, tmp_path: Path) -> Iterator[Processes]:
 @pytest.fixture
 def calls(references):
     """Requests, and what transformers says after their prompts."""
-    continuations = references("llama").continuations
-    asked = [(c.prompt, {"temperature": 0, "max_tokens": 40, "num_speculative_tokens": 7}) for c in continuations]
-    return asked, [c.tokens[:40] for c in continuations]
+    continuations = references("llama").continuations[:10]
+    asked = [(c.prompt, {"temperature": 0, "max_tokens": 24, "num_speculative_tokens": 7}) for c in continuations]
+    return asked, [c.tokens[:24] for c in continuations]
 
 
 def tokens(completions) -> list[list[int]]:
