@@ -35,16 +35,21 @@ def models(pair: Pair) -> Models:
 
 
 @pytest.fixture(scope="module")
+def dspark_models(pair: Pair) -> Models:
+    return Models(pair.target_dir, pair.head_dirs["dspark"], torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
 def served(target: Target, drafters: dict[str, str]):
     """Continuations by method and temperature, each served once."""
-    made: dict[tuple[str, float], list[Continuation]] = {}
+    made: dict[tuple[str, float, str], list[Continuation]] = {}
 
-    def continuations(method: Method, temperature: float) -> list[Continuation]:
-        key = (method.name, temperature)
+    def continuations(method: Method, temperature: float, head: str = "reduced") -> list[Continuation]:
+        key = (method.name, temperature, head)
         if key not in made:
             requests = [(PROMPTS[seed % len(PROMPTS)], seed) for seed in range(SEEDS)]
             config = {**method.config, "num_speculative_tokens": K}
-            with serve_verifier(target, config, [drafters["reduced"]]) as address:
+            with serve_verifier(target, config, [drafters[head]]) as address:
                 samples = sample_prompts(
                     address, requests, max_tokens=OUTPUT, temperature=temperature, ignore_eos=True
                 )
@@ -67,6 +72,14 @@ def test_acceptance_is_the_closed_form(method, served, models):
     assert cell.unlike == 0
     assert cell.steps > 4 * SEEDS
     assert len(deviations(cell)) == K
+    assert max(deviations(cell)) < MAX_Z
+
+
+@pytest.mark.parametrize("name", ["gumbel dense", "greedy one-hot", "block dense"])
+def test_acceptance_of_a_dspark_head_is_the_closed_form(name, served, dspark_models):
+    method = BY_NAME[name]
+    cell = evaluate(dspark_models, method, 1.0, K, served(method, 1.0, "dspark"))
+    assert cell.unlike == 0
     assert max(deviations(cell)) < MAX_Z
 
 

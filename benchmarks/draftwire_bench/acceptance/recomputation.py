@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drafter_service.heads import ChainHead, load_head
+from drafter_service.heads import load_head
 from draftwire.contract import validation as cfg
-from draftwire.contract.errors import MismatchError
-from draftwire.model.kv_cache import BLOCK_SIZE, KVCache, RaggedBatch, SequenceRows
 from draftwire.v1 import config_pb2
-from draftwire_kernels import derive_stream_keys, gumbel_sample
+from draftwire_bench.acceptance.head_walk import HeadWalk
+from draftwire_kernels import derive_stream_keys
 
 MAX_BATCH = 1024
 # Logits of the target held at once.
@@ -84,10 +83,7 @@ class Models:
     def __init__(self, target_dir: Path, head_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")
         self._model = model.to(device).eval()
-        head = load_head(head_dir, target_dir, dtype, device)
-        if not isinstance(head, ChainHead):
-            raise MismatchError(f"head {head_dir}: steps of a {head.spec.method} head cannot be computed again")
-        self._head = head
+        self._head = load_head(head_dir, target_dir, dtype, device)
         self._device, self._dtype = device, dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
 
@@ -128,7 +124,7 @@ class Models:
         is_block = config.rejection_sample_method == cfg.BLOCK
         sequences = [continuation.sequence for continuation in group]
         logits, features = self._run_target(sequences, num_rows)
-        walk = _HeadWalk(self._head, sequences, features, config, self._dtype, self._device)
+        walk = HeadWalk(self._head, sequences, features, config, self._dtype, self._device)
         keys = derive_stream_keys([continuation.seed for continuation in group]).to(self._device)
         noise = keys.resample if config.rejection_sample_method == cfg.COUPLED else keys.proposal
         steps = [continuation.whole_steps(k) for continuation in group]
@@ -189,78 +185,3 @@ class Models:
         ]
         size = max(1, MAX_BATCH // 4)
         return torch.cat([self._run_target(paths[i : i + size], k)[0] for i in range(0, len(paths), size)])
-
-
-class _HeadWalk:
-    """A head over whole sequences: all accepted rows at once, then speculative rows from any of them."""
-
-    def __init__(
-        self,
-        head: Any,
-        sequences: Sequence[Sequence[int]],
-        features: Sequence[Tensor],
-        config: config_pb2.SpeculativeConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Row i takes the token at i + 1 and the features at i; a sequence of T tokens has T - 1 accepted rows."""
-        self._head, self._config, self._device = head, config, device
-        longest = max(map(len, sequences)) + config.num_speculative_tokens
-        width = -(-longest // BLOCK_SIZE)
-        self._blocks = [list(range(1 + b * width, 1 + (b + 1) * width)) for b in range(len(sequences))]
-        self._cache = KVCache(head.spec.layer_shapes, 1 + len(sequences) * width, dtype, device)
-        counts = [len(sequence) - 1 for sequence in sequences]
-        rows = [SequenceRows(blocks, 0, count) for blocks, count in zip(self._blocks, counts, strict=True)]
-        self._states = head.forward(
-            torch.tensor([token for sequence in sequences for token in sequence[1:]], device=device),
-            head.fuse(torch.cat([own[:-1] for own in features])),
-            torch.cat([torch.arange(count) for count in counts]).to(device),
-            self._cache,
-            RaggedBatch(rows, device),
-        )
-        self._first_rows = torch.tensor([0, *counts[:-1]], device=device).cumsum(0)
-
-    def draft(
-        self, members: Sequence[int], last: Tensor, temperature: float, keys: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the draft logits [S, k, V_draft] and drafts [S, k] after token `last` [S] of the sequences
-        `members`."""
-        state = self._states[self._first_rows[torch.tensor(members, device=self._device)] + last - 1]
-        tokens = torch.empty(0)
-        starts = last.tolist()
-        all_logits, drafts = [], []
-        for offset in range(self._config.num_speculative_tokens):
-            if offset > 0:
-                places = [start - 1 + offset for start in starts]
-                rows = [SequenceRows(self._blocks[b], at, 1) for b, at in zip(members, places, strict=True)]
-                batch = RaggedBatch(rows, self._device)
-                state = self._head.forward(tokens, state, last - 1 + offset, self._cache, batch)
-            logits = _cut(self._head.logits(state).float(), self._config.draft_logits)
-            tokens = self._draw(logits, last, offset, temperature, keys)
-            all_logits.append(logits)
-            drafts.append(tokens)
-        return torch.stack(all_logits, 1), torch.stack(drafts, 1)
-
-    def _draw(self, logits: Tensor, last: Tensor, offset: int, temperature: float, keys: Tensor) -> Tensor:
-        config, ids = self._config, self._head.draft_token_ids
-        if config.draft_sample_method == cfg.GUMBEL:
-            columns = gumbel_sample(
-                logits,
-                torch.full((len(last),), temperature, device=self._device),
-                keys,
-                last + 1 + offset,
-                draft_offset=0 if config.rejection_sample_method == cfg.COUPLED else offset,
-                token_ids=ids,
-                use_fp64=config.use_fp64_gumbel,
-            )
-        else:
-            columns = logits.argmax(-1)
-        return columns if ids is None else ids[columns]
-
-
-def _cut(logits: Tensor, sent: config_pb2.DraftLogits) -> Tensor:
-    """-inf outside the n largest logits of each row where only these are sent, and sampled from."""
-    if sent.form != cfg.TOP_N:
-        return logits
-    largest, columns = logits.topk(sent.n, dim=-1)
-    return torch.full_like(logits, -torch.inf).scatter_(-1, columns, largest)
