@@ -17,7 +17,7 @@ from drafter_service.heads.eagle_config import EagleConfig
 from drafter_service.heads.layouts import canonical_names
 from drafter_service.heads.peagle import PEagleHead
 from drafter_service.heads.spec import Head
-from drafter_service.heads.tensors import CheckpointTensors, RandomTensors, TensorSource, load_mask_embedding
+from drafter_service.heads.tensors import MASK_FILE, CheckpointTensors, RandomTensors, TensorSource, load_mask_embedding
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.checkpoints import fingerprint, load_tensors, weight_files
 from draftwire.model.quantised import refuse_quantised_files, refuse_quantised_names
@@ -78,7 +78,8 @@ def load_head(
     if isinstance(config, BlockConfig):
         load_mask_embedding(head_dir, config.mask_token_id, tensors, originals)
     source = CheckpointTensors(head_dir, target_dir, tensors, originals, dtype, device)
-    identity = fingerprint(config_bytes, *(_file_digest(path) for path in weight_files(head_dir)))
+    files = [*weight_files(head_dir), *head_dir.glob(MASK_FILE)]
+    identity = fingerprint(config_bytes, *map(_file_digest, files))
     head = _make(config, source, identity, dtype, device)
     source.finish()
     return head

@@ -18,7 +18,7 @@ _TARGET_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "m
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 MASK_EMBEDDING = "mask_embedding"
-_MASK_FILE = "mask_embedding.pt"
+MASK_FILE = "mask_embedding.pt"
 
 
 class TensorSource(Protocol):
@@ -181,7 +181,7 @@ def load_mask_embedding(
     CheckpointError
         When the file is damaged or of another mask token.
     """
-    path = head_dir / _MASK_FILE
+    path = head_dir / MASK_FILE
     if not path.is_file():
         return
     try:
@@ -193,7 +193,7 @@ def load_mask_embedding(
         tensors[MASK_EMBEDDING] = loaded.reshape(-1)
     except (UnpicklingError, OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: is damaged or holds no embedding: {error}") from error
-    originals[MASK_EMBEDDING] = _MASK_FILE
+    originals[MASK_EMBEDDING] = MASK_FILE
 
 
 class RandomTensors:

@@ -143,6 +143,7 @@ def test_a_mask_embedding_of_its_own(make: Callable[..., Pair]) -> None:
     torch.save({"embedding": mask, "mask_token_id": 61}, as_file.head_dir / "mask_embedding.pt")
     assert torch.equal(block_states(as_tensor.load()), block_states(as_file.load()))
     assert not torch.allclose(block_states(as_tensor.load()), block_states(without.load()), atol=1e-2)
+    assert as_file.load().fingerprint != without.load().fingerprint
     torch.save({"embedding": mask, "mask_token_id": 60}, as_file.head_dir / "mask_embedding.pt")
     with pytest.raises(CheckpointError, match=r"is of mask_token_id 60, config\.json has 61"):
         as_file.load()
