@@ -23,6 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from drafter_service.draft_loop import kernels as loop_kernels
+from drafter_service.draft_loop.inputs import PackedInputs
+from drafter_service.draft_loop.state import BlockState, LoopState
+from drafter_service.heads import kernels as head_kernels
 from draftwire_kernels import DraftLogits, LogitsSampling, RaggedBatch, derive_stream_keys
 from draftwire_kernels.gpu import accepted_rows, launch, paged_attention_launch
 from draftwire_kernels.gpu import filters as gpu_filters
@@ -100,6 +104,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     max_length: int = 8192,
+    causal: bool = True,
+    anchored: bool = False,
 ) -> None:
     kv_heads, total = 8, batch * rows
     integers = torch.zeros(batch + 1, dtype=torch.int32)
@@ -112,7 +118,22 @@ def attention(
         torch.empty(total, kv_heads, size, dtype=dtype),
     )
     cache = torch.empty(64, kv_heads, size, dtype=dtype)
-    paged_attention_launch.paged_attention(query, key, key, cache, cache, ragged, 0.1, window, softcap, True, False)
+    bounds = (0.1, window, softcap, causal, anchored)
+    paged_attention_launch.paged_attention(query, key, key, cache, cache, ragged, *bounds)
+
+
+def store_keys(rows: int, heads: int = 8, size: int = 128, dtype: torch.dtype = torch.bfloat16) -> None:
+    kv, cache = torch.empty(rows, 5, 2, heads, size, dtype=dtype)[:, 1], torch.empty(64, heads, size, dtype=dtype)
+    integers, angles = torch.zeros(rows, dtype=torch.int64), torch.empty(512, size // 2, dtype=dtype)
+    norm = torch.empty(size, dtype=dtype), 1e-6
+    head_kernels.store_keys_(kv, integers, integers, angles, angles, norm, cache, cache)
+
+
+def begin_block(batch: int, rows: int) -> None:
+    packed = PackedInputs(batch, batch * 8, 15, torch.device("cpu")).device(batch, batch * 8)
+    state = LoopState.allocate(batch, batch * 8, 512, 7, torch.device("cpu"))
+    wide = torch.zeros(batch * rows, dtype=torch.int64)
+    loop_kernels.begin_block(packed, state, BlockState(wide, wide, wide, state.lengths), rows)
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -146,6 +167,12 @@ def calls() -> dict[str, Callable[[], None]]:
         for rows in (5, 512):
             name = f"attention {rows} rows of {size} {str(dtype).removeprefix('torch.')}"
             table[name] = lambda r=rows, s=size, d=dtype: attention(2, r, size=s, dtype=d)  # type: ignore[misc]
+    for batch, rows in ((1, 7), (32, 7), (8, 16)):
+        table[f"attention {batch} x block of {rows}"] = lambda b=batch, r=rows: attention(b, r, causal=False)  # type: ignore[misc]
+    table["attention anchored window"] = lambda: attention(8, 8, window=2049, anchored=True)
+    table["keys into a cache"] = lambda: store_keys(32)
+    table["keys into a cache float32"] = lambda: store_keys(32, size=96, dtype=torch.float32)
+    table["block of drafts"] = lambda: begin_block(32, 7)
     table["attention without a share"] = lambda: attention(32, 5, max_length=512)
     table["attention window and softcap"] = lambda: attention(2, 512, window=4096, softcap=50.0)
     table["attention 7 heads each float16"] = lambda: attention(4, 5, 7, 64, torch.float16)
