@@ -53,7 +53,7 @@ INSPECTED = ["10001", "0000000000000000", "read-only"]
 
 
 def _make_models(directory: Path) -> None:
-    """The demo pair, and its head once more with other weights, readable by the containers' user."""
+    """Write the demo pair, and its head with other weights, readable by the containers' user."""
     for name, source in (("target", "target"), ("head", "head"), (NEW_HEAD, "head")):
         shutil.copytree(DEMO / source, directory / name)
     file = directory / NEW_HEAD / "model.safetensors"
@@ -240,7 +240,7 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
 
 @contextmanager
 def _running(stack: Stack) -> Iterator[None]:
-    """The stack with one drafter; torn down at the end."""
+    """Run the stack with one drafter while the context lasts."""
     try:
         stack.scale(1)
         _wait_for_drafters(stack, 1)
@@ -264,7 +264,8 @@ def _build(arguments: Sequence[str]) -> None:
 
 
 def _inspect(stack: Stack) -> None:
-    """Every container is healthy, runs as the user of the image without capabilities, and cannot write to its root."""
+    """Check that every container is healthy, runs as the image's user without capabilities, and cannot write to its
+    root."""
     for service in SERVICES:
         for container in stack.containers(service):
             found = run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
@@ -275,7 +276,7 @@ def _inspect(stack: Stack) -> None:
 
 
 def _check_sharing(stack: Stack) -> None:
-    """Containers of one host share memory."""
+    """Check that containers of one host share memory."""
     with Client(stack.servers()[0], stack.security) as client:
         carriers = {drafter.features_carrier for drafter in client.info().drafters}
     if carriers != {draft_pb2.CARRIER_SHM}:
@@ -288,7 +289,7 @@ def _health(container: str) -> str:
 
 
 def _check_refusal(stack: Stack) -> None:
-    """A client without the token is refused."""
+    """Check that a client without the token is refused."""
     with Client(stack.servers()[0], replace(stack.security, token_file=None)) as client:
         _expect_refusal(client, "UNAUTHENTICATED", "a client without a token")
 

@@ -65,7 +65,7 @@ def promtool(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def prometheus(targets: Mapping[str, int], folder: Path) -> Iterator[str]:
-    """The URL of a Prometheus with the alerts of deploy/ that scrapes the ports of loopback, by job."""
+    """Run a Prometheus with the alerts of deploy/ that scrapes loopback ports, by job; yields its URL."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "5s"},
         "rule_files": [str(DEPLOY / "prometheus" / "alerts.yml")],
@@ -167,7 +167,7 @@ def report(panels: Panels) -> int:
 
 
 def draw(panels: Panels, path: Path) -> None:
-    """The panels, two a row as in the dashboard."""
+    """Draw the panels, two a row as in the dashboard."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -108,7 +108,7 @@ class Stack:
         self.scale(1)
 
     def serve_head(self, head: str) -> None:
-        """Drafters that start from now on have this head."""
+        """Set the head of drafters that start from now on."""
         self._environment["HEAD"] = head
 
     def end(self, container: str) -> None:

@@ -74,7 +74,7 @@ def check_options(options: VerifierOptions) -> Settings:
 
 
 def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]:
-    """Towards clients, and towards drafters."""
+    """Return the security settings towards clients and towards drafters."""
     server = ServerSecurity(
         options.tls_cert, options.tls_key, options.tls_client_ca, options.token_file, insecure=options.insecure
     )

@@ -60,7 +60,7 @@ class Case:
         return 2 * sum(self.contexts) * KV_HEADS * row + 2 * new * HEADS * row + 4 * new * KV_HEADS * row
 
     def operations(self) -> int:
-        """Of the two products, for the keys that each row sees."""
+        """Return the operations of the two products, for the keys that each row sees."""
         cached = sum(self.contexts) - self.batch * self.rows
         return 4 * HEADS * SIZE * (self.rows * cached + self.batch * self.rows * (self.rows + 1) // 2)
 

@@ -46,7 +46,7 @@ def read_shape(directory: str) -> dict[str, Any] | None:
 
 
 def _command() -> list[str]:
-    """As it is typed in a checkout: of `draftwire` or of one of the scripts of `draftwire_bench`."""
+    """Return the command as typed in a checkout: of `draftwire` or of a module of `draftwire_bench`."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"
     called = ["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]

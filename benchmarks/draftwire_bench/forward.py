@@ -181,7 +181,7 @@ def decode_step(count: int, rows: int, context: int) -> ForwardInput:
 
 
 def _prompts_step(count: int, rows: int) -> ForwardInput:
-    """As many whole prompts of so many rows, whose last rows' logits are wanted."""
+    """Return a step of `count` whole prompts of this many rows, with the logits of their last rows."""
     return replace(decode_step(count, rows, 0), logit_rows=np.arange(1, count + 1) * rows - 1)
 
 

@@ -95,7 +95,7 @@ class Link:
             self._close = close.pop_all()
 
     def set(self, quality: LinkQuality) -> int:
-        """Has packets that are sent from now on treated so; the number of those that have been lost so far."""
+        """Set the treatment of packets from now on, and return the number of packets lost so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(quality)) + "\n")

@@ -320,7 +320,7 @@ def worst_rounding(served: Sequence[Rows], own: Sequence[Rows], exact: Sequence[
 
 
 def _roundings(found: Sequence[Rows], exact: Sequence[Rows]) -> Tensor:
-    """Of each step's logits and states in all rounds: the median row's difference, over the length of the row."""
+    """Return the median row's relative difference of each step's logits and states, over all rounds."""
     medians = []
     for i in range(len(STEPS)):
         for kind in range(len(Rows._fields)):

@@ -63,7 +63,7 @@ def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_
 
 @contextmanager
 def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]:
-    """The address of a verifier with one drafter; both run while the context lasts.
+    """Run a verifier with one drafter while the context lasts; yields the verifier's address.
 
     Raises
     ------

@@ -104,8 +104,8 @@ def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
 
 
 def summaries(records: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Of each stretch: number of steps, milliseconds each, their ways (microseconds from the tokens to each mark) and
-    of each method the calls a step and the median microseconds."""
+    """Return for each stretch: number of steps, milliseconds each, their ways (microseconds from the tokens to each
+    mark) and of each method the calls a step and the median microseconds."""
     begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
     marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
     kinds = ((True, begun, ways(records)), (False, undrafted, [marks]))

@@ -32,7 +32,7 @@ def _begin_kernel(
     ROWS: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """One program a sequence; one more for the rows of padding."""
+    """Begin a step. Grid: one program a sequence, and one more for rows of padding."""
     sequence = tl.program_id(0)
     first_row = tl.load(inputs.cu_rows + sequence)
     if sequence == num_sequences:

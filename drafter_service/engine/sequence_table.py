@@ -151,7 +151,7 @@ class SequenceTable:
         return bool(self.has_room(slots, first_rows + num_rows).all())
 
     def _rows_behind(self, num_drafts: np.ndarray) -> np.ndarray:
-        """As `HeadSpec.rows_behind`, of several sequences."""
+        """Return `HeadSpec.rows_behind` of several sequences."""
         return np.full(len(num_drafts), self._block_rows) if self._block_rows else num_drafts - 1
 
     def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:

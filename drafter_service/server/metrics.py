@@ -60,7 +60,7 @@ class DrafterCollector(Collector):
             self._answers[status] = self._answers.get(status, 0) + count
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus; from any thread."""
+        """Yield the metrics for Prometheus; thread-safe."""
         return with_model_name(self._collect(), self._head_name)
 
     def _collect(self) -> Iterator[Metric]:

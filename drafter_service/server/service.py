@@ -195,7 +195,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:
-        """One verifier's stream."""
+        """Serve one verifier's stream."""
         peer = context.peer()  # read now: reading the peer of an ended call may crash the process
         try:
             await self._serve(context, peer)

@@ -115,7 +115,7 @@ def _cast(field: FieldDescriptor, value: float) -> float | int | bool:
 
 
 def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
-    """Sets fields of `message` by name; nested messages are mappings, enum values lower-case words.
+    """Set fields of `message` by name; nested messages are mappings, enum values lower-case words.
 
     Raises
     ------

@@ -31,7 +31,7 @@ class StepHistogram:
             self._seconds[phase] = seconds[phase]
 
     def collect(self) -> HistogramMetricFamily:
-        """For Prometheus."""
+        """Yield the metrics for Prometheus."""
         family = HistogramMetricFamily(
             "draftwire_step_time_seconds", "Time of a step of the engine, by phase.", labels=["phase"]
         )

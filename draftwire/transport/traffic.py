@@ -51,7 +51,7 @@ class Traffic:
             self._num_bytes[key] = self._num_bytes.get(key, 0) + num_bytes
 
     def collect(self) -> CounterMetricFamily:
-        """For Prometheus."""
+        """Yield the metrics for Prometheus."""
         family = CounterMetricFamily(
             "draftwire_wire_bytes",
             "Bytes between verifiers and drafters.",

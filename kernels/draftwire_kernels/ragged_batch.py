@@ -266,7 +266,7 @@ class BatchStage:
         tables[:] = own.block_tables.numpy()
 
     def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
-        """Copies it to the buffers, on the current stream; views of them for so many rows and sequences, padding
+        """Copy it to the buffers, on the current stream; return views for so many rows and sequences, padding
         included."""
         static, (count, width) = self._static, self._tables_shape
         self._packed[: self._host.numel()].copy_(self._host, non_blocking=True)

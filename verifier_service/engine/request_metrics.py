@@ -113,7 +113,7 @@ class RequestMetrics:
         self._refused += 1
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus; from any thread."""
+        """Yield the metrics for Prometheus; thread-safe."""
         for histogram in (self._first_token, self._token_interval, self._output_token, self._duration):
             yield from histogram.collect()
         finished = CounterMetricFamily(

@@ -49,7 +49,7 @@ class VerifierCollector(Collector):
         self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """Yield the metrics for Prometheus."""
         for metric in with_model_name(self._collect(), self._model_name):
             yield metric
             if self._vllm_names and metric.name.removeprefix(_PREFIX) in _VLLM_METRICS:

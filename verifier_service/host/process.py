@@ -120,7 +120,7 @@ class EngineProcess:
 
 
 def run_engine(options: VerifierOptions, connection: socket.socket) -> None:
-    """The engine's process.
+    """Run the engine's process.
 
     Exits without the interpreter's shutdown, in which NCCL waits for all CUDA graphs with collectives, which live as
     long as the process (PyTorch issue 115388).

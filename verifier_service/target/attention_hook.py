@@ -49,7 +49,7 @@ _attention: _Attention | None = None
 
 @contextmanager
 def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[None]:
-    """Within it, forward passes of this process use `cache` and `batch`."""
+    """Let forward passes of this process use `cache` and `batch` while the context lasts."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
@@ -63,7 +63,7 @@ def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[None]:
 
 @contextmanager
 def measuring() -> Iterator[list[LayerCall]]:
-    """Within it, forward passes of this process attend to nothing; yields their calls."""
+    """Let forward passes of this process attend to nothing while the context lasts; yields their calls."""
     calls: list[LayerCall] = []
 
     def measure(

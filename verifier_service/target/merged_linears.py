@@ -78,7 +78,7 @@ def _are_alike(parents: dict[Any, tuple[nn.Module, str]], one: nn.Linear, other:
 
 @contextmanager
 def _recorded_calls(modules: Any) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
-    """The calls of `modules` and the tensors that entered, in order."""
+    """Record the calls of `modules` and their input tensors, in order, while the context lasts."""
     calls: list[tuple[nn.Linear, Tensor]] = []
 
     def record(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -120,7 +120,7 @@ class MergedProjection(nn.Module):
         self._left: tuple[Tensor, ...] = ()
 
     def forward(self, states: Tensor) -> Tensor:
-        """states [..., in_features] -> the first projection, a view into the product."""
+        """Compute all projections of states [..., in_features], and return the first, a view into the product."""
         self._left = F.linear(states, self.weight, self.bias).split(self.sizes, dim=-1)
         return self.take()
 

@@ -151,7 +151,7 @@ class _RowProduct(nn.Module):
         self.bias = None if linear.bias is None else _moved(linear.bias, device)
 
     def forward(self, states: Tensor) -> Tensor:
-        """states [..., in_features / size], the rank's part -> [..., out_features], whole on every rank."""
+        """Return [..., out_features], whole on every rank, from the rank's states [..., in_features / size]."""
         summed = torch.ops.draftwire.summed_product(states, self.weight)
         return summed if self.bias is None else summed + self.bias
 
@@ -170,7 +170,7 @@ class _GatheredProduct(nn.Module):
         self.bias = None if linear.bias is None else _moved(linear.bias, device)
 
     def forward(self, states: Tensor) -> Tensor:
-        """states [..., in_features] -> [..., out_features], whole on every rank."""
+        """Return [..., out_features], whole on every rank, from states [..., in_features]."""
         gathered = torch.ops.draftwire.gathered_product(states, self.weight, self._size)[..., : self.out_features]
         return gathered if self.bias is None else gathered + self.bias
 

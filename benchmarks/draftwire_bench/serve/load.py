@@ -155,7 +155,7 @@ class ClientPool:
 
 
 def _serve(address: str, security: ClientSecurity, connection: Connection) -> None:
-    """A client process: runs plans until the other end closes."""
+    """Run a client process: run plans until the other end closes."""
     try:
         while True:
             plan: _Plan = connection.recv()

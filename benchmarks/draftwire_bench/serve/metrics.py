@@ -45,7 +45,7 @@ class Latencies:
 
 
 def latencies(timelines: Sequence[Timeline]) -> Latencies:
-    """Of all requests."""
+    """Return the latencies of all requests."""
     return Latencies(
         first_token=percentiles(t.arrivals[0] - t.sent for t in timelines),
         inter_token=percentiles(later - earlier for t in timelines for earlier, later in pairwise(t.arrivals)),

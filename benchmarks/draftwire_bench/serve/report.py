@@ -114,7 +114,7 @@ def speed_ups(results: Sequence[LevelResult]) -> list[tuple[LevelResult, float]]
 
 
 def print_report(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult], console: Console) -> None:
-    """The tables and what is to be said of them."""
+    """Print the tables with their remarks."""
     measured = (_speed_table(info, results), _latency_table(results), _step_table(results))
     for table in (*measured, memory_table(info, SIMPLE)):
         console.print(table)

@@ -52,7 +52,7 @@ class _Receiver(draft_pb2_grpc.DraftingServicer):
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:
-        """A stream of steps that have features alone; each is answered when its features are on the device."""
+        """Serve a stream of steps with features; answer each when its features are on the device."""
         hello = (await context.read()).hello
         shared = SharedSegments()
         if hello.HasField("rendezvous"):

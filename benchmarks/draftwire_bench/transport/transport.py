@@ -121,7 +121,7 @@ def measure_transport(options: TransportOptions, announce: Callable[[str], objec
 
 @contextlib.contextmanager
 def _receiver_process(device: torch.device) -> Iterator[tuple[Connection, str]]:
-    """The pipe to a receiver and its address; it ends with the context."""
+    """Run a receiver while the context lasts; yields the pipe to it and its address."""
     context = multiprocessing.get_context("spawn")  # neither gRPC's threads nor CUDA survive a fork
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, device), name="receiver", daemon=True)
@@ -181,7 +181,7 @@ def _why_not(carrier: pb.Carrier, num_bytes: int, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _connected(way: Way, address: str, largest: int, device: torch.device) -> Iterator[_Stream | None]:
-    """A stream by that way, which has ended after the context; None when the two cannot share the memory."""
+    """Open a stream by a way while the context lasts; yields None if the two cannot share the memory."""
     hello = pb.VerifierHello(
         features=pb.FeatureSpec(width=largest // DTYPE.itemsize, dtype=pb.DTYPE_INT32),
         carriers=list(dict.fromkeys([way.carrier, pb.CARRIER_BYTES])),
@@ -204,7 +204,7 @@ def _connected(way: Way, address: str, largest: int, device: torch.device) -> It
 
 @contextlib.contextmanager
 def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own."""
+    """Run an event loop in a separate thread while the context lasts."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
