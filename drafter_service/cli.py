@@ -46,7 +46,7 @@ from draftwire.server.tracing import exporting_traces
     default=5.0,
     show_default=True,
     type=click.FloatRange(0),
-    help="Seconds that verifiers have to move their sequences when this drafter is told to end.",
+    help="Seconds that verifiers have to move their sequences when this drafter is stopped.",
 )
 @service_options
 @server_security_options

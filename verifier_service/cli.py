@@ -18,7 +18,11 @@ from verifier_service.options import VerifierOptions
 
 @click.command()
 @click.option("--target", required=True, metavar="DIR|ID", help="Target: a directory, or a hub id organisation/model.")
-@click.option("--served-model-name", metavar="NAME", help="Name in metrics and answers. Default: that of --target.")
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    help="Name of the target in metrics and responses. Default: that of --target.",
+)
 @click.option("--drafters", default="", metavar="HOST:PORT,...", help="Drafters to use; none serves without drafts.")
 @click.option("--listen", default="127.0.0.1:50051", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option(
@@ -29,13 +33,19 @@ from verifier_service.options import VerifierOptions
     help="vLLM's main keys and ours; see the README.",
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at once.")
-@click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(0), help="More that may wait.")
+@click.option(
+    "--max-queue",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Most requests that wait beyond those that run.",
+)
 @click.option(
     "--scheduling-policy",
     default="fcfs",
     show_default=True,
     type=click.Choice(["fcfs", "priority"]),
-    help="Who is admitted first: by arrival, or by the priority that requests name, then by arrival.",
+    help="Order of admission: by arrival, or by the requests' priorities and then by arrival.",
 )
 @click.option("--max-model-len", type=click.IntRange(2), help="Positions of a request. Default: what the target has.")
 @click.option("--max-prefill-rows", default=512, show_default=True, type=click.IntRange(1), help="Prompt rows a step.")
@@ -57,13 +67,13 @@ from verifier_service.options import VerifierOptions
     default=1,
     show_default=True,
     type=click.IntRange(1),
-    help="GPUs of this host that share the target, from --device on, each with a process of its own.",
+    help="GPUs of this host that share the target, from --device on, one process each.",
 )
 @click.option(
     "--prefix-caching/--no-prefix-caching",
     default=True,
     show_default=True,
-    help="Whether prompts that begin alike are computed once; how fast one is tells that another was there before.",
+    help="Compute equal beginnings of prompts once. Response times then reveal equal beginnings of other requests.",
 )
 @click.option(
     "--async-scheduling/--no-async-scheduling",
@@ -74,7 +84,7 @@ from verifier_service.options import VerifierOptions
 @click.option(
     "--engine-process/--no-engine-process",
     default=None,
-    help="Run the target in a process of its own, beside the one that talks to clients. Default: on a GPU.",
+    help="Run the target in a separate process. Default: on with a GPU.",
 )
 @click.option(
     "--draft-deadline-ms",
@@ -100,7 +110,7 @@ from verifier_service.options import VerifierOptions
     default=30.0,
     show_default=True,
     type=click.FloatRange(0),
-    help="Seconds that running requests have when this verifier is told to end.",
+    help="Seconds that running requests have when this verifier is stopped.",
 )
 @click.option(
     "--generation-config",
@@ -110,7 +120,7 @@ from verifier_service.options import VerifierOptions
     help="Defaults of sampling parameters: generation_config.json of the target, none, or the file in DIR.",
 )
 @click.option("--vllm-metrics", is_flag=True, help="Serve metrics that vLLM has under vLLM's names too.")
-@click.option("--token-file", type=FILE, help="Bearer tokens that let clients in, one a line.")
+@click.option("--token-file", type=FILE, help="File of accepted bearer tokens, one a line.")
 @click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")
 @click.option("--drafter-tls-cert", type=FILE, help="Certificate shown to drafters, PEM.")
 @click.option("--drafter-tls-key", type=FILE, help="Its private key, PEM.")
@@ -128,9 +138,7 @@ def verifier(**given: Any) -> None:
         end_at_signals()  # while it starts
     options = VerifierOptions(**given)
     start_logging(options.log_level, options.log_format)
-    check_ports(
-        listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen
-    )
+    check_ports(listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen)
     with starting_engine(options) as engine_process:
         # Loading torch takes seconds; --help does not wait for it, nor does the engine's process.
         with importing():

@@ -212,4 +212,4 @@ class EngineThread:
             try:
                 call()
             except Exception:
-                logger.exception("a step is not counted, or not told of")
+                logger.exception("a deferred call failed")

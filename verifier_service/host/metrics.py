@@ -69,7 +69,7 @@ class VerifierCollector(Collector):
             value=scheduler.prefix_cache_queries,
         )
         yield CounterMetricFamily(
-            "draftwire_prefix_cache_hits", "Those of them that were found.", value=scheduler.prefix_cache_hits
+            "draftwire_prefix_cache_hits", "Prompt tokens found in the prefix cache.", value=scheduler.prefix_cache_hits
         )
         yield from engine.metrics.collect()
         yield engine.times.histogram.collect()
@@ -127,7 +127,7 @@ def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
     yield CounterMetricFamily("draftwire_verify_rows", "Rows of decoding requests.", value=counters.verify_rows)
     yield CounterMetricFamily("draftwire_prompt_rows", "Rows of prompts computed.", value=counters.prompt_rows)
     yield CounterMetricFamily(
-        "draftwire_num_preemptions", "Times that a request gave its blocks back.", value=counters.preemptions
+        "draftwire_num_preemptions", "Preemptions of requests.", value=counters.preemptions
     )
     yield CounterMetricFamily(
         "draftwire_idle_seconds", "Time of the engine's thread without a request.", value=counters.times.idle_s

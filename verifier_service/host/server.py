@@ -69,8 +69,8 @@ def _info(host: EngineHost) -> bytes | DraftwireError:
     try:
         return host.info().SerializeToString()
     except Exception as error:
-        logger.exception("what the engine is and does cannot be told")
-        return ServerError(f"what the engine is and does cannot be told: {error}")
+        logger.exception("the engine's information cannot be read")
+        return ServerError(f"the engine's information cannot be read: {error}")
 
 
 def _encode(output: Output) -> bytes | DraftwireError:
