@@ -50,7 +50,7 @@ def run(options: DrafterOptions) -> None:
     )
     parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
-    # Limits that are out of range on their own are told before anything is loaded.
+    # Limits that are out of range on their own are refused before anything is loaded.
     EngineLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_speculative_tokens=options.max_num_speculative_tokens,

@@ -16,7 +16,7 @@ DEFAULT_SPECULATIVE_TOKENS = int(_K_LIMITS.default)
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What `draftwire drafter` was told; None takes what fits head, target and device."""
+    """Options of `draftwire drafter`; None chooses a value for the head, the target and the device."""
 
     head: str
     target: str

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class VerifierOptions:
-    """What `draftwire verifier` was told; None takes what fits target and device."""
+    """Options of `draftwire verifier`; None chooses a value for the target and the device."""
 
     target: str
     drafters: str = ""

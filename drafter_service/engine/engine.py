@@ -34,7 +34,7 @@ from draftwire.server.memory import measure_memory
 from draftwire.transport import Incoming
 from draftwire.v1 import draft_pb2 as pb
 
-_WORKS = attrgetter("works")
+_WAITING_STEPS = attrgetter("waiting_steps")
 
 
 def _nothing(*_: object) -> None: ...
@@ -105,7 +105,7 @@ class DraftEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step waits."""
-        return any(map(_WORKS, self._sessions))
+        return any(map(_WAITING_STEPS, self._sessions))
 
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Session:
         """Add a session; `deliver` gets the answer to each of its steps.
@@ -134,7 +134,7 @@ class DraftEngine:
         self.early.forget(session)
         for sequence_id in list(session.slots):
             self._scheduler.drop(session, sequence_id)
-        session.works.clear()
+        session.waiting_steps.clear()
         self._sessions.remove(session)
         self._keep_buffers()
 
@@ -154,7 +154,7 @@ class DraftEngine:
         if session in self._sessions:
             self.early.note(session, step)
             work = StepWork(step)
-            session.works.append(work)
+            session.waiting_steps.append(work)
             session.waiting_rows += len(work.tokens)
 
     def announce(self, session: Session, step: AnnouncedStep) -> None:

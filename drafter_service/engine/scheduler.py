@@ -51,7 +51,7 @@ class Scheduler:
         `end_batch` before the next call.
         """
         batch = Batch()
-        waiting = [session for session in sessions if session.works]
+        waiting = [session for session in sessions if session.waiting_steps]
         waiting.sort(key=lambda session: (not session.has_claimed, session.waiting_rows))
         budget = self._limits.max_batch_rows
         for index, session in enumerate(waiting):
@@ -79,8 +79,8 @@ class Scheduler:
         """Take up to `share` rows of a session's steps, in order."""
         taken = 0
         parts: list[StepRows] = []
-        while session.works and taken < share:
-            work = session.works[0]
+        while session.waiting_steps and taken < share:
+            work = session.waiting_steps[0]
             if not work.is_admitted:
                 if self._closes_busy(session, work.step):
                     break
@@ -95,7 +95,7 @@ class Scheduler:
                 parts.append(part)
             if work.rows_left:
                 break
-            batch.finished.append((session, session.works.popleft()))
+            batch.finished.append((session, session.waiting_steps.popleft()))
         self._drop_superseded(session, parts)
         batch.rows += [(session, part) for part in parts if len(part.counts)]
         session.waiting_rows -= taken
@@ -153,15 +153,17 @@ class Scheduler:
         self.num_evictions += 1
         sequence_id, slot = next(reversed(session.slots.items()))
         logger.debug("%s: sequence %d makes room for another verifier's", session.terms.verifier, sequence_id)
-        if session.works:
-            session.waiting_rows -= session.works[0].forget(slot)
+        if session.waiting_steps:
+            session.waiting_rows -= session.waiting_steps[0].forget(slot)
         is_busy = bool(self._is_busy[slot])
         self.drop(session, sequence_id)
         return is_busy
 
     def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
         """Drop the drafts of older steps: draft only after a sequence's newest rows."""
-        named = [sequence_id for work in session.works if not work.is_admitted for sequence_id in _named(work.step)]
+        named = [
+            sequence_id for work in session.waiting_steps if not work.is_admitted for sequence_id in _named(work.step)
+        ]
         if not named and len(parts) < 2:
             return
         is_newer = np.zeros_like(self._is_busy)

@@ -18,7 +18,7 @@ class Session:
     terms: SessionTerms
     deliver: Callable[[Answer | Exception], None]  # called on the engine's thread
     slots: dict[int, int] = field(default_factory=dict)  # of the open sequences, by id
-    works: deque[StepWork] = field(default_factory=deque)
+    waiting_steps: deque[StepWork] = field(default_factory=deque)
     waiting_rows: int = 0
     # Early batches that may begin: one for each arrived step. Negative after a dropped early batch.
     steps_ahead: int = 0

@@ -79,21 +79,21 @@ class SequenceWatch:
         """Record the end of the stream, with or without an error."""
         if error is not None and self._open:
             request_ids = [watched.request_id for watched in self._open.values()]
-            told = fields(
+            logged = fields(
                 verifier=self._verifier,
                 error=str(error) or type(error).__name__,
                 sequences=len(request_ids),
                 request_ids=request_ids[:MAX_NAMED],
             )
-            logger.warning("stream ended with open sequences", extra=told)
+            logger.warning("stream ended with open sequences", extra=logged)
         for sequence_id in list(self._open):
             self._end(sequence_id, "stream ended")
 
     def _refuse(self, sequence_id: int, status: pb.SequenceStatus) -> None:
         watched = self._open.get(sequence_id) or _Watched(sequence_id, "")
         name = pb.SequenceStatus.Name(status).removeprefix("SEQUENCE_STATUS_").lower()
-        told = fields(verifier=self._verifier, **watched.described(), status=name)
-        logger.warning("sequence not taken", extra=told)
+        logged = fields(verifier=self._verifier, **watched.described(), status=name)
+        logger.warning("sequence not taken", extra=logged)
         self._end(sequence_id, name)
 
     def _end(self, sequence_id: int, reason: str) -> None:
@@ -102,7 +102,7 @@ class SequenceWatch:
             return
         counts = {"reason": reason, "steps": watched.steps, "drafts": watched.drafts}
         seconds = round(time.monotonic() - watched.opened, 6)
-        told = fields(verifier=self._verifier, **watched.described(), **counts, seconds=seconds)
-        logger.debug("sequence ended", extra=told)
+        logged = fields(verifier=self._verifier, **watched.described(), **counts, seconds=seconds)
+        logger.debug("sequence ended", extra=logged)
         if watched.span is not None:
             end_span(watched.span, {"verifier": self._verifier, **counts})

@@ -44,7 +44,7 @@ def test_while_drafts_are_computed_the_answer_is_begun(head: TinyHead, monkeypat
     monkeypatch.setattr(Proposer, "launch", launched)
     monkeypatch.setattr(Proposer, "take", taken)
     stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
-    begun = stream.session.works[0]
+    begun = stream.session.waiting_steps[0]
     thread.later(lambda: order.append("counted"))
     thread.iterate()
     assert order == ["launched", "counted", ("taken", [1], [6], [])]

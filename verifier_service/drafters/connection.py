@@ -229,7 +229,7 @@ class DrafterLink:
             async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
                 data += b"" if chunk is None else chunk.data
                 if chunk is None or not chunk.data or len(data) > size:
-                    break  # told below
+                    break  # raises below
             fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
             fusion = _fusions.setdefault(key, fusion)  # another link may have stored the fusion first
         return fusion
@@ -245,8 +245,8 @@ class DrafterLink:
                 try:
                     rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
                 except OSError as error:  # for example, the directory is gone
-                    told = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
-                    logger.warning(told, self._address, error)
+                    text = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
+                    logger.warning(text, self._address, error)
                 else:
                     hello.rendezvous.CopyFrom(rendezvous.encode())
                     sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))

@@ -239,10 +239,10 @@ class StepSender:
         step.opened.request_ids.append(request.request_id)
         if is_exporting():
             step.opened.traceparents.append(request.traceparent)
-        told = fields(
+        logged = fields(
             request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
         )
-        logger.debug("sequence opened", extra=told)
+        logger.debug("sequence opened", extra=logged)
 
 
 def _in_flight(session: DraftSession) -> list[bool]:

@@ -145,11 +145,11 @@ class RequestOutputs:
 
     def fail_step(self, requests: Iterable[Request], error: Exception) -> None:
         """End the requests of a step that failed, or exit if the device is lost: each further step would fail."""
-        told = list(requests)
-        request_ids = [request.request_id for request in told]
+        failed = list(requests)
+        request_ids = [request.request_id for request in failed]
         logger.exception("the step failed; its requests are ended", extra=fields(request_ids=request_ids))
         check_context(self._device)
-        for request in told:
+        for request in failed:
             if request.blocks:
                 self._has_freed = True
                 self.fail(request, ServerError(f"the step failed: {error}"))

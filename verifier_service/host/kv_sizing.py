@@ -136,7 +136,7 @@ def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: i
         width = config.draft_logits.n if form == cfg.TOP_N else target.vocab_size
         token_ids = torch.arange(width, dtype=torch.int32).expand(num_drafts, width) if form == cfg.TOP_N else None
         logits = AnswerLogits(torch.zeros(num_drafts, width), token_ids, None)
-    works = []
+    scheduled = []
     for _ in range(count):
         request = Request(
             request_id="largest step",
@@ -148,5 +148,5 @@ def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: i
             max_length=num_drafts + 2,
         )
         drafts = ReadyDrafts(1, 0, [0] * num_drafts, logits)
-        works.append(ScheduledRows(request, 0, [0] * (num_drafts + 1), drafts, samples=True))
-    return works
+        scheduled.append(ScheduledRows(request, 0, [0] * (num_drafts + 1), drafts, samples=True))
+    return scheduled

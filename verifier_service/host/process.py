@@ -91,13 +91,13 @@ class EngineProcess:
             When the checkpoint, the device or the address of the metrics is wrong, or the process has ended.
         """
         try:
-            kind, told = receive(self.connection)
+            kind, content = receive(self.connection)
         except (EOFError, ConnectionError) as error:
             text = f"the engine's process ended with status {self.exit_status()} while it started; the log says why"
             raise ServerError(text) from error
         if kind == "refused":
-            raise told
-        facts: EngineFacts = told
+            raise content
+        facts: EngineFacts = content
         return facts
 
     def exit_status(self) -> int | None:

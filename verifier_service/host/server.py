@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
-    """Load an engine and run it; False when it cannot be loaded, which the other end is told."""
+    """Load an engine and run it; send an error and return False if it cannot be loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     outbox = Outbox(connection)
     try:
