@@ -199,7 +199,7 @@ class EarlyDrafts:
         """Drop the prepared step, because its sequences change."""
         self._prepared, self._has_tried = None, False
 
-    def take(self, parts: list[StepRows]) -> tuple[StepRows, EarlyBatch, np.ndarray] | None:
+    def claim(self, parts: list[StepRows]) -> tuple[StepRows, EarlyBatch, np.ndarray] | None:
         """Return the one of `parts` whose step was begun early, its batch and the sequences' places there, int64 [n].
 
         Return None if there is no such part. A step in several batches is computed as any other step.
@@ -229,17 +229,17 @@ class EarlyDrafts:
         if batch.launched is None:
             assert batch.proposal is not None
             return batch.proposal
-        return self._proposer.take(batch.launched)
+        return self._proposer.finish(batch.launched)
 
     def settle(self) -> None:
         """Wait for the early batch and copy its drafts, before its inputs are overwritten."""
         self._drop_prepared()
         unread, self._unread = self._unread, None
         if unread is not None:
-            self._proposer.take(unread)
+            self._proposer.finish(unread)
         batch = self._begun
         if batch is not None and batch.launched is not None:
-            batch.proposal, batch.launched = self._proposer.take(batch.launched).copy(), None
+            batch.proposal, batch.launched = self._proposer.finish(batch.launched).copy(), None
             batch.ended = time.monotonic()
 
     def _waste(self) -> None:

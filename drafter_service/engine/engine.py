@@ -271,7 +271,7 @@ class DraftEngine:
         meanwhile: Callable[[], None],
     ) -> None:
         """Draft after the last rows of sequences of one mode, and add the drafts to their steps' answers."""
-        found = self.early.take(parts)
+        found = self.early.claim(parts)
         if found is not None:
             part, batch, places = found
             part.work.pass_over(part)
@@ -288,7 +288,7 @@ class DraftEngine:
         num_drafts = self._table.reserve_drafts(slots, _joined(parts, "num_drafts"))
         launched = self._proposer.launch(mode, DraftRows(slots, first_rows, counts, num_drafts, tokens))
         self._prepare_answers(parts, slots, num_drafts, meanwhile)
-        proposal = self._proposer.take(launched)
+        proposal = self._proposer.finish(launched)
         begin = 0
         for part in parts:
             end = begin + len(part.counts)

@@ -128,7 +128,7 @@ class Proposer:
 
     def start(self, prepared: Prepared, counts: np.ndarray, tokens: np.ndarray) -> Launched:
         """Start the prepared step with its rows; counts [S] and tokens int32 [T] as in `DraftRows`.
-        Does not wait for the device. Call `take` before the next `prepare`."""
+        Does not wait for the device. Call `finish` before the next `prepare`."""
         fill_rows(prepared.host, counts, tokens)
         prepared.run()
         count = prepared.num_sequences
@@ -140,7 +140,7 @@ class Proposer:
         """Return whether the device has computed a launched step."""
         return not self._loop.states.is_cuda or torch.cuda.current_stream().query()
 
-    def take(self, launched: Launched) -> Proposal:
+    def finish(self, launched: Launched) -> Proposal:
         """Wait for the device and return the drafts."""
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()

@@ -89,7 +89,7 @@ class Scheduler:
                     break
                 self._admit(session, work)
             if left := work.rows_left:
-                part = work.take(share - taken, self._table)
+                part = work.take_rows(share - taken, self._table)
                 self._is_busy[part.slots] = True
                 taken += left - work.rows_left
                 parts.append(part)

@@ -167,7 +167,7 @@ class StepWork:
         self.rows_left -= num_rows
         return num_rows
 
-    def take(self, limit: int, table: SequenceTable) -> StepRows:
+    def take_rows(self, limit: int, table: SequenceTable) -> StepRows:
         """Take up to `limit` waiting rows, and count them as their sequences' accepted rows."""
         indices, slots, ends, counts, num_drafts = self._left
         num_rows = min(self.rows_left, limit)

@@ -29,7 +29,7 @@ def test_while_drafts_are_computed_the_answer_is_begun(head: TinyHead, monkeypat
     engine = make_engine(head)
     stream = connect(engine)
     thread = EngineThread(engine, lambda: None)
-    launch, take = Proposer.launch, Proposer.take
+    launch, take = Proposer.launch, Proposer.finish
     order: list[Any] = []
 
     def launched(*inputs: Any) -> Any:
@@ -42,7 +42,7 @@ def test_while_drafts_are_computed_the_answer_is_begun(head: TinyHead, monkeypat
         return take(*step)
 
     monkeypatch.setattr(Proposer, "launch", launched)
-    monkeypatch.setattr(Proposer, "take", taken)
+    monkeypatch.setattr(Proposer, "finish", taken)
     stream.send([Rows(1, Text(1), 0, 5, drafts=4)], [opened(1)])
     begun = stream.session.waiting_steps[0]
     thread.later(lambda: order.append("counted"))

@@ -232,7 +232,7 @@ def test_a_session_ended_by_a_failing_device_waits_for_nothing(monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(Proposer, "take", fail)
+    monkeypatch.setattr(Proposer, "finish", fail)
     stream.engine.fail(RuntimeError("the device failed"))
     assert str(stream.answers[-1]) == "the device failed"
 

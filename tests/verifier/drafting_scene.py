@@ -160,7 +160,7 @@ class RecordedStream(Stream):
     def count_received(self) -> None:
         pass
 
-    def take(self, drafts: pb.Drafts) -> None:
+    def record_answer(self, drafts: pb.Drafts) -> None:
         self.sender.release(drafts.features_read, "drafts.features_read")
 
     def end(self) -> None:

@@ -276,13 +276,13 @@ async def test_steps_go_directly_unless_too_long_or_overtaking():
     assert [sent(1), sent(2)] == ["ring", "ring"]
     assert sent(3, 4 * MAX_MESSAGE_BYTES) == "stream"
     assert sent(4) == "stream"
-    stream.take(pb.Drafts(step_id=2))
+    stream.record_answer(pb.Drafts(step_id=2))
     assert sent(5) == "stream"
-    stream.take(pb.Drafts(step_id=3))
-    stream.take(pb.Drafts(step_id=4))
+    stream.record_answer(pb.Drafts(step_id=3))
+    stream.record_answer(pb.Drafts(step_id=4))
     assert sent(6) == "stream"
     for step_id in (5, 6):
-        stream.take(pb.Drafts(step_id=step_id))
+        stream.record_answer(pb.Drafts(step_id=step_id))
     assert sent(7) == "ring"
     await asyncio.sleep(0)
     assert [stream.outbox.get_nowait()[0].step_id for _ in range(stream.outbox.qsize())] == [3, 4, 5, 6]

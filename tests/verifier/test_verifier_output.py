@@ -109,7 +109,7 @@ class Output:
         self._count = 0
 
     def push(self, token_ids: list[int], room: int = ROOM) -> Said:
-        piece = self._stops.take(token_ids, room)
+        piece = self._stops.cut(token_ids, room)
         self._count += len(piece.token_ids)
         message = pb.GenerateResponse(
             token_ids=piece.token_ids,

@@ -42,7 +42,7 @@ def piece(number: int, text: str) -> pb.GenerateResponse:
 
 def taken(unread: ResponseStream, count: int) -> list[pb.GenerateResponse]:
     async def take() -> list[pb.GenerateResponse]:
-        return [await unread.take() for _ in range(count)]
+        return [await unread.next_message() for _ in range(count)]
 
     return asyncio.run(take())
 

@@ -1,4 +1,4 @@
-"""What is told of a request besides its output: one log line at its end, and spans where traces are exported."""
+"""Observability of a request: one log line at its end, and spans if traces are exported."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ class RequestWatch:
         return "" if self._span is None else traceparent_of(self._span)
 
     def refused(self, error: InvalidArgumentError | UnavailableError) -> None:
-        """It was not taken. Of a field that is wrong the value is not told: it may be the prompt."""
+        """Log a refused request, without the wrong field's value, which may be the prompt."""
         cause = {"field": error.field} if isinstance(error, InvalidArgumentError) else {"error": str(error)}
         logger.info("request refused", extra=fields(request_id=self._request_id, **cause))
         self._end(cause, "refused")
 
     def failed(self, error: DraftwireError) -> None:
-        """It has ended with an error."""
+        """Log a request that ended with an error."""
         level = logging.INFO if isinstance(error, QueueFullError) else logging.WARNING
         logger.log(level, "request failed", extra=fields(request_id=self._request_id, error=str(error)))
         self._end({"error": str(error)}, "failed")
 
     def cancelled(self, output_tokens: int) -> None:
-        """Its client has gone."""
-        told: dict[str, Any] = {"reason": "cancelled", "output_tokens": output_tokens}
-        logger.info("request finished", extra=fields(request_id=self._request_id, **told))
-        self._end(told)
+        """Log a request whose client has gone."""
+        logged: dict[str, Any] = {"reason": "cancelled", "output_tokens": output_tokens}
+        logger.info("request finished", extra=fields(request_id=self._request_id, **logged))
+        self._end(logged)
 
     def finished(self, last: Sequence[generate_pb2.GenerateResponse]) -> None:
         """Log each output, by its last message. The span tells the output that ended last."""
-        told: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         for message in last:
-            told = _told_of(message)
+            logged = _logged_of(message)
             index = {"index": message.index} if len(last) > 1 else {}
-            logger.info("request finished", extra=fields(request_id=self._request_id, **index, **told))
+            logger.info("request finished", extra=fields(request_id=self._request_id, **index, **logged))
         if self._span is not None:
             self._add_phases(traceparent_of(self._span), last[-1].statistics)
-        self._end({**told, "outputs": len(last)} if len(last) > 1 else told)
+        self._end({**logged, "outputs": len(last)} if len(last) > 1 else logged)
 
     def _add_phases(self, parent: str, counts: generate_pb2.RequestStatistics) -> None:
-        """Spans of what the statistics tell, which ends now."""
+        """Add the spans of the request's phases, from its statistics; the last ends now."""
         arrived = time.time_ns() - int(counts.total_time_s * 1e9)
         marks = (0.0, counts.queue_time_s, counts.time_to_first_token_s, counts.total_time_s)
         details: dict[str, dict[str, Any]] = {
@@ -90,12 +90,12 @@ class RequestWatch:
             )
             end_span(span, {}, end_ns=arrived + int(end_s * 1e9))
 
-    def _end(self, told: dict[str, Any], failure: str = "") -> None:
+    def _end(self, logged: dict[str, Any], failure: str = "") -> None:
         if self._span is not None:
-            end_span(self._span, told, failure=failure)
+            end_span(self._span, logged, failure=failure)
 
 
-def _told_of(last: generate_pb2.GenerateResponse) -> dict[str, Any]:
+def _logged_of(last: generate_pb2.GenerateResponse) -> dict[str, Any]:
     """Return what is logged of an output that has ended with that message."""
     counts = last.statistics
     length = counts.verify_tokens / counts.verify_steps if counts.verify_steps else None

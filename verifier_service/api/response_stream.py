@@ -70,7 +70,7 @@ class ResponseStream:
         """Return whether it has the last message of each output."""
         return self._must_be_read_by < math.inf and self._error is None
 
-    async def take(self) -> pb.GenerateResponse:
+    async def next_message(self) -> pb.GenerateResponse:
         """Return the next message, once there is one.
 
         Raises
@@ -102,7 +102,7 @@ class ResponseStream:
         last: list[pb.GenerateResponse] = []
         try:
             while self._num_unwritten > 0:
-                message = await self.take()
+                message = await self.next_message()
                 message.request_id, request_id = request_id, ""
                 self._writes_since = time.monotonic()
                 await write(message)

@@ -44,7 +44,7 @@ class StopConditions:
             self._count += count
         return continues
 
-    def take(self, token_ids: list[int], room: int) -> Piece:
+    def cut(self, token_ids: list[int], room: int) -> Piece:
         """Take a step's tokens up to the first stop condition; `room` as above."""
         if self.takes_all(token_ids, room):
             return Piece(token_ids)

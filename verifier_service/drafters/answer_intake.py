@@ -37,7 +37,7 @@ class AnswerIntake:
         self.audit = Audit(use_fp64=config.use_fp64_gumbel)
         self._uncounted: list[tuple[DraftSession, Message, Answered]] = []
 
-    def take(self, session: DraftSession, answer: Answered) -> None:
+    def handle(self, session: DraftSession, answer: Answered) -> None:
         """Take a drafter's answer to one of its unanswered messages."""
         drafts = answer.drafts
         message = session.unanswered.get(drafts.step_id)
@@ -51,7 +51,7 @@ class AnswerIntake:
             session.committed = None
         session.is_late = session.is_late and bool(session.unanswered)
         try:
-            session.stream.take(drafts)
+            session.stream.record_answer(drafts)
             self._store_drafts(session, drafts)
         except InvalidArgumentError as error:
             self._placement.give_up(session, f"wrong answer: {error}", expel=True)
@@ -63,7 +63,7 @@ class AnswerIntake:
     def count(self, step_s: float) -> None:
         """Count the answers since the last call, whose times and load the pacing and the breakers use.
 
-        Counting is not part of `take`, because a step may start with the drafts of the answer. `step_s` is the seconds
+        Counting is not part of `handle`, because a step may start with the answer's drafts. `step_s` is the seconds
         of a step of the target.
         """
         for session, message, answer in self._uncounted:

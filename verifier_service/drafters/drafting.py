@@ -127,7 +127,7 @@ class Drafting:
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
-                self.answers.take(session, event)
+                self.answers.handle(session, event)
             elif isinstance(event, Loaded):
                 session.take_load(event.load)
             elif isinstance(event, Draining):

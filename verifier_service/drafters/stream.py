@@ -281,7 +281,7 @@ class Stream:
             self._num_unanswered -= 1
             return self._num_unanswered >= 0
 
-    def take(self, drafts: draft_pb2.Drafts) -> None:
+    def record_answer(self, drafts: draft_pb2.Drafts) -> None:
         """Record an answer.
 
         Raises

@@ -113,7 +113,7 @@ class RequestOutputs:
             request.first_token = now
         room = request.max_length - len(request.tokens)
         if not request.stops.takes_all(tokens, room):
-            row.piece = request.stops.take(tokens, room)
+            row.piece = request.stops.cut(tokens, room)
             tokens = row.piece.token_ids
         request.tokens += tokens
         self._undelivered.append(row)

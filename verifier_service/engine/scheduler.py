@@ -136,26 +136,26 @@ class Scheduler:
         for request, length in zip(decoding, lengths, strict=True):
             if length > len(request.blocks) * BLOCK_SIZE:
                 self._grow(request, length)
-        works = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
+        scheduled = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
         room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
             if room > 0 and not request.is_decoding and (request in continuing_prefills or not request.is_in_flight):
                 start = continuing_prefills.get(request, request.num_computed)
-                works.append(self._prefill(request, start, room, works))
-                room -= len(works[-1].tokens)
+                scheduled.append(self._prefill(request, start, room, scheduled))
+                room -= len(scheduled[-1].tokens)
         while room > 0 and (admitted := self._admit()) is not None:
-            works.append(self._prefill(admitted, admitted.num_computed, room, works))
-            room -= len(works[-1].tokens)
-        return works
+            scheduled.append(self._prefill(admitted, admitted.num_computed, room, scheduled))
+            room -= len(scheduled[-1].tokens)
+        return scheduled
 
-    def _prefill(self, request: Request, start: int, room: int, works: Sequence[ScheduledRows]) -> ScheduledRows:
-        """Return at most `room` rows of a prompt from `start` on, beside `works`.
+    def _prefill(self, request: Request, start: int, room: int, scheduled: Sequence[ScheduledRows]) -> ScheduledRows:
+        """Return at most `room` rows of a prompt from `start` on, beside `scheduled`.
 
         A prompt whose log probabilities are told takes as many rows with logits as leave one for each other request.
         """
         if request.num_untold_rows > 0:
-            used = sum(work.num_logit_rows + work.num_prompt_logit_rows for work in works)
-            free = self._max_logit_rows - used - (self._max_num_seqs - len(works) - 1)
+            used = sum(one.num_logit_rows + one.num_prompt_logit_rows for one in scheduled)
+            free = self._max_logit_rows - used - (self._max_num_seqs - len(scheduled) - 1)
             told = max(start, request.num_prompt_told) - start  # rows that run again
             room = min(room, told + min(free, MOST_PROMPT_LOGIT_ROWS))
         tokens = request.tokens[start : start + room]

@@ -29,7 +29,7 @@ class _Slots:
     def __contains__(self, request: Request) -> bool:
         return request in self._slots
 
-    def take(self, request: Request) -> int:
+    def assign(self, request: Request) -> int:
         """Give a request a slot, and return the slot."""
         slot = self._slots[request] = self._free.pop()
         return slot
@@ -61,7 +61,7 @@ class AllowedLists:
         if self._mask is None:
             self._mask = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         (ids,) = upload([tokens], self._device)
-        self._mask[self._slots.take(request)].zero_().index_fill_(0, ids, True)
+        self._mask[self._slots.assign(request)].zero_().index_fill_(0, ids, True)
 
     def release(self, request: Request) -> None:
         """Drop the list of a request that has ended or was preempted."""
@@ -107,7 +107,7 @@ class BadWords:
         tail_row = np.full(length, NO_TOKEN, np.int64)
         output = request.tokens[len(request.prompt) :][-length:]
         tail_row[length - len(output) :] = output
-        slot = self._slots.take(request)
+        slot = self._slots.assign(request)
         self._sizes[request] = len(words), max(map(len, words)) - 1
         rows = upload([last_row, before_row.ravel(), tail_row], self._device)
         for table, row in zip(self._tables, rows, strict=True):

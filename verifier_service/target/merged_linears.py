@@ -122,9 +122,9 @@ class MergedProjection(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Compute all projections of states [..., in_features], and return the first, a view into the product."""
         self._left = F.linear(states, self.weight, self.bias).split(self.sizes, dim=-1)
-        return self.take()
+        return self.next_projection()
 
-    def take(self) -> Tensor:
+    def next_projection(self) -> Tensor:
         """Return the next projection of the last states."""
         taken, self._left = self._left[0], self._left[1:]
         return taken
@@ -138,4 +138,4 @@ class _Part(nn.Module):
         self._merged = (merged,)  # in a tuple the module is no submodule, so that its weight has one name
 
     def forward(self, _states: Tensor) -> Tensor:
-        return self._merged[0].take()
+        return self._merged[0].next_projection()

@@ -30,7 +30,7 @@ CALLS = {
     "drafter_service.server.step_decoder": ("StepDecoder.decode",),
     "drafter_service.engine.engine": ("DraftEngine.iterate", "DraftEngine._draft", "DraftEngine._feed"),
     "drafter_service.engine.early_drafts": ("EarlyDrafts.begin",),
-    "drafter_service.engine.proposer": ("Proposer.launch", "Proposer.start", "Proposer.take"),
+    "drafter_service.engine.proposer": ("Proposer.launch", "Proposer.start", "Proposer.finish"),
     "drafter_service.draft_loop.graphs": ("LoopGraphs.replay",),
 }
 """Methods by module."""
@@ -53,8 +53,8 @@ WAY = (
     Mark("DraftEngine.iterate", "begin"),
     Mark("Proposer.launch", "begin"),
     Mark("Proposer.launch", "end"),
-    Mark("Proposer.take", "begin"),
-    Mark("Proposer.take", "end"),
+    Mark("Proposer.finish", "begin"),
+    Mark("Proposer.finish", "end"),
     Mark("DraftStream.deliver", "begin"),
     Mark("DraftStream._send_directly", "end"),
     Mark("Stream.read_direct", "end"),
@@ -69,7 +69,7 @@ _BEGUN_EARLY = (
 )
 WAYS_EARLY = (
     (*_BEGUN_EARLY, *WAY[10:]),
-    (*WAY[:7], Mark("Proposer.take", "begin")),
+    (*WAY[:7], Mark("Proposer.finish", "begin")),
 )
 """Where they are: the drafts' way, and beside it that of the message."""
 
