@@ -39,12 +39,21 @@ PROPER = {
 GENERATE = "/draftwire.v1.Generation/Generate"
 DRAFT = "/draftwire.v1.Drafting/Draft"
 REQUESTS, STEPS = request_seeds(), step_seeds()
+TOKENIZE = [
+    generate_pb2.TokenizeRequest(text="The river bends").SerializeToString(),
+    generate_pb2.TokenizeRequest(
+        chat=generate_pb2.Chat(messages=[generate_pb2.ChatMessage(role="user", content="Who?")], tools=["{}"])
+    ).SerializeToString(),
+]
+DETOKENIZE = [generate_pb2.DetokenizeRequest(token_ids=[5, 6, 7], skip_special_tokens=False).SerializeToString()]
 # Methods of both services with messages in order: (path, messages, whether requests are a stream).
 METHODS: dict[str, list[tuple[str, list[bytes], bool]]] = {
     "verifier": [
         (GENERATE, REQUESTS, False),
         (GENERATE, REQUESTS, False),
         (GENERATE, REQUESTS, False),
+        ("/draftwire.v1.Generation/Tokenize", TOKENIZE, False),
+        ("/draftwire.v1.Generation/Detokenize", DETOKENIZE, False),
         ("/draftwire.v1.Generation/GetVerifierInfo", [b""], False),
         ("/draftwire.v1.Generation/Nothing", [b""], False),
         ("/grpc.health.v1.Health/Check", [b"", b"\x0a\x18draftwire.v1.Generation"], False),
