@@ -58,23 +58,6 @@ _REFUSED = {
     "kv_lora_rank": None,  # latent attention
     "hidden_act": "silu",
 }
-# Keys that change nothing in what a served head computes: names, training, generation, what transformers adds.
-_IGNORED = frozenset(
-    (
-        *("architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
-        *("num_anchors", "tie_word_embeddings", "confidence_head_alpha", "attention_mode", "draft_arch"),
-        *("embed_requires_grad", "speculators_version", "speculators_config", "speculators_model_type"),
-        *("transformer_layer_config", "return_dict", "output_hidden_states", "output_attentions", "pretraining_tp"),
-        *("is_encoder_decoder", "problem_type", "id2label", "label2id", "chunk_size_feed_forward"),
-        *("attn_implementation", "_attn_implementation", "has_no_defaults_at_init", "max_window_layers"),
-        # read by `read_rope` and `refuse_quantised_config`
-        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-        *("original_max_position_embeddings", "quantization_config"),
-    )
-)
-
-
 @dataclass(frozen=True)
 class BlockConfig:
     """A block head's arithmetic, whatever its layout.
@@ -184,7 +167,7 @@ def read_block_config(raw: Mapping[str, Any], where: str, target: Reader) -> Blo
         confidence_with_markov=with_markov,
     )
     for reader in (head, layer):
-        reader.refuse_unknown(_IGNORED)
+        reader.refuse_unknown()
     return config
 
 

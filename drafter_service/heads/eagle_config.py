@@ -6,6 +6,7 @@ keys of `eagle_config`, and the library `speculators` (models/eagle3/config.py, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from drafter_service.heads.reader import (
 from drafter_service.heads.rope import RopeConfig, read_rope
 from drafter_service.heads.spec import HeadSpec, Method
 from draftwire.contract.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # Options that change the head's arithmetic and are not implemented: refused when they differ from this value.
 _REFUSED = {
@@ -116,6 +119,7 @@ def read_eagle_config(
     spec = _spec(method, head, layer, layer_config, rope, len(windows), target)
     if method == "eagle":
         fc_bias = _published_fc_bias(head) if kind is None else head.flag("fusion_bias")
+        _warn_of_unknown_keys(head, layer, is_one=kind is None)
         return EagleConfig(spec, layer_config, rope, windows, fc_bias=fc_bias)
     flags = {name: head.flag(name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     if flags["norm_before_fc"] and flags["fc_norm"]:
@@ -124,7 +128,19 @@ def read_eagle_config(
     if method == "peagle":
         key = next((key for key in _MASK_KEYS if head.get(key) is not None), _MASK_KEYS[0])
         mask_token_id = head.token(key, spec.target_vocab_size)
+    _warn_of_unknown_keys(head, layer, is_one=kind is None)
     return EagleConfig(spec, layer_config, rope, windows, mask_token_id=mask_token_id, **flags)
+
+
+def _warn_of_unknown_keys(head: Reader, layer: Reader, *, is_one: bool) -> None:
+    """Log the keys that nothing has been made of; `is_one`: both readers are of the same configuration.
+
+    Configurations of EAGLE heads are often copies of their target's, so such keys are no error.
+    """
+    unknown = set(head.unknown())
+    unknown = unknown & set(layer.unknown()) if is_one else unknown | set(layer.unknown())
+    if unknown:
+        logger.warning("%s: unknown keys %s have no effect", head.where, ", ".join(sorted(unknown)))
 
 
 def _speculators_kind(raw: Mapping[str, Any], where: str) -> Method | None:
@@ -152,7 +168,7 @@ def _published_method(head: Reader, tensor_names: Collection[str]) -> Method:
 
 
 def _published_fc_bias(head: Reader) -> bool | None:
-    return None if head.values.get("bias") is None else head.flag("bias")
+    return None if head.get("bias") is None else head.flag("bias")
 
 
 def _spec(
@@ -195,7 +211,7 @@ def _feature_layers(head: Reader, num_layers: int) -> tuple[int, ...]:
     """Return the ids as vLLM counts them: L is the state that enters layer L, features always in ascending order."""
     if not head.flag("use_aux_hidden_state", True):
         raise CheckpointError(f"{head.where}: use_aux_hidden_state = False is not supported; must be true or absent")
-    ids = head.values.get("eagle_aux_hidden_state_layer_ids")
+    ids = head.get("eagle_aux_hidden_state_layer_ids")
     key = "eagle_aux_hidden_state_layer_ids"
     if ids is None or ids == []:  # as in vLLM, for which an empty list names no layers
         ids, key = [2, num_layers // 2, num_layers - 3], f"the default feature layers of {num_layers} layers"

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from drafter_service.heads.layers import LayerConfig
 from draftwire.contract.errors import CheckpointError, MismatchError
 
 LAYER_MODEL_TYPES = ("llama", "qwen3")
+# Keys that change nothing in what a served head computes: names, training, generation, what transformers adds.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
+        *("num_anchors", "tie_word_embeddings", "confidence_head_alpha", "attention_mode", "draft_arch"),
+        *("embed_requires_grad", "speculators_version", "speculators_config", "speculators_model_type"),
+        *("transformer_layer_config", "return_dict", "output_hidden_states", "output_attentions", "pretraining_tp"),
+        *("is_encoder_decoder", "problem_type", "id2label", "label2id", "chunk_size_feed_forward"),
+        *("attn_implementation", "_attn_implementation", "has_no_defaults_at_init", "max_window_layers"),
+        # read by `read_rope` and `refuse_quantised_config`
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("original_max_position_embeddings", "quantization_config"),
+    )
+)
 _QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, when its configuration names none
 
 
@@ -109,9 +124,13 @@ class Reader:
         if value is not None and value != allowed:
             raise CheckpointError(f"{self.where}: {key} = {value!r} is not supported; must be {allowed!r} or absent")
 
-    def refuse_unknown(self, ignored: Collection[str]) -> None:
-        """Refuse keys that nobody has asked for and that are not to be ignored, by name."""
-        unknown = sorted(key for key in self.values if key not in self._read and key not in ignored)
+    def unknown(self) -> list[str]:
+        """Return the keys that nobody has asked for and that may have an effect."""
+        return sorted(key for key in self.values if key not in self._read and key not in WITHOUT_EFFECT)
+
+    def refuse_unknown(self) -> None:
+        """Refuse unknown keys by name."""
+        unknown = self.unknown()
         if unknown:
             more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise CheckpointError(

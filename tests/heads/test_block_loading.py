@@ -201,6 +201,20 @@ def test_refused_options(make: Callable[..., Pair], case: str, changes: Config, 
         pair.load()
 
 
+def test_unknown_keys_of_an_eagle_head_are_logged(
+    make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their configurations are often copies of the target's."""
+    pair = make("peagle")
+    pair.load()
+    assert not caplog.messages
+    pair.change(router_bias=True, use_moe=False)
+    pair.load()
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "unknown keys router_bias, use_moe have no effect"
+    ]
+
+
 @pytest.mark.parametrize("case", ["deepseek_dspark", "specforge_dflash", "speculators_dflash", "peagle"])
 @pytest.mark.parametrize(
     ("key", "value", "message"),
