@@ -10,7 +10,6 @@ from block_heads import CONFIGS, block_head
 from harness import OK, SAME_LOGITS, Reply, Rows, Text, connect, draft_alone, make_engine, opened
 from served import hello, serve_drafter
 from test_draft_engine import (  # noqa: F401  collected again, with this module's head
-    TestStaleness,
     test_a_step_without_drafts_is_acknowledged,
     test_an_answer_names_what_it_continues,
     test_non_finite_features_harm_only_their_own_sequence,
@@ -18,6 +17,7 @@ from test_draft_engine import (  # noqa: F401  collected again, with this module
     test_rows_in_steps_that_waited_are_as_good_as_in_one_step,
     test_speculative_rows_are_rolled_back,
 )
+from test_draft_engine_sequences import TestStaleness  # noqa: F401  likewise
 from test_draft_loop import PaddingGraphs, converse
 from test_draft_sampling import (  # noqa: F401  likewise
     redraw,
