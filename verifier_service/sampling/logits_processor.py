@@ -57,37 +57,37 @@ class LogitsProcessor:
         for tables in (self._history, self._biases, self._end_ids, self._allowed, self._bad_words):
             tables.release(request)
 
-    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
+    def count(self, batch: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
         """Count drawn tokens as output, for penalties and bad words; see `TokenHistory.count`."""
-        self._history.count(works, drawn)
-        self._bad_words.count(works, drawn)
+        self._history.count(batch, drawn)
+        self._bad_words.count(batch, drawn)
 
     def process(
         self,
-        works: Sequence[ScheduledRows],
+        batch: Sequence[ScheduledRows],
         specs: Sequence[SamplingSpec],
         logits: torch.Tensor,
         masks: RowMasks | None = None,
     ) -> torch.Tensor:
-        """Return the logits that `works` sample from, `logits` itself where no request changes them.
+        """Return the logits that the batch samples from; `logits` itself if no request changes them.
 
         `masks` are those of the rows of requests with structured output.
         """
         if masks is not None:
             (rows,) = upload([masks.rows], logits.device)
             logits = mask_logits(logits, rows, masks.bits.to(logits.device, non_blocking=True))
-        suppression = self._suppression(works, specs)
+        suppression = self._suppression(batch, specs)
         if suppression is None and all(spec.keeps_logits for spec in specs):
             return logits
-        requests = [work.request for work in works]
+        requests = [item.request for item in batch]
         penalties = self._history.penalties(requests, [spec.penalties for spec in specs])
         bias = self._bias(requests)
         forbidden = self._bad_words.of(requests)
         counts_drafts = penalties is not None or forbidden is not None
         sampling = LogitsSampling(
-            cu_rows=first_rows(works),
+            cu_rows=first_rows(batch),
             temperature=torch.tensor([spec.temperature for spec in specs]),
-            draft_tokens=torch.tensor(draft_tokens(works), dtype=torch.int64) if counts_drafts else None,
+            draft_tokens=torch.tensor(draft_tokens(batch), dtype=torch.int64) if counts_drafts else None,
             top_k=_column([spec.top_k for spec in specs], 0, torch.int32),
             top_p=_column([spec.top_p for spec in specs], 1, torch.float32),
             min_p=_column([spec.min_p for spec in specs], 0, torch.float32),
@@ -108,41 +108,41 @@ class LogitsProcessor:
             return None
         return LogitBias(torch.tensor([self._biases.slot(request) for request in requests]), *tables)
 
-    def _suppression(self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec]) -> Suppression | None:
+    def _suppression(self, batch: Sequence[ScheduledRows], specs: Sequence[SamplingSpec]) -> Suppression | None:
         """Return the end and stop tokens of the rows whose token comes before min_tokens."""
         rows: list[int] = []
         slots: list[int] = []
         users = []
         first = 0
-        for work, spec in zip(works, specs, strict=True):
-            count = min(work.num_logit_rows, spec.min_tokens - num_output(work)) if spec.min_tokens else 0
-            if work.request.grammar is not None:
+        for item, spec in zip(batch, specs, strict=True):
+            count = min(item.num_logit_rows, spec.min_tokens - num_output(item)) if spec.min_tokens else 0
+            if item.request.grammar is not None:
                 count = 0  # its masks have min_tokens in them
             if count > 0 and len(spec.end_ids) > 0:
                 rows += range(first, first + count)
-                slots += [self._end_ids.slot(work.request)] * count
-                users.append(work.request)
-            first += work.num_logit_rows
+                slots += [self._end_ids.slot(item.request)] * count
+                users.append(item.request)
+            first += item.num_logit_rows
         tables = self._end_ids.tables(users)
         return None if tables is None else Suppression(torch.tensor(rows), torch.tensor(slots), tables[0])
 
 
-def num_output(work: ScheduledRows) -> int:
+def num_output(item: ScheduledRows) -> int:
     """Return the number of output tokens before this step's.
 
     In a step that follows a step in flight it is one more than the host knows.
     """
-    return work.request.num_output + (work.follows is not None)
+    return item.request.num_output + (item.follows is not None)
 
 
-def draft_tokens(works: Iterable[ScheduledRows]) -> list[int]:
-    """Return the drafts of all works, one after another."""
-    return [token for work in works if work.drafts is not None for token in work.drafts.tokens]
+def draft_tokens(batch: Iterable[ScheduledRows]) -> list[int]:
+    """Return the drafts of all items, one after another."""
+    return [token for item in batch if item.drafts is not None for token in item.drafts.tokens]
 
 
-def first_rows(works: Sequence[ScheduledRows]) -> torch.Tensor:
-    """Return prefix sums [B + 1] int32 of the works' rows, on the CPU: kernels read them without waiting."""
-    return torch.tensor([0, *accumulate(work.num_logit_rows for work in works)], dtype=torch.int32)
+def first_rows(batch: Sequence[ScheduledRows]) -> torch.Tensor:
+    """Return prefix sums [B + 1] int32 of the rows of a batch, on the CPU: kernels read them without waiting."""
+    return torch.tensor([0, *accumulate(item.num_logit_rows for item in batch)], dtype=torch.int32)
 
 
 def _column(values: Sequence[float], off: float, dtype: torch.dtype) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from draftwire.model.devices import record_event, upload
 from draftwire.v1 import config_pb2
 from verifier_service.core.batch import SampledLogprobs, ScheduledRows
 
-# Tokens of a row whose log probabilities can be told.
+# Most tokens of a row with log probabilities.
 MOST_LIKELIEST = int(limits_of(config_pb2.SamplingParams(), "logprobs").max)
 # Rows of a prompt whose float32 log probabilities are on the device at once.
 ROWS_AT_ONCE = 64

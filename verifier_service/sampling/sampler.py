@@ -1,4 +1,4 @@
-"""Drawing tokens: each request's parameters as tensors, the logit processing and the rejection test."""
+"""Sampling: each request's parameters as tensors, logit processing and rejection sampling."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ METHOD_NAMES = {
 }
 
 
-# Columns of the draft logits, of a head with a part of the vocabulary, that kernels are compiled for at start. Triton
-# compiles anew for a number that is no multiple of 16.
+# Columns of draft logits of a reduced vocabulary that kernels are compiled for at start. Triton compiles again for a
+# number that is no multiple of 16.
 PART_OF_VOCABULARY = 32000
 
 
@@ -48,8 +48,8 @@ class SamplerOutput:
 
     rows: Sequence[ScheduledRows]
     groups: list[tuple[list[int], torch.Tensor]]  # (places in rows, [B, k + 2] int64: number of tokens, tokens)
-    told: _ToldRows | None  # where log probabilities are asked for
-    on_host: torch.Tensor  # [N] int64: all of the groups, then all of `told`
+    logprobs: _LogprobRows | None  # if log probabilities are requested
+    on_host: torch.Tensor  # [N] int64: all of the groups, then all of `logprobs`
     copied: torch.cuda.Event | None
 
     @property
@@ -65,10 +65,10 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True)
-class _ToldRows:
-    """Rows of logits whose log probabilities are told, work after work."""
+class _LogprobRows:
+    """Rows of logits with log probabilities, item after item."""
 
-    works: list[tuple[int, int]]  # of each work with such rows: its place, and how many likely tokens it is told
+    wanted: list[tuple[int, int]]  # (place, number of most likely tokens) of each item with log probabilities
     most: int  # likely tokens of each row
 
 
@@ -84,7 +84,7 @@ class TokenSampler:
         device: torch.device,
     ) -> None:
         self._method = METHOD_NAMES[config.rejection_sample_method]
-        # A seeded request gets the same tokens whatever is drafted. With draft logits that would cost acceptance.
+        # A seeded request gets the same tokens whatever the drafts are. With draft logits this would cost acceptance.
         is_one_hot = config.draft_logits.form == cfg.NONE and config.rejection_sample_method != cfg.SYNTHETIC
         self._seeded_method = "coupled" if is_one_hot else self._method
         self._use_fp64 = config.use_fp64_gumbel
@@ -97,11 +97,11 @@ class TokenSampler:
         self._rates = _conditional_rates(config, device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Draws from batches of all sizes with logits of `dtype`, and processed ones, so that no step waits for its
-        kernel to be compiled.
+        """Draw from batches of all sizes with logits of `dtype`, raw and processed, so that no step waits for a
+        compilation.
 
-        That is for any number of drafts, as many for each request or not, and for the forms of draft logits that the
-        operator's settings allow: of the whole vocabulary and of a part, as the head has it.
+        Covers any number of drafts, equal for all requests or not, and the configured forms of draft logits, of the
+        whole vocabulary and of a part.
         """
         one = torch.ones(1)
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
@@ -118,7 +118,7 @@ class TokenSampler:
             torch.cuda.empty_cache()
 
     def _draft_logits_to_come(self) -> Iterator[DraftLogits]:
-        """Draft logits of every form that there can be, for as many drafts as there can be."""
+        """Yield draft logits of every configured form for the most drafts."""
         count, vocab = self._max_num_seqs * (self._most_rows - 1), self._vocab_size
         if self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_DENSE:
             part = min(PART_OF_VOCABULARY, vocab)
@@ -147,106 +147,107 @@ class TokenSampler:
                     self._draw(logits[:num_rows], arrays, cu_rows, DraftLogits(values[: len(drafts)], ids), method)
 
     def forget(self, request: Request) -> None:
-        """Drops what is kept of a request that has ended or was preempted."""
+        """Drop the state of a request that has ended or was preempted."""
         self._processor.forget(request)
 
     def launch(
-        self, works: Sequence[ScheduledRows], logits: torch.Tensor, masks: RowMasks | None = None
+        self, batch: Sequence[ScheduledRows], logits: torch.Tensor, masks: RowMasks | None = None
     ) -> SamplerOutput:
-        """Starts to draw the tokens of `works`, all of which sample; on a GPU without waiting for it.
+        """Start to draw tokens for all items of a batch; on a GPU without waiting.
 
         Parameters
         ----------
         logits
-            [R, V], the rows of the works one after another, num_logit_rows each. To be written by later work of the
-            same stream alone.
+            [R, V], the rows of all items one after another, num_logit_rows each. Only later work of the same stream may
+            overwrite them.
         masks
             Tokens that the rows of requests with structured output may draw.
         """
-        specs = [self._processor.spec(work.request) for work in works]
-        processed = self._processor.process(works, specs, logits, masks)
-        starts = [0, *accumulate(work.num_logit_rows for work in works)]
+        specs = [self._processor.spec(item.request) for item in batch]
+        processed = self._processor.process(batch, specs, logits, masks)
+        starts = [0, *accumulate(item.num_logit_rows for item in batch)]
         groups = []
-        for members in _by_columns(works):
+        for members in _by_columns(batch):
             rows = processed
-            if len(members) < len(works):
+            if len(members) < len(batch):
                 index = [row for i in members for row in range(starts[i], starts[i + 1])]
                 rows = processed[upload([np.array(index)], self._device)[0]]
-            packed = self._reject([works[i] for i in members], [specs[i] for i in members], rows)
-            self._processor.count([works[i] for i in members], packed[:, 1:])
+            packed = self._reject([batch[i] for i in members], [specs[i] for i in members], rows)
+            self._processor.count([batch[i] for i in members], packed[:, 1:])
             groups.append((members, packed))
-        told, flat = self._told(works, specs, logits, starts, groups)
+        logprobs, flat = self._launch_logprobs(batch, specs, logits, starts, groups)
         on_host = flat.to("cpu", non_blocking=True)
-        return SamplerOutput(works, groups, told, on_host, record_event(self._device))
+        return SamplerOutput(batch, groups, logprobs, on_host, record_event(self._device))
 
     def finish(self, output: SamplerOutput) -> list[SampledTokens]:
-        """Waits for the tokens of a draw; what was drawn for each of its works."""
+        """Wait for the tokens of a draw, and return them for each item."""
         if output.copied is not None:
             output.copied.synchronize()
-        works, end = output.rows, sum(packed.numel() for _, packed in output.groups)
-        values = (output.on_host if output.told is None else output.on_host[:end]).tolist()
-        drawn = [SampledTokens([])] * len(works)
+        batch, end = output.rows, sum(packed.numel() for _, packed in output.groups)
+        values = (output.on_host if output.logprobs is None else output.on_host[:end]).tolist()
+        drawn = [SampledTokens([])] * len(batch)
         begin = 0
         for members, packed in output.groups:
             width = packed.shape[1]
             for i in members:
                 drawn[i] = SampledTokens(values[begin + 1 : begin + 1 + values[begin]])
                 begin += width
-        if output.told is not None:
-            rows = unpack_logprobs(output.on_host[end:], output.told.most)
+        if output.logprobs is not None:
+            rows = unpack_logprobs(output.on_host[end:], output.logprobs.most)
             first = 0
-            for i, likeliest in output.told.works:
-                last = first + works[i].num_logit_rows
+            for i, likeliest in output.logprobs.wanted:
+                last = first + batch[i].num_logit_rows
                 drawn[i] = drawn[i]._replace(logprobs=SampledLogprobs(likeliest, *(part[first:last] for part in rows)))
                 first = last
         return drawn
 
-    def _told(
+    def _launch_logprobs(
         self,
-        works: Sequence[ScheduledRows],
+        batch: Sequence[ScheduledRows],
         specs: Sequence[SamplingSpec],
         logits: torch.Tensor,
         starts: Sequence[int],
         groups: Sequence[tuple[list[int], torch.Tensor]],
-    ) -> tuple[_ToldRows | None, torch.Tensor]:
-        """What is told of the draw's log probabilities, and all that goes to the host: see `SamplerOutput.on_host`."""
+    ) -> tuple[_LogprobRows | None, torch.Tensor]:
+        """Launch the log probabilities, and return them with all that goes to the host; see
+        `SamplerOutput.on_host`."""
         drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
-        told = [(i, own.logprobs) for i, own in enumerate(specs) if own.logprobs is not None]
-        if not told:
+        wanted = [(i, own.logprobs) for i, own in enumerate(specs) if own.logprobs is not None]
+        if not wanted:
             return None, drawn
-        first_places, begin = {}, 0  # of a work's first token among all drawn
+        first_places, begin = {}, 0  # place of each item's first token among all sampled tokens
         for members, packed in groups:
             first_places.update({i: begin + own * packed.shape[1] + 1 for own, i in enumerate(members)})
             begin += packed.numel()
         rows: list[int] = []
         places: list[int] = []
-        for i, _ in told:
-            count = works[i].num_logit_rows
+        for i, _ in wanted:
+            count = batch[i].num_logit_rows
             rows += range(starts[i], starts[i] + count)
             places += range(first_places[i], first_places[i] + count)
         row, place = upload([np.array(rows), np.array(places)], self._device)
-        tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 behind a work's last one, of which nothing is told
+        tokens = drawn.index_select(0, place).clamp_(min=0)  # -1 after an item's last token, which is not reported
         own = logits if len(rows) == len(logits) else logits.index_select(0, row)
-        # As many for all, whatever they ask for: which of equally likely tokens come first depends on it.
+        # One number for all requests, because the order of equally likely tokens depends on it.
         most = min(MOST_LIKELIEST, self._vocab_size)
-        return _ToldRows(told, most), torch.cat([drawn, pack_logprobs(own, tokens, most)])
+        return _LogprobRows(wanted, most), torch.cat([drawn, pack_logprobs(own, tokens, most)])
 
     def _reject(
-        self, works: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
+        self, batch: Sequence[ScheduledRows], specs: Sequence[SamplingSpec], logits: torch.Tensor
     ) -> torch.Tensor:
-        """[B, k_max + 2] int64 on the device: number of tokens, then the tokens.
+        """Run the rejection test; return [B, k_max + 2] int64 on the device: number of tokens, then the tokens.
 
-        One seeded request decides the method for all: either method follows the target for every request.
+        One seeded request decides the method for all, because either method follows the target.
         """
-        requests = [work.request for work in works]
+        requests = [item.request for item in batch]
         arrays: list[np.ndarray] = [
-            np.array(draft_tokens(works), np.int64),
-            np.array([work.start + len(work.tokens) - work.num_drafts for work in works], np.int64),
+            np.array(draft_tokens(batch), np.int64),
+            np.array([item.start + len(item.tokens) - item.num_drafts for item in batch], np.int64),
             *(np.array([getattr(r.keys, stream) for r in requests], np.int64) for stream in StreamKeys._fields),
             np.array([spec.temperature for spec in specs], np.float32),
         ]
         method = self._seeded_method if any(spec.has_seed for spec in specs) else self._method
-        return self._draw(logits, arrays, first_rows(works), self._draft_logits(works), method)
+        return self._draw(logits, arrays, first_rows(batch), self._draft_logits(batch), method)
 
     def _draw(
         self,
@@ -256,7 +257,7 @@ class TokenSampler:
         draft_logits: DraftLogits | None,
         method: str,
     ) -> torch.Tensor:
-        """The same of drafts, positions, keys and temperatures."""
+        """Return drafts, positions, keys and temperatures as device tensors."""
         drafts, position, *keys, temperature = upload(arrays, self._device)
         result = rejection_sample(
             logits,
@@ -272,11 +273,11 @@ class TokenSampler:
         )
         return torch.cat([result.num_emitted[:, None].to(torch.int64), result.tokens], dim=1)
 
-    def _draft_logits(self, works: Sequence[ScheduledRows]) -> DraftLogits | None:
-        """The logits of all drafts, draft after draft."""
+    def _draft_logits(self, batch: Sequence[ScheduledRows]) -> DraftLogits | None:
+        """Return the logits of all drafts, draft after draft."""
         pieces: list[tuple[AnswerLogits, list[int]]] = []
-        for work in works:
-            drafts, logits = work.drafts, _logits(work)
+        for item in batch:
+            drafts, logits = item.drafts, _logits(item)
             if drafts is not None and logits is not None:
                 rows = range(drafts.first_row, drafts.first_row + len(drafts.tokens))
                 if pieces and pieces[-1][0] is logits:
@@ -292,7 +293,7 @@ class TokenSampler:
         return DraftLogits(values, ids.to(torch.int64))
 
     def _gathered(self, pieces: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
-        """The rows of several tensors, one after another, on the device."""
+        """Return the rows of several tensors, one after another, on the device."""
         gathered = []
         for values, rows in pieces:
             picked = values
@@ -311,16 +312,17 @@ def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.devic
     return torch.tensor(unconditional_to_conditional_rates(rates), dtype=torch.float32, device=device)
 
 
-def _by_columns(works: Sequence[ScheduledRows]) -> list[list[int]]:
-    """Works that one rejection test can take together: their draft logits, if any, have the same columns."""
+def _by_columns(batch: Sequence[ScheduledRows]) -> list[list[int]]:
+    """Return the places of items that one rejection test can take together, because their draft logits have equal
+    columns."""
     members: dict[int | None, list[int]] = {}
-    for index, work in enumerate(works):
-        logits = _logits(work)
+    for index, item in enumerate(batch):
+        logits = _logits(item)
         columns = None if logits is None else id(logits.draft_token_ids)
         members.setdefault(columns, []).append(index)
     return list(members.values())
 
 
-def _logits(work: ScheduledRows) -> AnswerLogits | None:
-    """Of its drafts, if it has any: an answer with logits may have none for one of its sequences."""
-    return work.drafts.logits if work.drafts is not None and work.drafts.tokens else None
+def _logits(item: ScheduledRows) -> AnswerLogits | None:
+    """Return the logits of an item's drafts, if it has drafts."""
+    return item.drafts.logits if item.drafts is not None and item.drafts.tokens else None

@@ -57,15 +57,15 @@ class TokenHistory:
             output_counts=self._output_counts,
         )
 
-    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
-        """Add what was drawn for `works` to their outputs.
+    def count(self, batch: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
+        """Add the drawn tokens of a batch to its requests' outputs.
 
         Parameters
         ----------
         drawn
-            [len(works), 1 + k] int64 on the device, -1 for none.
+            [len(batch), 1 + k] int64 on the device, -1 for none.
         """
-        users = [(place, self._slots[work.request]) for place, work in enumerate(works) if work.request in self._slots]
+        users = [(place, self._slots[item.request]) for place, item in enumerate(batch) if item.request in self._slots]
         if not users:
             return
         assert self._output_counts is not None

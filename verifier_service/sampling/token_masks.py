@@ -130,15 +130,15 @@ class BadWords:
         slots = torch.tensor(self._slots.of(requests))
         return ForbiddenSequences(slots, last[:, :count], before[:, :count, first:], tail[:, first:])
 
-    def count(self, works: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
-        """Append what was drawn for `works` to the ends of their outputs.
+    def count(self, batch: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
+        """Append the drawn tokens of a batch to the ends of its requests' outputs.
 
         Parameters
         ----------
         drawn
-            [len(works), 1 + k] int64 on the device, -1 for none behind the drawn tokens.
+            [len(batch), 1 + k] int64 on the device, -1 for none behind the drawn tokens.
         """
-        slots = self._slots.of([work.request for work in works])
+        slots = self._slots.of([item.request for item in batch])
         users = [(place, slot) for place, slot in enumerate(slots) if slot >= 0]
         if self._tables is None or not users:
             return
