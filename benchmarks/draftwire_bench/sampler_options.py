@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_requests(count: int, vocab_size: int, options: dict[str, Any]) -> list[Request]:
-    """Requests in the middle of their output."""
+    """Return requests in the middle of their output."""
     given = dict(options)
     if given.get("allowed_token_ids") == "most":
         given["allowed_token_ids"] = range(1000, vocab_size)
@@ -59,7 +59,7 @@ def make_requests(count: int, vocab_size: int, options: dict[str, Any]) -> list[
 
 
 def make_rows(requests: Sequence[Request], vocab_size: int) -> list[ScheduledRows]:
-    """A verify step of requests with all their drafts."""
+    """Return a verify step of requests with all their drafts."""
     rows = []
     for number, request in enumerate(requests):
         request.num_computed = last = len(request.tokens) - 1

@@ -89,7 +89,7 @@ def _begin_block_kernel(
     NEW_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK rows."""
+    """Begin a block step. Grid: one program for BLOCK rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence, offset = row // NUM_ROWS, row % NUM_ROWS
     inside = sequence < num_sequences
@@ -122,7 +122,7 @@ def _record_kernel(
     NEW_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK sequences."""
+    """Record drafts. Grid: one program for BLOCK sequences."""
     sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sequence < num_sequences
     column = tl.load(columns + sequence, mask=inside, other=0)

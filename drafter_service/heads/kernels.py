@@ -23,7 +23,7 @@ def _normed(x, weight, inside, size, eps):
 
 @triton.jit
 def _norm_kernel(x, x_stride, added, added_stride, total, weight, out, size, eps, BLOCK: tl.constexpr):
-    """One program a row."""
+    """Compute an RMS norm. Grid: one program a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -66,7 +66,7 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and head."""
+    """Rotate in place. Grid: one program a row and head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -105,7 +105,7 @@ def _store_keys_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and key-value head."""
+    """Write keys to the cache. Grid: one program a row and key-value head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -133,7 +133,7 @@ def _store_keys_kernel(
 
 @triton.jit
 def _silu_mul_kernel(x, out, size, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns."""
+    """Compute silu(gate) * up. Grid: one program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

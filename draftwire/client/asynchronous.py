@@ -81,7 +81,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return chunk
 
     def cancel(self) -> None:
-        """Ends the request; harmless once it has ended."""
+        """Cancel the request, unless it has ended."""
         self._cancelled = True
         if not self._opening.done():
             self._opening.cancel()
@@ -144,7 +144,7 @@ class AsyncClient:
         return await self._balancer.pick(timeout)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """Sends a request and returns its stream of chunks. Called with a running event loop.
+        """Send a request and return its stream of chunks. Called with a running event loop.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ class AsyncClient:
             raise await asyncio.to_thread(to_error, error, server.address, timeout, self._security) from error
 
     async def close(self) -> None:
-        """Closes the connections; requests that still run are cancelled."""
+        """Close the connections; requests that still run are cancelled."""
         if self._balancer is not None:
             await self._balancer.close()
             self._balancer = None

@@ -16,12 +16,12 @@ class CallSpan:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with the call, so that the server's spans are below this one."""
+        """Return the call's metadata, which make the server's spans children of this span."""
         traceparent = "" if self._span is None else traceparent_of(self._span)
         return ((TRACEPARENT, traceparent),) if traceparent else ()
 
     def end(self, request_id: str, failure: str = "") -> None:
-        """The request has ended, or nobody wants more of it; a second time is harmless."""
+        """End the span, when the request ends or is dropped; later calls have no effect."""
         if self._span is not None:
             end_span(self._span, {"request_id": request_id or None}, failure=failure)
             self._span = None

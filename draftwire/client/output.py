@@ -165,7 +165,7 @@ def _pieces(text: str, ends: Sequence[int], flags: Sequence[bool]) -> Iterator[t
 
 
 def chunk_from_message(message: pb.GenerateResponse, request_id: str) -> Chunk:
-    """The chunk of one message; `request_id` is that of the messages before it, empty at the first."""
+    """Return the chunk of one message; `request_id` is that of the messages before it, empty at the first."""
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),

@@ -105,7 +105,7 @@ class Options(SamplingOptions, ChatOptions, total=False):
 
 
 def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.GenerateRequest, float | None]:
-    """The request and its timeout, checked as far as a client can.
+    """Build the request and its timeout, checked as far as a client can.
 
     Raises
     ------

@@ -67,7 +67,7 @@ class Stream(Iterator[Chunk]):
         return chunk
 
     def cancel(self) -> None:
-        """Ends the request; harmless once it has ended."""
+        """Cancel the request, unless it has ended."""
         self._cancelled = True
         self._call.cancel()
         self._span.end(self._request_id)
@@ -118,7 +118,7 @@ class Client:
         self._balancer = Balancer(addresses, security)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """Sends a request and returns its stream of chunks. Of several servers it waits until one is connected.
+        """Send a request and return its stream of chunks. Of several servers it waits until one is connected.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class Client:
             raise to_error(error, server.address, timeout, self._security) from error
 
     def close(self) -> None:
-        """Closes the connections; requests that still run are cancelled."""
+        """Close the connections; requests that still run are cancelled."""
         self._balancer.close()
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ _COLUMNS = (
 
 
 def memory_table(info: pb.GetVerifierInfoResponse, box: Box = HEAVY_HEAD) -> Table:
-    """A row for each process of the verifier and for each drafter that has told."""
+    """Return a row for each process of the verifier, and for each drafter that has reported its memory."""
     table = Table(title="memory, MiB", title_justify="left", box=box)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "process" else "right", overflow="fold")
@@ -32,7 +32,7 @@ def memory_table(info: pb.GetVerifierInfoResponse, box: Box = HEAVY_HEAD) -> Tab
 
 
 def memory_mapping(info: pb.GetVerifierInfoResponse) -> dict[str, dict[str, int]]:
-    """The JSON form: bytes by process and field of MemoryUse."""
+    """Return the JSON form: bytes by process and field of MemoryUse."""
     names = [field.name for field in draft_pb2.MemoryUse.DESCRIPTOR.fields]
     return {process: {name: getattr(use, name) for name in names} for process, use in _processes(info).items()}
 

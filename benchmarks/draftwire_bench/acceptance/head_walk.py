@@ -129,7 +129,7 @@ class _Step(DraftContext):
         return self._rows(0, num_rows)
 
     def _rows(self, skipped: int, count: int) -> Rows:
-        """Rows behind the accepted ones."""
+        """Return the rows behind the accepted ones."""
         pieces = [
             SequenceRows(blocks, start + skipped, count)
             for blocks, start in zip(self._blocks, self._starts, strict=True)
