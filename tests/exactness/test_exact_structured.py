@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +23,9 @@ from verifier_service.target.target import Target
 pytestmark = pytest.mark.xdist_group("exactness_structured")
 
 REQUESTS = 1200
-MORE_REQUESTS = 6000
+MORE_REQUESTS = 9000
+"""For the mutant whose bias is small."""
 PROMPTS = ((3, 0, 6, 6, 4, 1), (2, 4, 2))
-BLOWN = 2.0
-"""Times the chi-square quantile that refutes the law."""
 FILTERED = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
 
 CASES = [
@@ -121,18 +119,10 @@ def cut_every_draft_outside(matcher: Matcher, drafts: Sequence[int], *, has_logi
 
 
 fill, num_verified = MaskFiller.fill, Matcher.num_verified
-MUTANTS = [
-    (MaskFiller, "fill", mask_without_the_drafts, Case("greedy", seeded=False)),
-    (MaskFiller, "fill", mask_without_the_drafts, Case("dense")),
-    (Matcher, "num_verified", cut_every_draft_outside, Case("dense", k=1)),
-]
 
 
-@pytest.mark.parametrize(("owner", "name", "mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_mutant_fails(
-    owner: type,
-    name: str,
-    mutant: Callable[..., Any],
+@pytest.mark.parametrize("case", [Case("greedy", seeded=False), Case("dense")], ids=str)
+def test_masks_without_the_drafts_leave_the_grammar(
     case: Case,
     laws: list[StructuredLaw],
     target: Target,
@@ -140,12 +130,20 @@ def test_mutant_fails(
     drafters: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(owner, name, mutant)
-    requests = MORE_REQUESTS if case.k == 1 else REQUESTS
-    try:
-        ratio = refutation(case, laws[case.prompt], target, directory, drafters, requests)
-    except Exception as error:  # a token outside of the grammar ends its request
-        assert "grammar" in str(error)  # noqa: PT017
-        return
+    monkeypatch.setattr(MaskFiller, "fill", mask_without_the_drafts)
+    with pytest.raises(ExceptionGroup) as caught:
+        refutation(case, laws[case.prompt], target, directory, drafters)
+    assert all("is not in the request's grammar" in str(error) for error in caught.value.exceptions)
+
+
+def test_cutting_drafts_that_have_logits_is_refuted(
+    laws: list[StructuredLaw],
+    target: Target,
+    directory: Path,
+    drafters: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Matcher, "num_verified", cut_every_draft_outside)
+    ratio = refutation(Case("dense", k=1), laws[0], target, directory, drafters, MORE_REQUESTS)
     print(f"{ratio:.1f}")
-    assert ratio > BLOWN
+    assert ratio > 1

@@ -26,6 +26,17 @@ OBJECTS += ('{"a": NaN}', '{"a": 1, "a": 2}')
 OBJECTS += ('{"enable_thinking": false}', '{"messages": []}', '{"chat_template": "{{ 7 * 7 }}"}', '{"range": 1e308}')
 OBJECTS += ('{"function": {"name": "f", "arguments": "{"}}', '{"function": {"arguments": "{}"}}')
 OBJECTS += ('{"\\ud800": "\\ud800"}',)
+GRAMMARS = {
+    "json_schema": ('{"type": "poem"}', '{"$ref": "#"}', '{"type": "array", "minItems": 1e9}', '{"enum": ["\\ud800"]}'),
+    "regex": ("a(", "(?=a)", "[^\\s\\S]", "(a{0,1000}){0,1000}", "(" * 30_000, "a\n", "x" * 65_537),
+    "grammar": ("start: start", "root ::= root", "root ::= " + "(" * 9000, "start: " + "(" * 9000, "%llguidance {"),
+    "structural_tag": (
+        '{"structures": [{"begin": "\\ud800", "schema": {}, "end": ""}], "triggers": [""]}',
+        '{"format": {"type": "regex", "pattern": "\\ud800"}}',
+        '{"format": ' + '{"type": "sequence", "elements": [' * 200 + "]}" * 200 + "}",
+        '{"format": {"type": "tag", "begin": 1}}',
+    ),
+}
 ROLES = ("", "user", "system", "assistant", "tool", "r" * 64, "r" * 65, "\n", "{% raw %}", "🙂")
 
 
@@ -113,6 +124,8 @@ def _set_parameter(rng: Random, params: config_pb2.SamplingParams, field: Any) -
         for _ in range(rng.choice((1, 3, 128, 129))):
             length = rng.choice((0, 1, 1, 2, 16, 17))
             params.bad_word_ids.add(ids=[rng.choice((*range(VOCAB_SIZE), *INTEGERS)) for _ in range(length)])
+    elif name == "structured_output":
+        _set_structured_output(rng, params.structured_output)
     elif name == "seed":
         params.seed = rng.choice(SEEDS)
     elif field.type == FieldDescriptor.TYPE_BOOL:
@@ -123,6 +136,18 @@ def _set_parameter(rng: Random, params: config_pb2.SamplingParams, field: Any) -
         setattr(params, name, rng.choice((*INTEGERS, rng.getrandbits(32))))
 
 
+def _set_structured_output(rng: Random, output: config_pb2.StructuredOutput) -> None:
+    kind = rng.choice(("", "json_object", "choice", *GRAMMARS))
+    if kind == "":
+        output.SetInParent()
+    elif kind == "json_object":
+        output.json_object = rng.random() < 0.5
+    elif kind == "choice":
+        output.choice.values.extend(rng.choice(TEXTS) for _ in range(rng.choice((0, 1, 3, 1025))))
+    else:
+        setattr(output, kind, rng.choice((*GRAMMARS[kind], *OBJECTS, *TEXTS)))
+
+
 def seeds() -> list[bytes]:
     """Messages in order, from which mutations are made: every field is in one of them."""
     params = config_pb2.SamplingParams(
@@ -130,7 +155,7 @@ def seeds() -> list[bytes]:
         frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0}, seed=7, max_tokens=3, min_tokens=1, stop=["end", "é"],
         stop_token_ids=[9], ignore_eos=True, logprobs=3, allowed_token_ids=range(VOCAB_SIZE), bad_words=["door"],
         bad_word_ids=[config_pb2.TokenSequence(ids=[5, 6])], skip_special_tokens=False, include_stop_text=True,
-        prompt_logprobs=2,
+        prompt_logprobs=2, structured_output=config_pb2.StructuredOutput(regex="[a-z ]*"),
     )  # fmt: skip
     few = config_pb2.SamplingParams(max_tokens=2, temperature=0)
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Who painted the door?")])

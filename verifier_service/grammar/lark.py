@@ -19,11 +19,14 @@ def regex_to_lark(field: str, pattern: str) -> str:
     Raises
     ------
     InvalidArgumentError
-        When the pattern has a line break that is not escaped; names `field`.
+        When the pattern has a line break that is not escaped, or is none; names `field`.
     """
     if "\n" in pattern:
         raise InvalidArgumentError(field, pattern, r"must have line breaks written as \n")
-    return f"start: /{llguidance.regex_to_lark(pattern)}/\n"
+    try:
+        return f"start: /{llguidance.regex_to_lark(pattern)}/\n"
+    except ValueError as error:
+        raise InvalidArgumentError(field, pattern, str(error)) from error
 
 
 def ebnf_to_lark(field: str, grammar: str) -> str:

@@ -47,11 +47,11 @@ def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, 
     kind = str(output.WhichOneof("kind"))
     field, value = f"{FIELD}.{kind}", getattr(output, kind)
     if kind == "json_schema":
-        return _source(field, value, {"json_schema": parse_object(field, value)})
+        return _source(field, value, {"json_schema": _parse(field, value)})
     if kind == "json_object":
         return _source(field, str(value), {"json_schema": {"type": "object"}})
     if kind == "structural_tag":
-        lark, parts = structural_tag_grammar(parse_object(field, value), special_tokens)
+        lark, parts = structural_tag_grammar(_parse(field, value), special_tokens)
         return _source(field, value, {"lark_grammar": lark}, parts)
     if kind == "choice":
         texts = list(value.values)
@@ -59,6 +59,16 @@ def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, 
         return _source(field, str(texts), {"lark_grammar": lark})
     lark = regex_to_lark(field, value) if kind == "regex" else ebnf_to_lark(field, value)
     return _source(field, value, {"lark_grammar": lark})
+
+
+def _parse(field: str, text: str) -> dict[str, Any]:
+    """Return the JSON object of a text, all of whose strings are Unicode."""
+    value = parse_object(field, text)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(field, text, f"has half of a surrogate pair ({error.reason})") from error
+    return value
 
 
 def _source(

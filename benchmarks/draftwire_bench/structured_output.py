@@ -1,0 +1,119 @@
+"""What structured output costs: throughput of one pair without and with a JSON Schema, in turns.
+
+    python -m draftwire_bench.structured_output --target benchmarks/shapes/llama-3.1-8b \\
+        --head benchmarks/shapes/llama-3.1-8b-eagle3 --load-format dummy --dtype bfloat16 \\
+        --verifier-device cuda:0 --drafter-device cuda:0 --concurrency 32 --rounds 2
+
+A target's directory without a tokenizer gets one: pieces of JSON and random words, as many as the target has tokens.
+With random weights a drafter's tokens leave structure at once. Texts have no end in the default schema, so that drafts
+stay inside; the acceptance of synthetic drafts is printed beside the throughput.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from draftwire.client.request import Prompt
+from draftwire.model.checkpoints import resolve_directory
+from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.commands.options import pair_from, pair_options
+from draftwire_bench.serve.serve import ServeOptions, measure
+from draftwire_bench.serve.workload import Level, Shape, random_prompts
+from draftwire_bench.services import running_pair
+from verifier_service.core.tokenizer import has_tokenizer
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 100000,  # no output ends
+    "items": {
+        "type": "object",
+        "properties": {"id": {"type": "integer"}, "kind": {"enum": ["a", "b"]}, "text": {"type": "string"}},
+        "required": ["id", "kind", "text"],
+        "additionalProperties": False,
+    },
+}
+SYNTHETIC = '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
+LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
+JSON_PIECES = ['{"', '":', '",', '"}', '},', '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a byte-level tokenizer of so many tokens; the last one is special."""
+    draw = random.Random(0)
+    pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *JSON_PIECES])
+    while len(pieces) < vocab_size - 1:
+        word = "".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randrange(2, 11)))
+        pieces[draw.choice(["Ġ", ""]) + word] = None
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)
+
+
+@contextmanager
+def with_tokenizer(target: str) -> Iterator[str]:
+    """The target's directory; without a tokenizer, a copy of its files that has one."""
+    directory = resolve_directory(target)
+    if has_tokenizer(directory):
+        yield str(directory)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / directory.name
+        shutil.copytree(directory, copy)
+        config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        write_tokenizer(copy, config["vocab_size"])
+        yield str(copy)
+
+
+def _prompts(length: int, seed: int, info: pb.GetVerifierInfoResponse) -> Iterator[Prompt]:
+    return random_prompts(length, info.vocab_size, seed)
+
+
+@click.command()
+@pair_options
+@click.option("--concurrency", default=32, show_default=True, help="Requests in flight.")
+@click.option("--rounds", default=2, show_default=True, help="Of all four measurements.")
+@click.option("--prompt-tokens", default=256, show_default=True, help="Of each request.")
+@click.option("--output-tokens", default=400, show_default=True, help="Of each request.")
+@click.option("--json-schema", type=click.Path(exists=True, path_type=Path), help="File.  [default: one without ends]")
+@click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Of the verifier.")
+def main(json_schema: Path | None, concurrency: int, rounds: int, speculative_config: str, **given: Any) -> None:
+    """Print output tokens per second of the steady state, drafts accepted in a step, and both as ratios."""
+    schema = SCHEMA if json_schema is None else json.loads(json_schema.read_text(encoding="utf-8"))
+    prompt_tokens, output_tokens = given.pop("prompt_tokens"), given.pop("output_tokens")
+    pair = pair_from(given)
+    with with_tokenizer(pair.target) as target:
+        pair = replace(pair, target=target).with_room_for(concurrency)
+        with running_pair(pair, speculative_config) as address:
+            for number in range(rounds):
+                found = []
+                samplings: list[dict[str, Any]] = [{}, {"structured_output": {"json_schema": schema}}]
+                for sampling in samplings:
+                    shape = Shape(output_tokens, 1.0, number, sampling)
+                    options = ServeOptions([Level(concurrency=concurrency)], shape, allows_skipped=True)
+                    found.append(measure(address, options, partial(_prompts, prompt_tokens, number))[1])
+                for free, structured in zip(*found, strict=True):
+                    ratio = structured.tokens_per_s / free.tokens_per_s
+                    drafting = "on" if free.drafting else "off"
+                    click.echo(
+                        f"round {number}, drafting {drafting}: {free.tokens_per_s:.0f} tokens/s, "
+                        f"with a schema {structured.tokens_per_s:.0f}, ratio {ratio:.3f}; acceptance length "
+                        f"{free.acceptance.length or 1:.2f}, with a schema {structured.acceptance.length or 1:.2f}"
+                    )
+
+
+if __name__ == "__main__":
+    main()
