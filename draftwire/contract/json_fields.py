@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from draftwire.contract.errors import InvalidArgumentError
 
+# Objects and lists in each other; Python's parser has a limit of its own in some versions alone.
+MAX_JSON_DEPTH = 128
+
 
 def parse_object(name: str, text: str) -> dict[str, Any]:
     """Return the object that a JSON text is; keys keep their order.
@@ -16,7 +19,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     ------
     InvalidArgumentError
         Names the field or option `name`: for no JSON, no object, a key that occurs twice, a number that JSON does not
-        have, or objects too deep in each other.
+        have, or more than MAX_JSON_DEPTH objects and lists in each other.
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -29,14 +32,28 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise InvalidArgumentError(name, text, f"is not valid JSON: {constant} is no number")
 
+    too_deep = InvalidArgumentError(name, text, f"has more than {MAX_JSON_DEPTH} objects and lists in each other")
     try:
         options = json.loads(text, object_pairs_hook=unique_keys, parse_constant=refuse)
     except RecursionError as error:
-        raise InvalidArgumentError(name, text, "its objects and lists are too deep in each other") from error
+        raise too_deep from error
     except InvalidArgumentError:
         raise
     except ValueError as error:  # json's own, and Python's for an integer of thousands of digits
         raise InvalidArgumentError(name, text, f"is not valid JSON: {error}") from error
     if not isinstance(options, dict):
         raise InvalidArgumentError(name, text, "must be a JSON object")
+    if _depth(options) > MAX_JSON_DEPTH:
+        raise too_deep
     return options
+
+
+def _depth(value: object) -> int:
+    depth = 0
+    level: list[object] = [value]
+    while level:
+        containers = [one for one in level if isinstance(one, dict | list)]
+        children = [list(one.values()) if isinstance(one, dict) else one for one in containers]
+        depth += bool(children)
+        level = [child for one in children for child in one]
+    return depth

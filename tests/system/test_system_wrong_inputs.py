@@ -100,6 +100,10 @@ SAMPLING = [
     ),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids = 129 entries: at most 128 entries"),
     ({"logprobs": 21}, "logprobs = 21: allowed range [0, 20]"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs = 21: allowed range [0, 20]"),
+    ({"allowed_token_ids": [1] * 262145}, "allowed_token_ids = 262145 entries: at most 262144 entries"),
+    ({"bad_words": ["a"] * 65}, "bad_words = 65 entries: at most 64 entries"),
+    ({"bad_word_ids": [config.TokenSequence(ids=[1])] * 129}, "bad_word_ids = 129 entries: at most 128 entries"),
 ]
 
 

@@ -80,7 +80,7 @@ def test_arguments_replace_nothing_of_the_rendering(codec: TextCodec, name: str)
         ("{", "is not valid JSON"),
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": 1, "a": 2}', "is given more than once"),
-        ('{"a":' * 9000 + "1" + "}" * 9000, "too deep"),
+        ('{"a":' * 9000 + "1" + "}" * 9000, "in each other"),
         ('{"a": ' + "1" * 5000 + "}", "is not valid JSON"),
     ],
     ids=["list", "open", "NaN", "twice", "deep", "long number"],

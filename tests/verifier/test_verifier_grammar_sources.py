@@ -73,7 +73,7 @@ def test_a_special_token_of_a_tag_is_that_token():
 WRONG = [
     ({"json_schema": '{"type"'}, "json_schema", "is not valid JSON"),
     ({"json_schema": "[]"}, "json_schema", "must be a JSON object"),
-    ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "too deep"),
+    ({"json_schema": '{"items":' * 129 + "{}" + "}" * 129}, "json_schema", "in each other"),
     ({"structural_tag": "1"}, "structural_tag", "must be a JSON object"),
     ({"structural_tag": {}}, "structural_tag", "format must be an object"),
     ({"structural_tag": {"structures": []}}, "structural_tag", "triggers must be a list"),
@@ -104,7 +104,6 @@ REFUSED = [
     ({"regex": r"[^\s\S]"}, "no text follows it"),
     ({"grammar": "start: x"}, 'unknown name: "x"'),
     ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "nested"),
-    ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "recursion"),
 ]
 
 

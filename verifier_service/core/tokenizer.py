@@ -57,13 +57,13 @@ class TextCodec:
             self.longest_token_bytes = max(len(token.encode()) for token in vocab)
             self.largest_token_id: int = max(vocab.values())
             added = self._backend.get_added_tokens_decoder()
-            self._before_token: list[int] = self._backend.encode("a", add_special_tokens=False).ids
             self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
             self.silent_ids = frozenset(self.special_tokens.values())
         except BaseException as error:
             if not _is_failure(error):
                 raise
             raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason_of(error)}") from error
+        self._before_token = self._ordinary_tokens()
         self._token_texts: dict[int, str] = {}
 
     def describe(self, token_id: int) -> Described:
@@ -129,6 +129,15 @@ class TextCodec:
             text = whole[len(before) :] if whole.startswith(before) else self.decode_all([token_id])
             self._token_texts[token_id] = text
         return text
+
+    def _ordinary_tokens(self) -> list[int]:
+        """Return the tokens of a letter; none where the tokenizer cannot encode a letter."""
+        try:
+            return list(self._backend.encode("a", add_special_tokens=False).ids)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            return []
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Return the text of tokens, special ones included; raises as `decode`."""
