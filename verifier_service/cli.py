@@ -96,7 +96,8 @@ from verifier_service.options import VerifierOptions
 @click.option(
     "--adaptive-k/--no-adaptive-k",
     default=None,
-    help="Ask for fewer drafts, down to none, where that is faster; else always for num_speculative_tokens. "
+    help="Ask for fewer drafts, down to none, and verify fewer of those that come, where that is faster; "
+    "else always num_speculative_tokens. "
     "Default: adaptive, but not with --draft-deadline-ms off or synthetic acceptance.",
 )
 @click.option(

@@ -254,9 +254,8 @@ class BatchStage:
         self._block_tables = block_tables
         self._tables_shape = (count, width)
         own = batch.host
-        slot_mapping, cu_rows, lengths, tables = [
-            view.numpy() for view in _views(host, total, sequences, width, count)
-        ]
+        self._views = [view.numpy() for view in _views(host, total, sequences, width, count)]
+        slot_mapping, cu_rows, lengths, tables = self._views
         slot_mapping[:rows] = own.slot_mapping.numpy()
         slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
         cu_rows[: count + 1] = own.cu_rows.numpy()
@@ -264,6 +263,32 @@ class BatchStage:
         lengths[:count] = own.lengths.numpy()
         lengths[count:] = 0
         tables[:] = own.block_tables.numpy()
+
+    def set_rows(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Change the rows of the sequences until the copy is made; their blocks stay.
+
+        Parameters
+        ----------
+        starts, counts
+            int64 [B] of the batch's sequences: position of the first row, and rows. The blocks hold all of them, and
+            what is sent has room for them.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 [T], the slots of the rows.
+        """
+        slot_mapping, cu_rows, lengths, tables = self._views
+        count, sums = len(counts), counts.cumsum()
+        rows = int(sums[-1])
+        positions = np.arange(rows) + np.repeat(starts + counts - sums, counts)
+        blocks = tables[np.repeat(np.arange(count), counts), positions // BLOCK_SIZE]
+        slot_mapping[:rows] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
+        cu_rows[1 : count + 1] = sums
+        cu_rows[count + 1 :] = rows
+        lengths[:count] = starts + counts
+        return slot_mapping[:rows].copy()
 
     def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
         """Copy it to the buffers, on the current stream; return views for so many rows and sequences, padding

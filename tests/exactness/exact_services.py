@@ -26,6 +26,7 @@ from verifier_service.engine.engine import EngineLimits
 from verifier_service.grammar.vocabulary import load_vocabulary
 from verifier_service.host.access import InProcessEngine
 from verifier_service.host.host import EngineHost
+from verifier_service.pacing import Limit
 from verifier_service.target.target import Target
 
 T = TypeVar("T")
@@ -78,14 +79,18 @@ def serve_verifier(
     draft_deadline_s: float | None = None,
     *,
     tokenizer_dir: Path | None = None,
+    limit: Limit | None = None,
 ) -> Iterator[str]:
-    """Address of a verifier in this process, whose drafters are all connected; by default drafts are waited for."""
+    """Address of a verifier in this process, whose drafters are all connected; by default drafts are waited for. With a
+    `limit` all drafts are asked for, and that is which of them are verified in each step.
+    """
     limits = EngineLimits(
         max_num_seqs=IN_FLIGHT,
         max_queue=1024,
         max_prefill_rows=4096,
         num_blocks=1025,
         draft_deadline_s=draft_deadline_s,
+        adaptive_k=None if limit is None else True,
     )
     loop = Loop()
 
@@ -94,7 +99,10 @@ def serve_verifier(
         words, codec = "this server has no tokenizer", None
         if tokenizer_dir is not None:
             words, codec = load_vocabulary(tokenizer_dir, target.vocab_size), TextCodec(tokenizer_dir)
-        engine = InProcessEngine(EngineHost(target, settings, limits, drafters, LOOPBACK, vocabulary=words))
+        host = EngineHost(target, settings, limits, drafters, LOOPBACK, vocabulary=words)
+        if limit is not None:
+            host.engine.drafting.pin(settings.num_speculative_tokens, limit)
+        engine = InProcessEngine(host)
         handler = RequestHandler(engine, codec, settings, lambda: None)
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server)

@@ -16,7 +16,8 @@ from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.core.request import Request
+from verifier_service.core.request import ReadyDrafts, Request
+from verifier_service.drafters.budgeting import offers_of
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.drafters.stream import Answered, Stream
 from verifier_service.engine.planner import Planner
@@ -205,14 +206,18 @@ class World:
         self.clock.now = max(self.clock.now, until) + 1e-6
 
     def _step(self, requests: list[Request]) -> None:
-        counts = [0 if one.drafts is None else len(one.drafts.tokens) for one in requests]
+        offered, budget = [one.drafts for one in requests], self.drafting.budget
+        limit = budget.limit([0 if drafts is None else len(drafts.tokens) for drafts in offered])
+        offers = offers_of(requests)
+        chosen = dict(zip([offer.request for offer in offers], budget.choose(limit, offers), strict=True))
+        counts = [chosen.get(one, 0) for one in requests]
         for one in requests:
             one.drafts = None
         seconds = self._seconds(counts)
         self.clock.now += seconds
-        self._count(requests, counts, seconds)
+        self._count(requests, offered, counts, seconds)
         self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
-        self._commit(requests, counts)
+        self._commit(requests, offered, counts)
 
     def _seconds(self, counts: Sequence[int]) -> float:
         """Of a step that verifies so many drafts of its sequences."""
@@ -223,6 +228,7 @@ class World:
     def _count(
         self,
         requests: Sequence[Request],
+        offered: Sequence[ReadyDrafts | None],
         counts: Sequence[int],
         seconds: float,
         host_s: float = 0.0,
@@ -231,20 +237,25 @@ class World:
     ) -> None:
         streams = map(self._stream_of, requests)
         addresses = ["" if stream is None else stream.address for stream in streams]
-        verified = Counter(zip(addresses, counts, strict=True))
+        came = [0 if drafts is None else len(drafts.tokens) for drafts in offered]
+        verified = Counter(zip(addresses, came, strict=True))
         self.drafting.count_step(
             has_prompts=False,
             step_s=seconds,
             host_s=host_s,
             verified=verified,
+            num_rows=sum(counts) + len(counts),
             landed=self.clock.now,
             is_beside=is_beside,
         )
 
-    def _commit(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        for one, count in zip(requests, counts, strict=True):
+    def _commit(
+        self, requests: Sequence[Request], offered: Sequence[ReadyDrafts | None], counts: Sequence[int]
+    ) -> None:
+        for one, drafts, count in zip(requests, offered, counts, strict=True):
             accepted = self._accepted(one, count)
-            self.drafting.count_verified(one, count, accepted)
+            if drafts is not None:
+                self.drafting.budget.count(one, drafts, count, accepted)
             emitted = min(accepted + 1, one.max_length - len(one.tokens))
             one.tokens += [*[5] * accepted, 9]
             one.num_computed += accepted + 1
@@ -303,9 +314,10 @@ class LaunchingWorld(World):
         for work in step.rows:
             work.request.num_in_flight -= 1
         works = [work for work in step.rows if work.request in self.scene.requests]  # others have ended meanwhile
-        requests, counts = [work.request for work in works], [work.num_drafts for work in works]
-        self._count(requests, counts, took_s, host_s, is_beside=step.is_beside)
-        self._commit(requests, counts)
+        requests, offered = [work.request for work in works], [work.offered for work in works]
+        counts = [work.num_drafts for work in works]
+        self._count(requests, offered, counts, took_s, host_s, is_beside=step.is_beside)
+        self._commit(requests, offered, counts)
         self.scene.flush()
 
 
@@ -318,16 +330,23 @@ class _Places:
         self.running = scene.requests
 
     def schedule(
-        self, is_ready: Callable[[Request], bool], following: Mapping[Request, int], *_: object, **__: object
+        self,
+        is_ready: Callable[[Request], bool],
+        following: Mapping[Request, int],
+        *_: object,
+        choose: Callable[[Sequence[Request]], Mapping[Request, int]],
+        **__: object,
     ) -> list[ScheduledRows]:
-        works = []
-        for request in self.running:
-            if (request in following or not request.is_in_flight) and is_ready(request):
-                last = len(request.tokens) - (request not in following)
-                drafts, request.drafts = request.drafts, None
-                tokens = [9, *(drafts.tokens if drafts is not None else ())]
-                works.append(ScheduledRows(request, last, tokens, drafts, samples=True, follows=following.get(request)))
-        return works
+        decoding = [one for one in self.running if (one in following or not one.is_in_flight) and is_ready(one)]
+        most = choose(decoding)
+        return [self._rows(request, following.get(request), most.get(request, 0)) for request in decoding]
+
+    def _rows(self, request: Request, follows: int | None, most: int) -> ScheduledRows:
+        last = len(request.tokens) - (follows is None)
+        offered, request.drafts = request.drafts, None
+        drafts = offered.first(most) if offered is not None and most > 0 else None
+        tokens = [9, *(drafts.tokens if drafts is not None else ())]
+        return ScheduledRows(request, last, tokens, drafts, samples=True, follows=follows, offered=offered)
 
 
 def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafting_scene import CPU, VOCAB, K, Scene, make_head, rows_of, tokens_of
 from rings import channel_ends
 
-from draftwire.model.tensors import encode_ids
+from draftwire.model.tensors import encode_floats, encode_ids
 from draftwire.transport import Body, SegmentError, TensorReceiver, TensorSender
 from draftwire.transport.host_segment import HostSegment
 from draftwire.transport.traffic import Traffic
@@ -38,7 +39,14 @@ class Told:
         Steps and commits, oldest first.
     """
 
-    def __init__(self, num_requests: int = 3, *, shares_features: bool = True, write_value: Any = None) -> None:
+    def __init__(
+        self,
+        num_requests: int = 3,
+        *,
+        shares_features: bool = True,
+        write_value: Any = None,
+        confidences: bool = False,
+    ) -> None:
         self.scene = Scene()
         self.announced: list[tuple[pb.Announce, Body]] = []
         self.steps: list[Any] = []
@@ -46,8 +54,9 @@ class Told:
         status = generate_pb2.DrafterStatus(address="drafter:1")
         sender = TensorSender(CPU, HostSegment.unshared(1 << 16, CPU) if shares_features else None)
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *args: call(*args))
+        head = make_head(confidences=confidences)
         self.stream = Stream(
-            *(status, make_head(), lambda: None, sender, TensorReceiver(CPU), lambda *_: None, Traffic(), channel),
+            *(status, head, lambda: None, sender, TensorReceiver(CPU), lambda *_: None, Traffic(), channel),
             loop=loop,
         )
         self.scene.connect_stream(self.stream)
@@ -107,6 +116,7 @@ class Told:
             num_drafts=[K] * len(requests),
         )
         encode_ids(DRAFTS * len(requests), drafts.tokens)
+        encode_floats(np.full(K * len(requests), 0.5), drafts.confidences)
         self.scene.drafting.handle(Answered(self.stream, drafts))
 
     def show(self, drafts: torch.Tensor, announced_id: int) -> None:
@@ -145,9 +155,10 @@ def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
     assert not awaited.has_early_drafts()
     told.show(drafts, told.announced[-1][0].announced_id)
     assert awaited.has_early_drafts()
-    tokens = awaited.read_early_drafts(VOCAB)
+    found = awaited.read_early_drafts(VOCAB)
     assert not awaited.has_early_drafts()  # they are read once
-    return tokens
+    assert found is None or (found.confidences is not None) == told.stream.head.confidences
+    return None if found is None else found.tokens
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
@@ -204,6 +215,18 @@ def test_early_drafts_of_a_committed_step_are_read():
     told.step([[5, 9], [5, 6, 7, 2], [8]])
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
     assert awaited_drafts(told, drafts).tolist() == list(range(3 * K))
+
+
+def test_early_drafts_bring_their_confidences():
+    told = Told(confidences=True)
+    told.step([[5, 9], [5, 6, 7, 2], [8]])
+    confidences = torch.linspace(0.0, 1.0, 3 * K).view(3, K)
+    drafts = torch.stack([torch.arange(3 * K, dtype=torch.int32).view(3, K), confidences.view(torch.int32)], dim=-1)
+    awaited = told.scene.drafting.wait_policy.awaited_answer()
+    told.show(drafts, 1)
+    found = awaited.read_early_drafts(VOCAB)
+    assert found.tokens.tolist() == list(range(3 * K))
+    assert found.confidences.tolist() == confidences.flatten().tolist()
 
 
 @pytest.mark.parametrize("num_drafts", [1, K - 1])

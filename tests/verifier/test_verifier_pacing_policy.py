@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verifier_service.pacing import Acceptance, DraftCountPolicy, Profile, StepCount
+from verifier_service.pacing import Calibration, DraftCountPolicy, Profile, StepCount
 from verifier_service.pacing.policy import LOSS_SHARE, REST_S
 
 K = 4
@@ -24,11 +24,8 @@ class Rounds:
         self.now = 100.0
         self.tokens = 0.0
         self.asked: list[int] = []
-        acceptance = Acceptance(K)
-        self.policy = DraftCountPolicy(K, acceptance, profile or Profile(), **{"is_adaptive": True, **options})
-        for step in range(20_000):
-            accepted = next(n for n in range(K + 1) if n == K or step % 1000 >= 1000 * RATE ** (n + 1))
-            acceptance.count(K, accepted)
+        calibration = Calibration(K, [RATE] * K)
+        self.policy = DraftCountPolicy(K, calibration, profile or Profile(), **{"is_adaptive": True, **options})
 
     def run(self, seconds: float) -> float:
         """Return the tokens per second of a request, over that without drafts."""
@@ -52,7 +49,7 @@ FAR = (STEP_S, 30e-3, 30e-3, 30e-3, 30e-3)
 
 @pytest.mark.parametrize("requests", [1, 8, 64])
 def test_a_near_drafter_is_asked_for_all_from_the_start(requests):
-    rounds = Rounds(*NEAR, requests=requests, profile=Profile({1: STEP_S, 320: STEP_S}))
+    rounds = Rounds(*NEAR, requests=requests, profile=Profile({(64, 64): STEP_S, (64, 320): STEP_S}))
     assert rounds.run(0.1) == pytest.approx(TOKENS[K] * STEP_S / NEAR[K], rel=0.04)
     assert rounds.run(5.0) > 0.99 * TOKENS[K] * STEP_S / NEAR[K]
     assert rounds.policy.num_drafts in (K - 1, K)

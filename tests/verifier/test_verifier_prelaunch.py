@@ -25,7 +25,7 @@ from verifier_service.engine import engine as engine_module
 from verifier_service.engine import prelaunch
 from verifier_service.engine.executor import Executor
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import DraftCountPolicy
+from verifier_service.pacing import DraftCountPolicy, Limit
 from verifier_service.target.target import Target
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
@@ -134,6 +134,24 @@ def test_the_output_is_that_without_drafts(target, limits, kind):
     if not limits:
         assert own.num_released > 0.8 * len(own.sizes)
     assert own.engine.kv_cache_usage == 0.0
+
+
+@pytest.mark.parametrize("limit", [Limit(0.0, 5), Limit(0.4, 100), Limit(0.0, 0)], ids=str)
+def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
+    """Steps with fewer rows than drafts came; they are prelaunched all the same."""
+    own = Noted(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"})
+    own.engine.drafting.pin(K, limit)
+    own.connect_late()
+    rows: list[list[int]] = []
+    own.on_stage(Stage.SAMPLED, lambda step: rows.append([row.num_drafts for row in step.rows]))
+    made = [own.submit(**one, temperature=0.8) for one in REQUESTS]
+    own.engine.start()
+    sampled = [{**one, "temperature": 0.8} for one in REQUESTS]
+    assert [own.tokens(one) for one in made] == undrafted(target, sampled)
+    own.engine.stop()
+    assert own.num_released > 0.8 * len(own.sizes) > 0
+    assert max(map(sum, rows)) <= limit.most_drafts
+    assert any(map(sum, rows)) == (limit.most_drafts > 0)
 
 
 def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):

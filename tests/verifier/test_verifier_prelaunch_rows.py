@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from drafting_scene import Scene, answer_to, make_request
+from drafting_scene import Scene, answer_to, make_head, make_request
 from tiny_targets import VOCAB
 
 from draftwire.model.tensors import encode_tensor
@@ -15,10 +16,12 @@ from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters import session as draft_session
+from verifier_service.drafters.budgeting import Offer
 from verifier_service.drafters.session import AwaitedAnswer
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.prelaunch import Prelaunch
 from verifier_service.engine.step import Stage, Step
+from verifier_service.pacing import Limit
 
 
 class NoRunner:
@@ -26,12 +29,16 @@ class NoRunner:
 
     def __init__(self) -> None:
         self.released: list[Any] = []
+        self.counts: list[int] | None = None  # rows of each sequence that was released last
+        self.most_rows: int | None = None  # that the last pass has room for
 
-    def prelaunch(self, _: ForwardInput) -> bool:
+    def prelaunch(self, _: ForwardInput, most_rows: int | None = None) -> bool:
+        self.most_rows = most_rows
         return True
 
-    def release(self, token_ids: Any) -> None:
+    def release(self, token_ids: Any, counts: Any = None) -> None:
         self.released.append(token_ids.tolist())
+        self.counts = None if counts is None else counts.tolist()
 
     def abandon(self) -> None:
         self.released.append(None)
@@ -56,9 +63,9 @@ def test_the_awaited_answer_brings_all_drafts():
     assert scene.drafting.wait_policy.all_wait(requests)
     assert not scene.drafting.wait_policy.all_wait([])
     answer = answer_to(stream.steps[-1])
-    tokens = awaited.read_answer(answer, VOCAB)
-    assert tokens is not None
-    assert tokens.tolist() == [5, 6, 7] * 3
+    found = awaited.read_answer(answer, VOCAB)
+    assert found is not None
+    assert (found.tokens.tolist(), found.confidences) == ([5, 6, 7] * 3, None)
     assert awaited.read_answer(answer, 7) is None  # an id beyond the vocabulary
     for change in (
         lambda one: setattr(one, "step_id", one.step_id + 1),
@@ -76,6 +83,11 @@ def test_the_awaited_answer_brings_all_drafts():
     assert not scene.drafting.wait_policy.all_wait(requests)
 
 
+def all_drafts(limit: Limit | None, offers: Sequence[Offer]) -> list[int]:
+    assert limit is None
+    return [offer.num_drafts for offer in offers]
+
+
 def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
     last = len(request.tokens) - 1
     return ScheduledRows(request, last, [request.tokens[last]] + [0] * num_drafts, None, samples=True)
@@ -88,6 +100,12 @@ def answer_with(stream: Any, drafts: list[list[int]]) -> tuple[AwaitedAnswer, An
     return AwaitedAnswer(stream, 1, [*answer.sequence_ids], [*answer.num_drafts], []), Answered(stream, answer)
 
 
+class NoConfidences:
+    """A stream whose drafts come without confidences."""
+
+    head = make_head()
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_drafts_go_where_their_requests_are_in_the_step(order):
     requests = [make_request([1 + i] * 16) for i in range(4)]
@@ -97,9 +115,9 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     drafts = [[11, 12, 13], [14], [15, 16]]
     runner: Any = NoRunner()
     step = Step([*map(awaited_rows, requests, [3, 1, 2, 3])])
-    waiting = Prelaunch(runner, VOCAB)
+    waiting = Prelaunch(runner, VOCAB, all_drafts)
     waiting.launch(step)
-    awaited, answer = answer_with(object(), [drafts[i] for i in order])
+    awaited, answer = answer_with(NoConfidences(), [drafts[i] for i in order])
     assert waiting.read_answer(answer) is None
     waiting.expect(replace(awaited, requests=requests[:1], num_drafts=[4]))  # there is no room for so many
     assert waiting.read_answer(answer) is None
@@ -110,6 +128,52 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     assert runner.released == [[1, 11, 12, 13, 2, 14, 3, 15, 16, 4, 8, 0, 0]]
     assert step.stage is Stage.RELEASED
     assert waiting.read_answer(answer) is None
+
+
+def test_a_limited_pass_has_the_chosen_rows_alone():
+    """Which rows those are is written when the drafts are there; the plan goes by the same choice."""
+    requests = [make_request([1 + i] * 16) for i in range(3)]
+    for request in requests:
+        request.blocks, request.num_computed = [4, 5], 15
+    requests[2].drafts = ReadyDrafts(16, 3, [8, 9])  # came before
+    limit, asked = Limit(0.25, 4), []
+
+    def choose(given: Limit | None, offers: Sequence[Offer]) -> list[int]:
+        asked.append((given, [(offer.request, offer.num_drafts, offer.confidences) for offer in offers]))
+        return [1, 2, 0]
+
+    runner: Any = NoRunner()
+    step = Step([*map(awaited_rows, requests, [3, 3, 2])], limit=limit)
+    waiting = Prelaunch(runner, VOCAB, choose)
+    waiting.launch(step)
+    assert runner.most_rows == 3 + 4
+    awaited, answer = answer_with(NoConfidences(), [[11, 12, 13], [14, 15, 16]])
+    waiting.expect(replace(awaited, requests=requests[:2]))
+    found = waiting.read_answer(answer)
+    assert found is not None
+    waiting.release(found)
+    assert asked == [(limit, [(requests[0], 3, None), (requests[1], 3, None), (requests[2], 2, None)])]
+    assert (runner.released, runner.counts) == ([[1, 11, 2, 14, 15, 3]], [2, 3, 1])
+    assert step.chosen == {requests[0]: 1, requests[1]: 2, requests[2]: 0}
+    assert waiting.pending is step
+
+
+@pytest.mark.parametrize(("num_drafts", "begins"), [((1, 2), True), ((3, 1), True), ((3, 3), False)])
+def test_a_limited_pass_is_confirmed_where_the_rows_fit(num_drafts, begins):
+    requests = [make_request([1 + i] * 16) for i in range(2)]
+    for request in requests:
+        request.tokens.append(1)
+        request.blocks, request.num_computed = [4, 5], 16
+    runner: Any = NoRunner()
+    waiting = Prelaunch(runner, VOCAB, all_drafts)
+    waiting.launch(Step([*map(awaited_rows, requests, [3, 3])], limit=Limit(0.0, 4)))
+    rows = [
+        ScheduledRows(one, 16, [1, *[7] * count], ReadyDrafts(17, 1, [7] * count), samples=True)
+        for one, count in zip(requests, num_drafts, strict=True)
+    ]
+    assert waiting.confirm(rows) is None  # what the runner gives
+    assert runner.counts == ([1 + count for count in num_drafts] if begins else None)
+    assert len(runner.released[0] or []) == (2 + sum(num_drafts) if begins else 0)
 
 
 def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
@@ -136,14 +200,14 @@ def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
         runner: Any = NoRunner()
-        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB)
+        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB, all_drafts)
         waiting.launch(step)
         if change is not None:
             change(request)
         ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
         rows = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
         assert waiting.confirm([rows]) is None  # what the runner gives
-        assert not waiting.is_pending
+        assert waiting.pending is None
         assert step.stage is Stage.ABANDONED
         assert runner.released in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])
         return runner.released != [None]

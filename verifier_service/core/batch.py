@@ -58,6 +58,7 @@ class ScheduledRows:
     samples: bool  # whether its last row, or each row of a decoding request, samples a token
     follows: int | None = None  # place of its only token in the previous step's sample
     cause: generate_pb2.FallbackCause | None = None  # why the request has no drafts, if known
+    offered: ReadyDrafts | None = None  # the drafts that came, of which the first ones are verified
     is_decoding: bool = field(init=False)  # whether the request decodes before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows that tokens are drawn from, the last ones

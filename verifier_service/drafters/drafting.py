@@ -15,6 +15,7 @@ from verifier_service.core.request import Request
 from verifier_service.core.step_times import StepTimes
 from verifier_service.drafters.answer_intake import AnswerIntake
 from verifier_service.drafters.breaker import Breaker
+from verifier_service.drafters.budgeting import DraftBudget
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
 from verifier_service.drafters.early_features import begin_early
 from verifier_service.drafters.features import FeatureKind, FeatureStore
@@ -22,7 +23,8 @@ from verifier_service.drafters.placement import Placement
 from verifier_service.drafters.sender import StepSender
 from verifier_service.drafters.session import DraftSession, EarlyFeatures
 from verifier_service.drafters.stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
-from verifier_service.pacing import Pace, Profile, StepCount
+from verifier_service.pacing import Limit, Pace, Profile, StepCount, VerificationBudget
+from verifier_service.sampling.sampler import synthetic_rates
 
 # A drafter that leaves more bytes of features unanswered counts as lost.
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
@@ -43,6 +45,8 @@ class Drafting:
         Which requests wait for their drafts, and how long.
     answers
         Checks the drafters' answers.
+    budget
+        Which of the drafts that came are verified.
     is_adaptive
         Whether fewer drafts than configured are asked for, and verified, where that is faster.
     """
@@ -74,17 +78,24 @@ class Drafting:
         self._device = device
         self.placement = Placement()
         self._sessions, self._bindings = self.placement.sessions, self.placement.bindings
-        self._drafted: Counter[str] = Counter()  # drafts verified, by the drafter's address
-        self._accepted: Counter[str] = Counter()
         self.answers = AnswerIntake(config, vocab_size, times, self.placement)
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self.is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self._profile = profile or Profile()
+        self._rates = synthetic_rates(config)
+        self.budget = DraftBudget(self._bindings, VerificationBudget(self._profile, is_adaptive=self.is_adaptive))
         self.wait_policy = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.wait_policy)
+        self._pinned_drafts: int | None = None
         self._num_decoding = 0  # requests, as of the last flush
         self._had_prompts = True  # whether the step that was counted last had any
         self._landed = 0.0  # monotonic time at which the tokens of the last step were there
+
+    def pin(self, num_drafts: int, limit: Limit) -> None:
+        """Ask each drafter that connects from now on for so many drafts, and verify those within `limit`, whatever is
+        measured; for tests and measurements."""
+        self._pinned_drafts = num_drafts
+        self.budget.budget.pin(limit)
 
     @property
     def sessions(self) -> Mapping[Stream, DraftSession]:
@@ -100,7 +111,8 @@ class Drafting:
         """Fill in the status of the drafter at the status' address; callable from any thread."""
         address = status.address
         status.sequences = self.placement.sequences_at(address)
-        status.drafted, status.accepted = self._drafted[address], self._accepted[address]
+        status.drafted, status.accepted = self.budget.verified[address], self.budget.accepted[address]
+        status.offered, status.expected = self.budget.offered[address], self.budget.expected.get(address, 0.0)
         session = next((one for one in list(self._sessions.values()) if one.stream.address == address), None)
         status.other_sequences = 0 if session is None else session.others
         status.kv_cache_usage = 0.0 if session is None else session.kv_cache_usage
@@ -121,9 +133,12 @@ class Drafting:
                     self._profile,
                     is_adaptive=self.is_adaptive,
                     is_local=event.stream.sender.carrier != draft_pb2.CARRIER_BYTES,
+                    rates=self._rates,
                 ),
                 Breaker(self._deadline_s, on_trial=event.stream.on_trial),
             )
+            if self._pinned_drafts is not None:
+                self._sessions[event.stream].pace.policy.pin(self._pinned_drafts)
         elif event.stream in self._sessions:
             session = self._sessions[event.stream]
             if isinstance(event, Answered):
@@ -221,6 +236,7 @@ class Drafting:
         step_s: float,
         host_s: float,
         verified: Mapping[tuple[str, int], int],
+        num_rows: int,
         landed: float,
         is_beside: bool | None,
     ) -> None:
@@ -234,18 +250,23 @@ class Drafting:
         step_s, host_s
             Seconds of the step itself and of the host before it, waits left out; see `StepTimes`.
         verified
-            Number of decoding requests in the step, by (address of the drafter or "", drafts).
+            Number of decoding requests in the step, by (address of the drafter or "", drafts that came).
+        num_rows
+            Rows of the step.
         landed
             Monotonic time at which the host had the step's tokens.
         is_beside
             Whether the step was launched while another step ran. None if no step ever is; then the host's time counts.
         """
+        self.budget.learn()
         seconds, self._landed = landed - self._landed, landed
         had_prompts, self._had_prompts = self._had_prompts, has_prompts
         if has_prompts or had_prompts:
             return
         pass_s = step_s + host_s if is_beside is None else step_s
         self.wait_policy.count_step(pass_s)
+        has_drafts = any(count > 0 for _, count in verified)
+        self.budget.budget.count_step(sum(verified.values()), num_rows, pass_s, seconds, has_drafts=has_drafts)
         for session in self._sessions.values():
             session.pace.policy.count(self._step_count(session, seconds, pass_s, verified))
 
@@ -262,7 +283,7 @@ class Drafting:
                 drafted += sequences
             else:
                 drafter = session if address == own else others.get(address)
-                expected = [1.0] if drafter is None else drafter.pace.acceptance.expected_tokens()
+                expected = [1.0] if drafter is None else drafter.pace.calibration.expected_tokens()
                 other_tokens += sequences * expected[min(count, len(expected) - 1)]
         return StepCount(
             now=self._landed,
@@ -276,20 +297,14 @@ class Drafting:
             catches_up=session.catches_up,
         )
 
-    def count_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count how many of a request's drafts were accepted."""
-        binding = self._bindings.get(request)
-        if binding is not None and num_drafts > 0 and num_accepted >= 0:
-            session = binding.session
-            session.pace.acceptance.count(num_drafts, num_accepted)
-            self._drafted[session.stream.address] += num_drafts
-            self._accepted[session.stream.address] += num_accepted
-
     def count_by_drafter(self, rows: Sequence[ScheduledRows]) -> Counter[tuple[str, int]]:
-        """Return the number of decoding requests of a step, by (address of the drafter or "", drafts)."""
+        """Return the number of decoding requests of a step, by (address of the drafter or "", drafts that came)."""
         bindings = self._bindings
         return Counter(
-            (bindings[one.request].session.stream.address if one.request in bindings else "", one.num_drafts)
+            (
+                bindings[one.request].session.stream.address if one.request in bindings else "",
+                0 if one.offered is None else len(one.offered.tokens),
+            )
             for one in rows
             if one.is_decoding
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire.model.tensors import decode_id_array
+from draftwire.model.tensors import decode_id_array, decode_probabilities
 from draftwire.transport import Outgoing
 from draftwire.v1 import draft_pb2
 from verifier_service.core.request import Request
@@ -194,6 +194,13 @@ class EarlyFeatures(NamedTuple):
         return 0 < max(num_drafts, default=0) <= self.announced.num_drafts
 
 
+class UncheckedDrafts(NamedTuple):
+    """Drafts that a pass may begin with before their answer has been checked, sequence after sequence."""
+
+    tokens: np.ndarray  # int32 [D], ids of the vocabulary
+    confidences: np.ndarray | None  # float32 [D], anything; None where drafts come without
+
+
 class CommittedStep(NamedTuple):
     """A step that was committed, whose drafts may come early."""
 
@@ -219,8 +226,8 @@ class AwaitedAnswer:
         committed = self.committed
         return committed is not None and self.stream.has_early_drafts(committed.announced)
 
-    def read_early_drafts(self, vocab_size: int) -> np.ndarray | None:
-        """Return the early drafts, int32 [D]; None where they are fewer than were asked for, or no tokens.
+    def read_early_drafts(self, vocab_size: int) -> UncheckedDrafts | None:
+        """Return the early drafts; None where they are fewer than were asked for, or no tokens.
 
         Only the answer says that they are the step's drafts: a pass that begins with them is dropped if it does not.
         """
@@ -229,12 +236,14 @@ class AwaitedAnswer:
         if committed is None or not is_there:
             return None
         drafts = self.stream.read_early_drafts(committed.announced)[committed.places]
-        tokens = drafts[..., 0] if committed.announced.confidences else drafts
-        tokens = tokens[np.arange(tokens.shape[1]) < np.array(self.num_drafts)[:, None]]
-        return tokens if _are_ids(tokens, vocab_size) else None
+        drafts = drafts[np.arange(drafts.shape[1]) < np.array(self.num_drafts)[:, None]]
+        tokens, confidences = drafts, None
+        if committed.announced.confidences:
+            tokens, confidences = drafts[:, 0].copy(), drafts[:, 1].copy().view(np.float32)
+        return UncheckedDrafts(tokens, confidences) if _are_ids(tokens, vocab_size) else None
 
-    def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> np.ndarray | None:
-        """Return the draft tokens, int32 [D], of an answer that has not been checked; None when it is another one.
+    def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> UncheckedDrafts | None:
+        """Return the drafts of an answer that has not been checked; None when it is another one.
 
         Nothing else of it is checked: a pass that begins with them is dropped if the answer turns out to be wrong.
         """
@@ -242,11 +251,14 @@ class AwaitedAnswer:
             return None
         if answer.num_drafts[:] != self.num_drafts:
             return None
+        total, confidences = sum(self.num_drafts), None
         try:
-            tokens = decode_id_array(answer.tokens, "drafts.tokens", sum(self.num_drafts))
+            tokens = decode_id_array(answer.tokens, "drafts.tokens", total)
+            if self.stream.head.confidences:
+                confidences = decode_probabilities(answer.confidences, "drafts.confidences", total)
         except InvalidArgumentError:
             return None
-        return tokens if _are_ids(tokens, vocab_size) else None
+        return UncheckedDrafts(tokens, confidences) if _are_ids(tokens, vocab_size) else None
 
 
 def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:

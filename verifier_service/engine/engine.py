@@ -227,7 +227,7 @@ class Engine:
         step: Step | None = None
         try:
             self._executor.drop_expired(self.scheduler.running)
-            step = self._planner.plan(self._in_flight, is_prepared=self._executor.is_prepared)
+            step = self._planner.plan(self._in_flight, self._executor.prepared)
             return None if step is None else self._executor.execute(step, self._in_flight)
         except Exception as error:
             failed = self.scheduler.running if step is None else [row.request for row in step.rows]
@@ -277,6 +277,7 @@ class Engine:
                 step_s=step_s,
                 host_s=host_s,
                 verified=step.verified,
+                num_rows=step.num_rows,
                 landed=step.committed_at,
                 is_beside=step.is_beside if self._planner.is_async and step.marks is not None else None,
             )

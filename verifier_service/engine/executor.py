@@ -55,7 +55,7 @@ class Executor:
         self._device = runner.device
         self._cache = runner.cache
         self._run_forward = run_forward
-        self._prelaunch = Prelaunch(runner, vocab_size)
+        self._prelaunch = Prelaunch(runner, vocab_size, drafting.budget.choose)
         self._sampler = sampler
         self._stores = stores
         self._drafting = drafting
@@ -184,9 +184,14 @@ class Executor:
             self.take_early_drafts()
 
     @property
+    def prepared(self) -> Step | None:
+        """Return the prepared step that has been neither executed nor dropped, if there is one."""
+        return self._prelaunch.pending
+
+    @property
     def is_prepared(self) -> bool:
-        """Return whether a prepared step has been neither executed nor dropped."""
-        return self._prelaunch.is_pending
+        """Return whether there is such a step."""
+        return self._prelaunch.pending is not None
 
     @property
     def computes_prepared(self) -> bool:

@@ -184,8 +184,8 @@ class RequestOutputs:
         if row.is_decoding:
             row.request.count_step(row.num_drafts, num_emitted)
             self._metrics.count_step(row.num_drafts, num_emitted - 1)
-            if row.num_drafts > 0:
-                self._drafting.count_verified(row.request, row.num_drafts, num_emitted - 1)
+            if row.offered is not None:
+                self._drafting.budget.count(row.request, row.offered, row.num_drafts, num_emitted - 1)
 
     def deliver_behind(self, step: Step | None, committing: Step) -> None:
         """Deliver output while the device computes `step`, or hold it back until the next step.

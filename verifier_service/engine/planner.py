@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.core.request import Request
+from verifier_service.drafters.budgeting import offers_of
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Step, StepObserver
@@ -32,19 +34,19 @@ class Planner:
         self._drafting = drafting
         self._observer = observer
 
-    def plan(self, in_flight: Step | None, *, is_prepared: bool = False) -> Step | None:
+    def plan(self, in_flight: Step | None, prepared: Step | None = None) -> Step | None:
         """Return the next step; None if there is nothing to compute, or waiting for drafts is faster.
 
         Parameters
         ----------
         in_flight
             The step that the device computes.
-        is_prepared
-            Whether the executor waits for the drafts of a step, which therefore takes no prompts.
+        prepared
+            The step whose drafts the executor waits for: the next step takes no prompts and has the same limit.
         """
         waits = self._drafting.wait_policy
         following = self._following(in_flight) if in_flight is not None else {}
-        drafted = [] if in_flight is None else [row.request for row in in_flight.rows if row.num_drafts > 0]
+        drafted = [] if in_flight is None else [row.request for row in in_flight.rows if row.offered is not None]
         requests = [one for one in self._scheduler.running if not one.is_in_flight or one in following]
         if waits.is_held(requests, may_admit=self._scheduler.may_admit):
             return None
@@ -55,7 +57,11 @@ class Planner:
         if in_flight is not None and not following and self._splits_batch(in_flight, can_join):
             return None
         prefills = {} if in_flight is None or waits.is_awaited else self._continuing_prefills(in_flight)
-        rows = self._scheduler.schedule(can_join, following, prefills, takes_prompts=not is_prepared)
+        rows = self._scheduler.schedule(
+            *(can_join, following, prefills),
+            takes_prompts=prepared is None,
+            choose=partial(self._choose, prepared=prepared),
+        )
         return Step(rows, self._observer) if rows else None
 
     def plan_awaited(self) -> Step | None:
@@ -72,7 +78,21 @@ class Planner:
         rooms = [*map(self._scheduler.place_drafts, running, num_drafts)]
         if min(rooms) < 0:
             return None
-        return Step([*map(_awaited_rows, running, rooms)], self._observer)
+        limit = self._drafting.budget.limit(rooms)
+        return Step([*map(_awaited_rows, running, rooms)], self._observer, limit=limit)
+
+    def _choose(self, decoding: Sequence[Request], *, prepared: Step | None) -> dict[Request, int]:
+        """Return how many drafts are verified, of the requests that have some."""
+        budget, offers = self._drafting.budget, offers_of(decoding)
+        if not offers:
+            return {}
+        if prepared is not None and prepared.chosen is not None:
+            return prepared.chosen
+        if prepared is not None:
+            limit = prepared.limit
+        else:
+            limit = budget.limit([0 if one.drafts is None else len(one.drafts.tokens) for one in decoding])
+        return dict(zip([offer.request for offer in offers], budget.choose(limit, offers), strict=True))
 
     @property
     def all_wait(self) -> bool:

@@ -11,11 +11,15 @@ import numpy as np
 from draftwire.model.kv_cache import BLOCK_SIZE, SequenceRows
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.drafters.session import AwaitedAnswer
+from verifier_service.drafters.budgeting import Offer, offers_of
+from verifier_service.drafters.session import AwaitedAnswer, UncheckedDrafts
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.step import Stage, Step
+from verifier_service.pacing import Limit
 from verifier_service.target.runner import TargetRunner
 
+# How many drafts of each offer are verified under a limit, None for all.
+Choose = Callable[[Limit | None, Sequence[Offer]], list[int]]
 # Seconds after which a prelaunched forward pass is abandoned, so that new requests are computed.
 PATIENCE_S = 0.05
 
@@ -25,14 +29,20 @@ class Prelaunch:
 
     The step that is confirmed may have fewer requests and fewer drafts: a row depends only on the rows before it, and
     surplus rows are overwritten before they are read, like rows of rejected drafts.
+
+    A step with a limit has a pass with room for fewer rows than drafts may come. The rows that the pass computes are
+    written when the step is released.
     """
 
-    def __init__(self, runner: TargetRunner, vocab_size: int) -> None:
+    def __init__(self, runner: TargetRunner, vocab_size: int, choose: Choose) -> None:
+        """`choose` returns how many drafts of each offer are verified under a limit."""
         self._runner = runner
         self._vocab_size = vocab_size
+        self._choose = choose
         self._step: Step | None = None
         self._deadline = 0.0  # monotonic time
-        self._places: dict[Request, _Place] = {}  # in the last prelaunched step
+        self._launched: dict[Request, _Place] = {}  # in the last step that was prelaunched, with a row for each draft
+        self._places: dict[Request, _Place] = {}  # the same of a step without a limit, or as it was released
         self._num_rows = 0
         self._awaited: AwaitedAnswer | None = None  # the one answer that brings all drafts of the step
         # Token ids [rows] without the drafts of the awaited answer, and the places of these drafts.
@@ -40,9 +50,9 @@ class Prelaunch:
         self._token_ids: list[int] = []  # the ids that the step was released with
 
     @property
-    def is_pending(self) -> bool:
-        """Return whether a prelaunched step has been neither confirmed nor abandoned."""
-        return self._step is not None
+    def pending(self) -> Step | None:
+        """Return the prelaunched step that has been neither confirmed nor abandoned, if there is one."""
+        return self._step
 
     @property
     def is_released(self) -> bool:
@@ -63,9 +73,10 @@ class Prelaunch:
         for row in step.rows:
             places[row.request] = _place(row, first)
             first += len(row.tokens)
-        if places == self._places:
+        if places == self._launched:
             return
-        self._places, self._num_rows, self._template = places, first, None
+        self._launched = self._places = places
+        self._num_rows, self._template = first, None
         firsts, starts, counts = np.array([place[:3] for place in places.values()], np.int64).T
         forward = ForwardInput(
             np.zeros(first, np.int64),
@@ -74,7 +85,8 @@ class Prelaunch:
             [SequenceRows(row.request.blocks.copy(), row.start, len(row.tokens)) for row in step.rows],
             np.arange(first),
         )
-        if self._runner.prelaunch(forward):
+        most_rows = None if step.limit is None else len(places) + step.limit.most_drafts
+        if self._runner.prelaunch(forward, most_rows):
             self._step, self._deadline = step, time.monotonic() + PATIENCE_S
             step.advance(Stage.PRELAUNCHED)
 
@@ -101,8 +113,8 @@ class Prelaunch:
         """Return whether the drafts of one answer are all that the step waits for."""
         return self._step is not None and self._step.stage is Stage.PRELAUNCHED and self._template is not None
 
-    def read_answer(self, answer: Answered) -> np.ndarray | None:
-        """Return the drafts, int32 [D], of an unchecked answer, if the step waits for that answer; else None.
+    def read_answer(self, answer: Answered) -> UncheckedDrafts | None:
+        """Return the drafts of an unchecked answer, if the step waits for that answer; else None.
 
         `confirm` abandons the step if the answer proves wrong.
         """
@@ -116,17 +128,60 @@ class Prelaunch:
         """Return whether the drafts are in shared memory before their answer."""
         return self._awaited is not None and self._can_be_filled and self._awaited.has_early_drafts()
 
-    def read_early_drafts(self) -> np.ndarray | None:
-        """Return the drafts in shared memory, int32 [D]; None when they are not valid. They are read once."""
+    def read_early_drafts(self) -> UncheckedDrafts | None:
+        """Return the drafts in shared memory; None when they are not valid. They are read once."""
         assert self._awaited is not None
         return self._awaited.read_early_drafts(self._vocab_size)
 
-    def release(self, drafts: np.ndarray) -> None:
+    def release(self, drafts: UncheckedDrafts) -> None:
         """Release the step with the drafts of the awaited answer."""
         assert self._template is not None
         token_ids, places = self._template
-        token_ids[places] = drafts
-        self._release(token_ids)
+        token_ids[places] = drafts.tokens
+        if self._step is None or self._step.limit is None:
+            self._release(token_ids)
+            return
+        assert self._awaited is not None
+        confidences = None if drafts.confidences is None else drafts.confidences.tolist()
+        offers, first = {}, 0
+        for request, count in zip(self._awaited.requests, self._awaited.num_drafts, strict=True):
+            own = None if confidences is None else confidences[first : first + count]
+            offers[request] = Offer(request, count, own)
+            first += count
+        known = [request for request in self._places if request not in offers]
+        self._release_chosen(token_ids, offers | {offer.request: offer for offer in offers_of(known)})
+
+    def _release_chosen(self, token_ids: np.ndarray, offers: Mapping[Request, Offer]) -> None:
+        """Release a step with a limit; `token_ids` are those of all rows that it may have."""
+        assert self._step is not None
+        counts = self._choose_of(self._step, [offers[request] for request in self._places if request in offers])
+        self._release_counts(
+            {
+                request: token_ids[place.first : place.first + min(1 + counts.get(request, 0), place.num_rows)].tolist()
+                for request, place in self._places.items()
+            }
+        )
+
+    def _choose_of(self, step: Step, offers: Sequence[Offer]) -> dict[Request, int]:
+        """Return how many drafts of each request the step verifies, and note it for the step's plan."""
+        counts = dict(zip([one.request for one in offers], self._choose(step.limit, offers), strict=True))
+        step.chosen = counts if step.limit is not None else None
+        return counts
+
+    def _release_counts(self, tokens: Mapping[Request, list[int]]) -> None:
+        """Release a step with a limit with exactly these rows of its requests; drop it where they have no room."""
+        assert self._step is not None
+        assert self._step.limit is not None
+        counts = np.array([len(own) for own in tokens.values()], np.int64)
+        if counts.sum() > len(counts) + self._step.limit.most_drafts:
+            self.abandon()
+            return
+        firsts = (counts.cumsum() - counts).tolist()
+        self._places = {
+            request: place._replace(first=first, num_rows=len(tokens[request]))
+            for (request, place), first in zip(self._places.items(), firsts, strict=True)
+        }
+        self._release(np.array([token for own in tokens.values() for token in own], np.int64), counts)
 
     def has_all_drafts(self, is_waiting: Callable[[Request], bool]) -> bool:
         """Return whether the step is unreleased and no request of it waits for drafts."""
@@ -136,15 +191,23 @@ class Prelaunch:
 
     def release_with_known_drafts(self) -> None:
         """Release the step with the drafts that its requests have."""
+        assert self._step is not None
+        chosen = self._choose_of(self._step, offers_of(self._places))
         self._release_with(
             {
-                request: request.tokens[-1:] if request.drafts is None else [request.tokens[-1], *request.drafts.tokens]
+                request: request.tokens[-1:]
+                if request.drafts is None
+                else [request.tokens[-1], *request.drafts.tokens[: chosen[request]]]
                 for request in self._places
             }
         )
 
     def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
         """Release the step with the tokens of each request, cut or padded to the room."""
+        if self._step is not None and self._step.limit is not None:
+            rows = {request: place.num_rows for request, place in self._places.items()}
+            self._release_counts({request: tokens.get(request, [0])[:most] for request, most in rows.items()})
+            return
         token_ids: list[int] = []
         for request, place in self._places.items():
             own = tokens.get(request, [])
@@ -152,12 +215,12 @@ class Prelaunch:
             token_ids += own if missing == 0 else own[: place.num_rows] + [0] * missing
         self._release(np.array(token_ids, np.int64))
 
-    def _release(self, token_ids: np.ndarray) -> None:
+    def _release(self, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         step = self._step
         assert step is not None
         self._template, self._token_ids = None, token_ids.tolist()
         try:
-            step.forward = self._runner.release(token_ids)
+            step.forward = self._runner.release(token_ids, counts)
             step.advance(Stage.RELEASED)
         except BaseException:
             self._step = None
@@ -170,6 +233,7 @@ class Prelaunch:
         if step is not None and all(row.request in places and _is_within(row, places[row.request]) for row in rows):
             if step.stage is Stage.PRELAUNCHED:
                 self._release_with({row.request: row.tokens for row in rows})
+                places = self._places
             ranges = [(places[row.request].first, len(row.tokens)) for row in rows]
             has_tokens = all(
                 self._token_ids[first : first + count] == row.tokens

@@ -101,6 +101,7 @@ class Scheduler:
         continuing_prefills: Mapping[Request, int] = MappingProxyType({}),
         *,
         takes_prompts: bool = True,
+        choose: Callable[[Sequence[Request]], Mapping[Request, int]] = lambda _: {},
     ) -> list[ScheduledRows]:
         """Return the rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of
         prompts.
@@ -118,6 +119,8 @@ class Scheduler:
             Requests in flight with further rows of their prompts, and the first of these rows.
         takes_prompts
             False leaves the rows of prompts to a later step.
+        choose
+            Returns of those of the step's decoding requests that verify fewer drafts than came how many they verify.
         """
         for request in self.running:
             if request.num_computed // BLOCK_SIZE > request.num_published:
@@ -136,7 +139,10 @@ class Scheduler:
         for request, length in zip(decoding, lengths, strict=True):
             if length > len(request.blocks) * BLOCK_SIZE:
                 self._grow(request, length)
-        scheduled = [self._decode(request, following.get(request)) for request in decoding if request.blocks]
+        most = choose([request for request in decoding if request.blocks])
+        scheduled = [
+            self._decode(request, following.get(request), most.get(request)) for request in decoding if request.blocks
+        ]
         room = self._max_prefill_rows if takes_prompts else 0
         for request in self.running:
             if room > 0 and not request.is_decoding and (request in continuing_prefills or not request.is_in_flight):
@@ -250,18 +256,21 @@ class Scheduler:
         request.blocks = []
         request.num_computed = 0
 
-    def _decode(self, request: Request, follows: int | None) -> ScheduledRows:
+    def _decode(self, request: Request, follows: int | None, most: int | None) -> ScheduledRows:
         if follows is not None:
             return ScheduledRows(request, len(request.tokens), [UNKNOWN_TOKEN], None, samples=True, follows=follows)
         last = len(request.tokens) - 1
         drafts, request.drafts = request.drafts, None
-        cause = None
+        cause, offered = None, None
         if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
-            count = self.place_drafts(request, len(drafts.tokens))
+            offered = drafts
+            wanted = len(drafts.tokens) if most is None else min(most, len(drafts.tokens))
+            count = self.place_drafts(request, wanted)
             if count < len(drafts.tokens):
                 drafts = drafts.first(count) if count > 0 else None
-                cause = None if drafts else generate_pb2.FALLBACK_CAUSE_KV_CACHE
-            if drafts is not None and request.grammar is not None:
+            if drafts is None:
+                cause = generate_pb2.FALLBACK_CAUSE_PACE if wanted == 0 else generate_pb2.FALLBACK_CAUSE_KV_CACHE
+            elif request.grammar is not None:
                 request.grammar.follow(request.tokens[len(request.prompt) + request.grammar.num_tokens :])
                 count = request.grammar.num_verified(drafts.tokens, has_logits=drafts.logits is not None)
                 drafts = drafts.first(count) if count > 0 else None
@@ -269,7 +278,7 @@ class Scheduler:
         else:
             drafts = None
         tokens = [request.tokens[last], *(drafts.tokens if drafts is not None else ())]
-        return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause)
+        return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause, offered=offered)
 
     def place_drafts(self, request: Request, count: int) -> int:
         """Return how many of `count` draft rows have room. Dropping drafts is unbiased, because room depends on no

@@ -9,7 +9,9 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from verifier_service.core.batch import ForwardOutput, ScheduledRows
+from verifier_service.core.request import Request
 from verifier_service.core.step_times import StepMarks
+from verifier_service.pacing import Limit
 from verifier_service.sampling.logprobs import PromptLogprobs
 from verifier_service.sampling.sampler import SamplerOutput
 
@@ -59,8 +61,10 @@ class Step:
     prompt_logprobs: PromptLogprobs | None = None  # from SAMPLED to COMMITTED
     marks: StepMarks | None = None  # on a GPU
     announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # what drafters were sent of it
-    # Its decoding requests, by the address of their drafter ("" for none) and their number of drafts.
+    # Its decoding requests, by the address of their drafter ("" for none) and the number of drafts that came.
     verified: Counter[tuple[str, int]] = field(default_factory=Counter)
+    limit: Limit | None = None  # which drafts are verified; None for all
+    chosen: dict[Request, int] | None = None  # how many, where it was released with a limit before it is planned
     committed_at: float = 0.0  # monotonic time
 
     def advance(self, stage: Stage) -> None:

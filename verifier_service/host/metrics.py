@@ -84,6 +84,14 @@ class VerifierCollector(Collector):
         sequences = GaugeMetricFamily(
             "draftwire_drafter_sequences", "Sequences that draft at a drafter.", labels=["drafter"]
         )
+        offered = CounterMetricFamily(
+            "draftwire_drafter_offered_tokens", "Drafts of a drafter that came, verified or not.", labels=["drafter"]
+        )
+        expected = CounterMetricFamily(
+            "draftwire_drafter_expected_tokens",
+            "Accepted drafts that were expected of a drafter's verified ones, by their calibrated confidences.",
+            labels=["drafter"],
+        )
         drafted = CounterMetricFamily(
             "draftwire_drafter_draft_tokens", "Drafts of a drafter that were verified.", labels=["drafter"]
         )
@@ -105,12 +113,19 @@ class VerifierCollector(Collector):
             for number, name in _STATES.items():
                 state.add_metric([drafter.address, name], float(drafter.state == number))
             sequences.add_metric([drafter.address], drafter.sequences)
+            offered.add_metric([drafter.address], drafter.offered)
+            expected.add_metric([drafter.address], drafter.expected)
             drafted.add_metric([drafter.address], drafter.drafted)
             accepted.add_metric([drafter.address], drafter.accepted)
             if drafter.HasField("plan"):
                 planned.add_metric([drafter.address], drafter.plan.num_drafts)
                 gain.add_metric([drafter.address], drafter.plan.expected_gain)
-        yield from (state, sequences, drafted, accepted, planned, gain)
+        yield from (state, sequences, offered, drafted, accepted, expected, planned, gain)
+        yield GaugeMetricFamily(
+            "draftwire_verification_budget",
+            "Drafts that the last step with drafts had room for; -1 where all are verified.",
+            value=self._engine.drafting.budget.budget.last_limit,
+        )
 
 
 def _with_vllm_name(metric: Metric) -> Metric:

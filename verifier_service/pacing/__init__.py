@@ -1,8 +1,22 @@
-"""How many drafts a drafter is asked for and how long they are waited for, by measured throughput."""
+"""How many drafts a drafter is asked for, how long they are waited for, and which of them are verified."""
 
 from verifier_service.pacing.backlog import Backlog
+from verifier_service.pacing.budget import Limit, VerificationBudget, chosen
+from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.pace import Message, Pace
 from verifier_service.pacing.policy import DraftCountPolicy, StepCount
-from verifier_service.pacing.throughput import Acceptance, Arm, Profile
+from verifier_service.pacing.step_costs import Profile, StepCosts
 
-__all__ = ["Acceptance", "Arm", "Backlog", "DraftCountPolicy", "Message", "Pace", "Profile", "StepCount"]
+__all__ = [
+    "Backlog",
+    "Calibration",
+    "DraftCountPolicy",
+    "Limit",
+    "Message",
+    "Pace",
+    "Profile",
+    "StepCosts",
+    "StepCount",
+    "VerificationBudget",
+    "chosen",
+]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftwire.v1.generate_pb2 import DraftPlan
 from verifier_service.pacing.backlog import Backlog
+from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.policy import DraftCountPolicy
-from verifier_service.pacing.throughput import Acceptance, Profile
+from verifier_service.pacing.step_costs import Profile
 
 # Smoothing of answer times and of their deviations, and how many deviations are waited: as TCP does (RFC 6298).
 SMOOTH, SMOOTH_DEVIATION, DEVIATIONS = 1 / 8, 1 / 4, 4.0
@@ -39,6 +41,7 @@ class Pace:
         *,
         is_adaptive: bool = False,
         is_local: bool = False,
+        rates: Sequence[float] | None = None,
     ) -> None:
         """
         Parameters
@@ -51,9 +54,11 @@ class Pace:
             Whether fewer drafts, or none, are asked for where that is faster.
         is_local
             Whether features travel through shared memory.
+        rates
+            Conditional acceptance rates of the positions, where acceptance is synthetic.
         """
-        self.acceptance = Acceptance(max_drafts)
-        self.policy = DraftCountPolicy(max_drafts, self.acceptance, profile or Profile(), is_adaptive=is_adaptive)
+        self.calibration = Calibration(max_drafts, rates)
+        self.policy = DraftCountPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
         self.backlog = Backlog(is_local=is_local)
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._answer_s = math.nan  # smoothed seconds from a message to its drafts

@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from verifier_service.pacing.throughput import Acceptance, Arm, Profile
+from verifier_service.pacing.calibration import Calibration
+from verifier_service.pacing.step_costs import Profile
+from verifier_service.pacing.throughput import Arm
 
 # A bucket of load is kept until the number of requests leaves its bounds by this factor.
 STICKY = 1.25
@@ -37,8 +39,8 @@ class StepCount(NamedTuple):
     seconds: float  # since the tokens of the step before
     pass_s: float  # seconds of the step's own forward pass and draw
     requests: int  # decoding requests, in this step or waiting for another
-    drafts: int  # most drafts of a sequence of this drafter; 0 if none had any
-    drafted: int  # sequences of this drafter with drafts
+    drafts: int  # most drafts that came for a sequence of this drafter; 0 if none came
+    drafted: int  # sequences of this drafter for which so many came
     other_tokens: float  # expected tokens of all other requests in the step
     others_draft: bool  # whether another drafter is asked for drafts
     catches_up: bool  # whether this drafter's sequences are asked for no drafts because they lack rows
@@ -74,11 +76,11 @@ class DraftCountPolicy:
     that what was lost stays a small share of the time.
     """
 
-    def __init__(self, max_drafts: int, acceptance: Acceptance, profile: Profile, *, is_adaptive: bool) -> None:
+    def __init__(self, max_drafts: int, calibration: Calibration, profile: Profile, *, is_adaptive: bool) -> None:
         """`max_drafts` are asked for at first, and always unless `is_adaptive`."""
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
-        self._acceptance = acceptance
+        self._calibration = calibration
         self._profile = profile
         self._size = 0  # of the load bucket
         self._bucket = self._new_bucket(max_drafts)
@@ -133,12 +135,12 @@ class DraftCountPolicy:
         arm, step = self._bucket.arms[0], self._last
         if arm.rounds >= ENOUGH_ROUNDS:
             return arm.speed(1.0)
-        pass_s = None if step is None or step.others_draft else self._profile.seconds(step.requests)
+        pass_s = None if step is None or step.others_draft else self._profile.seconds(step.requests, step.requests)
         return 0.0 if pass_s is None else 1.0 / pass_s
 
     def speeds(self) -> list[float]:
         """Return tokens per second of one request with 0, 1, .. drafts at this load; 0 for numbers never measured."""
-        expected = self._acceptance.expected_tokens()
+        expected = self._calibration.expected_tokens()
         measured = [arm.speed(tokens) for arm, tokens in zip(self._bucket.arms, expected, strict=True)]
         return [self.speed_without(), *measured[1:]]
 
@@ -161,7 +163,7 @@ class DraftCountPolicy:
     def _measure(self, step: StepCount) -> None:
         """Add the step to the arm that it belongs to."""
         bucket, has_drafts = self._bucket, step.drafts > 0
-        tokens = step.drafted * self._acceptance.expected_tokens()[step.drafts] + step.other_tokens
+        tokens = step.drafted * self._calibration.expected_tokens()[step.drafts] + step.other_tokens
         without = self.speed_without()
         lost_s = 0.0 if without == 0.0 else step.seconds - tokens / (without * step.requests)
         if self.num_drafts == 0 and not has_drafts:

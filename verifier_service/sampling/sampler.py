@@ -94,7 +94,8 @@ class TokenSampler:
         self._max_num_seqs = max_num_seqs
         self._most_rows = config.num_speculative_tokens + 1
         self._processor = LogitsProcessor(max_num_seqs, vocab_size, eos_token_ids, device)
-        self._rates = _conditional_rates(config, device)
+        rates = synthetic_rates(config)
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Draw from batches of all sizes with logits of `dtype`, raw and processed, so that no step waits for a
@@ -303,13 +304,14 @@ class TokenSampler:
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
-def _conditional_rates(config: config_pb2.SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
+def synthetic_rates(config: config_pb2.SpeculativeConfig) -> list[float] | None:
+    """Return the conditional acceptance rates of the positions; None unless acceptance is synthetic."""
     if config.rejection_sample_method != cfg.SYNTHETIC:
         return None
     rates = list(config.synthetic_acceptance_rates) or acceptance_length_to_rates(
         config.synthetic_acceptance_length, config.num_speculative_tokens
     )
-    return torch.tensor(unconditional_to_conditional_rates(rates), dtype=torch.float32, device=device)
+    return unconditional_to_conditional_rates(rates)
 
 
 def _by_columns(batch: Sequence[ScheduledRows]) -> list[list[int]]:

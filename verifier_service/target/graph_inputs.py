@@ -29,7 +29,8 @@ class GraphTensors(NamedTuple):
 
 
 class StagedInputs(NamedTuple):
-    """A step's inputs in host memory. The token ids may change after they were sent, until the stream copies them."""
+    """A step's inputs in host memory. Token ids and rows may change after they were sent, until the stream copies them.
+    """
 
     token_ids: np.ndarray  # [rows of the bucket] int64
     slots: np.ndarray  # [rows of the step] int64, where they go in the cache
@@ -37,6 +38,13 @@ class StagedInputs(NamedTuple):
     positions: Tensor  # [rows of the bucket] int64
     logit_rows: Tensor | None  # [logit rows of the bucket] int64; None for all rows
     batch: BatchStage
+
+    def set_rows(self, token_ids: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Write the token ids int64 [T] and the rows of the sequences; see `BatchStage.set_rows`."""
+        sums = counts.cumsum()
+        self.token_ids[: len(token_ids)] = token_ids
+        self.positions.numpy()[: len(token_ids)] = np.arange(len(token_ids)) + np.repeat(starts + counts - sums, counts)
+        return self.batch.set_rows(starts, counts)
 
 
 class GraphInputs:

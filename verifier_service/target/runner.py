@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ from draftwire.transport.segment import SegmentError
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.target.graph_inputs import GraphInputs
 from verifier_service.target.graph_sizes import LEAST_ROWS, Bucket, Buckets
-from verifier_service.target.step_graph import StepGraph, capture_graph
+from verifier_service.target.step_graph import Release, StepGraph, capture_graph, with_rows
 from verifier_service.target.stream_hold import StreamHold
 from verifier_service.target.target import Target
 
@@ -73,8 +71,7 @@ class TargetRunner:
         self.max_blocks = max_blocks_per_sequence
         self.graphs: dict[Bucket, StepGraph] = {}
         self._hold: StreamHold | None = None
-        # Releases the prelaunched forward pass.
-        self._release: Callable[[np.ndarray], ForwardOutput | None] | None = None
+        self._release: Release | None = None  # releases the prelaunched forward pass
         self.seconds: dict[Bucket, float] = {}
 
     @torch.inference_mode()
@@ -109,9 +106,11 @@ class TargetRunner:
         return self._target.device
 
     @property
-    def pass_seconds(self) -> dict[int, float]:
-        """Return the seconds of decoding forward passes without context by their rows; empty before the capture."""
-        return {bucket.num_rows: self.seconds[bucket] for bucket in self.buckets.decoding if bucket in self.seconds}
+    def pass_seconds(self) -> dict[tuple[int, int], float]:
+        """Return the seconds of decoding forward passes without context by (sequences, rows) of their graph; empty
+        before the capture."""
+        measured = (bucket for bucket in self.buckets.decoding if bucket in self.seconds)
+        return {(bucket.num_sequences, bucket.num_rows): self.seconds[bucket] for bucket in measured}
 
     # Inference mode here, not only in the forward pass: code compiled for its tensors serves no other tensors.
     @torch.inference_mode()
@@ -133,26 +132,31 @@ class TargetRunner:
         return ForwardOutput(output.logits[:wanted], output.states, batch.slot_mapping, slots_on_host, began)
 
     @torch.inference_mode()
-    def prelaunch(self, step: ForwardInput) -> bool:
+    def prelaunch(self, step: ForwardInput, most_rows: int | None = None) -> bool:
         """Launch a forward pass whose token ids come later and whose rows all have logits; return whether this is
         possible.
 
-        Call `release` or `abandon` afterwards. On a GPU, call nothing in between that waits for the current stream. A
-        CPU computes at `release`.
+        With `most_rows` the pass has room for so many rows only, and `release` gets the rows of each sequence. Call
+        `release` or `abandon` afterwards. On a GPU, call nothing in between that waits for the current stream. A CPU
+        computes at `release`.
         """
         assert self._release is None
         if self._target.device.type != "cuda":
-            self._release = lambda token_ids: self.run(replace(step, token_ids=token_ids))
-        elif self._hold is not None and (graph := self._graph(step)) is not None:
-            self._release = graph.prelaunch(step, self._hold)
+            self._release = lambda token_ids, counts: self.run(with_rows(step, token_ids, counts))
+        elif self._hold is not None and (graph := self._graph(step, most_rows)) is not None:
+            self._release = graph.prelaunch(step, self._hold, has_all_rows=most_rows is None)
         return self._release is not None
 
-    def release(self, token_ids: np.ndarray) -> ForwardOutput | None:
+    def release(self, token_ids: np.ndarray, counts: np.ndarray | None = None) -> ForwardOutput | None:
         """Release the prelaunched forward pass with its token ids, int64 [T]. Return None if the device has computed
-        the pass without them."""
+        the pass without them.
+
+        `counts`, int64 [B], are the rows of each sequence where the pass was launched with `most_rows`: at least one,
+        and at most those that it was launched for.
+        """
         release, self._release = self._release, None
         assert release is not None
-        return release(token_ids)
+        return release(token_ids, counts)
 
     def abandon(self) -> None:
         """Let the device continue, and drop the result of the prelaunched forward pass, if any."""
@@ -160,10 +164,16 @@ class TargetRunner:
             self._hold.release(lambda: None)
         self._release = None
 
-    def _graph(self, step: ForwardInput) -> StepGraph | None:
+    def _graph(self, step: ForwardInput, most_rows: int | None = None) -> StepGraph | None:
+        """Return the graph for a step, or for `most_rows` of its rows, all of which have logits then."""
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
-        bucket = self.buckets.find(len(step.sequences), len(step.positions), max_rows, len(step.logit_rows))
-        return None if bucket is None else self.graphs.get(bucket)
+        num_rows, num_logit_rows = len(step.positions), len(step.logit_rows)
+        if most_rows is not None:
+            num_rows = num_logit_rows = min(num_rows, most_rows)
+        bucket = self.buckets.find(len(step.sequences), num_rows, max_rows, num_logit_rows)
+        if bucket is None or (most_rows is not None and not bucket.has_all_logits):
+            return None
+        return self.graphs.get(bucket)
 
 
 def _make_hold(device: torch.device) -> StreamHold | None:

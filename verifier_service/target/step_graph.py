@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,28 @@ from torch import Tensor
 
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.devices import record_event
-from draftwire.model.kv_cache import KVCache
+from draftwire.model.kv_cache import KVCache, SequenceRows
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.target.graph_inputs import GraphInputs, StagedInputs
 from verifier_service.target.graph_sizes import Bucket
 from verifier_service.target.stream_hold import StreamHold
 from verifier_service.target.target import Target, TargetOutput
+
+# Token ids [T], and rows of each sequence [B] where they are not those of the launch.
+Release = Callable[[np.ndarray, np.ndarray | None], ForwardOutput | None]
+
+
+def with_rows(step: ForwardInput, token_ids: np.ndarray, counts: np.ndarray | None) -> ForwardInput:
+    """Return a step whose rows all have logits with these token ids, int64 [T], and other counts of rows, int64 [B]."""
+    if counts is None:
+        return replace(step, token_ids=token_ids)
+    starts = np.array([sequence.start for sequence in step.sequences], np.int64)
+    positions = np.arange(len(token_ids)) + np.repeat(starts + counts - counts.cumsum(), counts)
+    sequences = [
+        SequenceRows(sequence.blocks, sequence.start, count)
+        for sequence, count in zip(step.sequences, counts.tolist(), strict=True)
+    ]
+    return ForwardInput(token_ids, positions, sequences, np.arange(len(token_ids)))
 
 
 class StepGraph:
@@ -61,36 +78,59 @@ class StepGraph:
         """Replay the graph over a step that fits the bucket."""
         return self.launch(step, self._inputs.stage(self._bucket, step))
 
-    def prelaunch(self, step: ForwardInput, hold: StreamHold) -> Callable[[np.ndarray], ForwardOutput | None]:
-        """Replay the graph behind a stopped stream over a step that fits the bucket and whose rows all have logits.
+    def prelaunch(self, step: ForwardInput, hold: StreamHold, *, has_all_rows: bool = True) -> Release:
+        """Replay the graph behind a stopped stream over a step whose rows all have logits.
 
-        The returned function writes the token ids and lets the stream continue.
+        The returned function writes the token ids and lets the stream continue. Unless the step `has_all_rows`, the
+        function writes the number of rows of each sequence too, and only the rows that it writes must fit the bucket.
         """
+        starts = np.array([sequence.start for sequence in step.sequences], np.int64)
+        if not has_all_rows:
+            step = with_rows(step, np.zeros(len(starts), np.int64), np.ones(len(starts), np.int64))
         staged = self._inputs.stage(self._bucket, step)
         hold.stop()
         try:
-            output = self.launch(step, staged)
+            computed, began = self._start(step, staged)
+            output = self._output(step, staged.slots, computed, began)
         except BaseException:
             hold.release(lambda: None)
             raise
 
-        def release(token_ids: np.ndarray) -> ForwardOutput | None:
-            fill = partial(np.copyto, staged.token_ids[: len(token_ids)], token_ids)
-            return output if hold.release(fill) else None
+        def release(token_ids: np.ndarray, counts: np.ndarray | None) -> ForwardOutput | None:
+            if counts is None:
+                fill = partial(np.copyto, staged.token_ids[: len(token_ids)], token_ids)
+                return output if hold.release(fill) else None
+            slots = staged.slots
+
+            def fill_rows() -> None:
+                nonlocal slots
+                slots = staged.set_rows(token_ids, starts, counts)
+
+            if not hold.release(fill_rows):
+                return None
+            return self._output(with_rows(step, token_ids, counts), slots, computed, began)
 
         return release
 
     def launch(self, step: ForwardInput, staged: StagedInputs) -> ForwardOutput:
         """Send staged inputs to the device and replay the graph."""
+        computed, began = self._start(step, staged)
+        return self._output(step, staged.slots, computed, began)
+
+    def _start(self, step: ForwardInput, staged: StagedInputs) -> tuple[TargetOutput, torch.cuda.Event | None]:
         inputs = self._inputs.send(self._bucket, staged)
         if step.future is not None:
             step.future.write(inputs.token_ids)
         began = record_event(self._slots.device)
-        computed = self._replay()
+        return self._replay(), began
+
+    def _output(
+        self, step: ForwardInput, slots_on_host: np.ndarray, computed: TargetOutput, began: torch.cuda.Event | None
+    ) -> ForwardOutput:
         num_rows = len(step.positions)
         num_logit_rows = num_rows if self._bucket.has_all_logits else len(step.logit_rows)
         slots = self._slots[:num_rows]
-        output = ForwardOutput(computed.logits[:num_logit_rows], computed.states, slots, staged.slots, began)
+        output = ForwardOutput(computed.logits[:num_logit_rows], computed.states, slots, slots_on_host, began)
         return output.with_logits_of(step.logit_rows) if self._bucket.has_all_logits else output
 
 

@@ -62,13 +62,19 @@ from draftwire_bench.services import running_pair
 @click.option(
     "--client-processes", type=click.IntRange(1), help="Default: one for 16 requests, at most half of the cores."
 )
+@click.option(
+    "--fewer-drafts",
+    is_flag=True,
+    help="Under synthetic acceptance too, the verifier may ask for and verify fewer drafts, as with --adaptive-k.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG of the throughput.")
 def serve(json_path: Path | None, plot_path: Path | None, speculative_config: str, **given: Any) -> None:
     """Measure throughput and latency, with drafting off and on.
 
     Either of a running verifier (--server), or of both services, started here (--target and --head). Under synthetic
-    acceptance the command fails when any work was skipped. Ctrl-C prints and writes the levels measured so far.
+    acceptance the command fails when any work was skipped, unless --fewer-drafts. Ctrl-C prints and writes the levels
+    measured so far.
     """
     if plot_path is not None:
         load_matplotlib()
@@ -111,6 +117,7 @@ def _options(given: dict[str, Any]) -> ServeOptions:
         num_requests=given["num_requests"],
         warmup_tokens=given["warmup_tokens"],
         client_processes=given["client_processes"],
+        allows_skipped=given["fewer_drafts"],
     )
 
 

@@ -1,0 +1,234 @@
+"""Which drafts are verified: by calibrated confidences, the table of step times, and nothing that a draft decides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from verifier_service.pacing import Calibration, Limit, Profile, StepCosts, VerificationBudget, chosen
+from verifier_service.target.graph_sizes import Buckets
+
+K = 7
+RATES = np.array([0.80, 0.62, 0.47, 0.34, 0.24, 0.15, 0.10])
+"""Unconditional acceptance by position."""
+CONDITIONAL = RATES / np.concatenate([[1.0], RATES[:-1]])
+BASE_S, ROW_S, FREE_ROWS = 4.6e-3, 14e-6, 64
+"""A dense pass of an 8B model: rows are nearly free while the weights take longer to read than the rows to compute."""
+DRAFT_S, HOST_S = 1.4e-3, 0.4e-3
+
+
+def pass_s(rows: int) -> float:
+    return BASE_S + ROW_S * max(0, rows - FREE_ROWS) + 2e-6 * rows
+
+
+def profile(most: int = 256) -> Profile:
+    """As measured at start, of the sizes that graphs are captured for."""
+    buckets = Buckets(most, K + 1, most * (K + 1) + 512).decoding
+    return Profile({(bucket.num_sequences, bucket.num_rows): pass_s(bucket.num_rows) for bucket in buckets})
+
+
+# Calibration.
+
+
+def test_confidences_are_believed_at_first():
+    calibration = Calibration(3)
+    confidences = np.array([[0.9, 0.5, 0.25]])
+    np.testing.assert_allclose(calibration.acceptance(confidences), confidences)
+    np.testing.assert_allclose(calibration.survival(confidences), [[0.9, 0.45, 0.1125]])
+
+
+def verify(calibration: Calibration, steps: int, truth: np.ndarray, seed: int = 0) -> None:
+    """Verify steps of 16 sequences whose drafts are accepted as `truth`, [positions, 2], has it: offset, slope."""
+    draw = np.random.default_rng(seed)
+    for _ in range(steps):
+        confidences = draw.uniform(0.05, 0.95, (16, len(truth)))
+        logit = np.log(confidences / (1 - confidences))
+        accepted = draw.uniform(size=confidences.shape) < 1 / (1 + np.exp(-(truth[:, 0] + truth[:, 1] * logit)))
+        calibration.count(confidences, np.full(16, len(truth)), accepted.cumprod(1).sum(1))
+
+
+def test_confidences_are_corrected_by_position():
+    calibration, truth = Calibration(2), np.array([[-0.7, 0.6], [0.5, 1.5]])
+    verify(calibration, 400, truth)
+    confidences = np.array([[0.3, 0.3], [0.6, 0.6], [0.8, 0.8]])
+    logit = np.log(confidences / (1 - confidences))
+    np.testing.assert_allclose(
+        calibration.acceptance(confidences), 1 / (1 + np.exp(-(truth[:, 0] + truth[:, 1] * logit))), atol=0.07
+    )
+
+
+def test_a_position_that_is_not_tested_is_believed_again():
+    calibration = Calibration(2)
+    verify(calibration, 400, np.array([[-2.0, 1.0], [-2.0, 1.0]]))
+    low = calibration.acceptance(np.array([[0.7, 0.7]]))[0, 1]
+    for _ in range(2000):
+        calibration.count(np.full((16, 2), 0.7), np.full(16, 1), np.zeros(16, np.int64))
+    assert low < 0.35
+    assert calibration.acceptance(np.array([[0.7, 0.7]]))[0, 1] > 0.6
+
+
+def test_drafts_without_confidences_have_the_rate_of_their_position():
+    calibration, draw = Calibration(3), np.random.default_rng(1)
+    for _ in range(500):
+        accepted = (draw.uniform(size=(16, 3)) < [0.9, 0.5, 0.3]).cumprod(1).sum(1)
+        calibration.count(np.full((16, 3), np.nan), np.full(16, 3), accepted)
+    np.testing.assert_allclose(calibration.acceptance(np.full((1, 3), np.nan)), [[0.9, 0.5, 0.3]], atol=0.08)
+
+
+def test_synthetic_rates_stand_whatever_the_confidences_are():
+    calibration = Calibration(3, [0.8, 0.5, 0.2])
+    verify(calibration, 10, np.zeros((3, 2)))
+    assert calibration.survival(np.array([[0.1, 0.2, 0.9]])).tolist() == [pytest.approx([0.8, 0.4, 0.08])]
+
+
+# What a pass takes.
+
+
+def test_a_pass_takes_what_its_graph_took():
+    costs = StepCosts(profile(64))
+    assert costs.is_known
+    assert costs.seconds(64, 65) == pytest.approx(pass_s(128))  # padded to the next graph
+    assert costs.sizes(60, 200).rows.tolist() == [64, 128, 192, 320]
+
+
+def test_the_table_is_corrected_by_the_steps_that_run():
+    costs = StepCosts(profile(64))
+    for rows in [128, 192, 320] * 40:
+        costs.count(64, rows, pass_s(rows) + 0.5e-3 + 3e-6 * rows)
+    for rows in (64, 512):
+        assert costs.seconds(64, rows) == pytest.approx(pass_s(rows) + 0.5e-3 + 3e-6 * rows, rel=0.03)
+
+
+def test_without_a_table_the_steps_tell_what_rows_take():
+    costs = StepCosts(Profile())
+    assert not costs.is_known
+    for rows in [8, 24, 40] * 20:
+        costs.count(8, rows, 2e-3 + 1e-4 * rows)
+    assert costs.is_known
+    assert costs.seconds(8, 30) == pytest.approx(5e-3, rel=0.1)
+    for _ in range(1000):  # equal steps do not say what more rows take
+        costs.count(8, 40, 6e-3)
+    assert costs.seconds(8, 80) == pytest.approx(6e-3, rel=0.2)
+
+
+# Which drafts.
+
+
+def test_drafts_are_chosen_by_survival():
+    survival = np.array([[0.9, 0.6, 0.3], [0.5, 0.1, 0.05], [0.2, 0.2, 0.1], [0.8, 0.0, 0.0]])
+    assert chosen(survival, Limit(0.3, 100)).tolist() == [3, 1, 0, 1]
+    assert chosen(survival, Limit(0.0, 100)).tolist() == [3, 3, 3, 1]
+    assert chosen(survival, Limit(0.0, 0)).tolist() == [0, 0, 0, 0]
+
+
+def test_without_room_for_all_the_likeliest_of_a_position_are_chosen():
+    survival = np.array([[0.9, 0.6], [0.5, 0.49], [0.7, 0.1]])
+    assert chosen(survival, Limit(0.0, 2)).tolist() == [1, 0, 1]
+    assert chosen(survival, Limit(0.0, 4)).tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_draft_is_chosen_by_what_comes_behind_it(seed):
+    """However the confidences behind a position change, of all sequences, the choice up to it stays."""
+    draw = np.random.default_rng(seed)
+    conditional = draw.uniform(size=(12, 5))
+    limit = Limit(draw.uniform(0.0, 0.4), int(draw.integers(0, 50)))
+    before = chosen(conditional.cumprod(1), limit)
+    for position in range(5):
+        changed = conditional.copy()
+        changed[:, position + 1 :] = draw.uniform(size=(12, 4 - position))
+        after = chosen(changed.cumprod(1), limit)
+        upto = position + 1
+        assert np.minimum(before, upto).tolist() == np.minimum(after, upto).tolist()
+
+
+class Served:
+    """Rounds of `sequences` with K drafts each; acceptance by position, or with confidences that differ."""
+
+    def __init__(self, sequences: int, spread: float = 0.0, besides_s: float = DRAFT_S + HOST_S, seed: int = 0) -> None:
+        self.budget = VerificationBudget(profile(), is_adaptive=True)
+        self.sequences, self.besides_s, self.spread = sequences, besides_s, spread
+        self.draw = np.random.default_rng(seed)
+        self.tokens = self.seconds = 0.0
+        self.verified: list[float] = []
+
+    def survival(self) -> np.ndarray:
+        """[sequences, K]; a sequence's chances are the positions', raised to a power of its own."""
+        power = np.exp(self.spread * self.draw.standard_normal((self.sequences, K)))
+        return np.cumprod(CONDITIONAL**power, axis=1)
+
+    def run(self, rounds: int) -> float:
+        """Return the tokens per second."""
+        self.tokens = self.seconds = 0.0
+        self.verified.clear()
+        sizes = profile().sizes(self.sequences)
+        for _ in range(rounds):
+            survival = self.survival()
+            limit = self.budget.limit(self.sequences, self.sequences, self.sequences * K)
+            count = np.full(self.sequences, K) if limit is None else chosen(survival, limit)
+            rows = int(sizes.rows[np.searchsorted(sizes.rows, self.sequences + count.sum())])
+            seconds = pass_s(rows) + self.besides_s
+            self.budget.count_offered(survival)
+            self.budget.count_step(self.sequences, rows, pass_s(rows), seconds, has_drafts=True)
+            self.tokens += self.sequences + (survival * (np.arange(K) < count[:, None])).sum()
+            self.seconds += seconds
+            self.verified.append(float(count.mean()))
+        return self.tokens / self.seconds
+
+
+def fixed(sequences: int, num_drafts: int) -> float:
+    """Tokens per second with so many drafts of each sequence, by the closed form."""
+    sizes = profile().sizes(sequences)
+    rows = int(sizes.rows[np.searchsorted(sizes.rows, sequences * (1 + num_drafts))])
+    besides_s = DRAFT_S + HOST_S if num_drafts else HOST_S
+    return sequences * (1 + RATES[:num_drafts].sum()) / (pass_s(rows) + besides_s)
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 32, 64, 128, 256])
+def test_the_budget_is_as_good_as_the_best_number(sequences):
+    served = Served(sequences)
+    served.run(50)
+    assert served.run(100) > 0.98 * max(fixed(sequences, k) for k in range(1, K + 1))
+
+
+def test_the_budget_falls_with_load():
+    means = []
+    for sequences in (1, 8, 32, 64, 128, 256):
+        served = Served(sequences)
+        served.run(50)
+        served.run(50)
+        means.append(float(np.mean(served.verified)))
+    assert means[0] == means[1] == K
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < K / 2
+
+
+@pytest.mark.parametrize("sequences", [64, 128, 256])
+def test_confidences_that_differ_gain_more(sequences):
+    """The same budget of rows goes to the drafts that are likely."""
+    served = Served(sequences, spread=1.0)
+    served.run(50)
+    rate = served.run(100)
+    draw = np.random.default_rng(5)
+    power = np.exp(draw.standard_normal((4096, K)))
+    mean = np.cumprod(CONDITIONAL**power, axis=1).mean(0)
+    sizes = profile().sizes(sequences)
+    best = max(
+        sequences * (1 + mean[:k].sum())
+        / (pass_s(int(sizes.rows[np.searchsorted(sizes.rows, sequences * (1 + k))])) + served.besides_s)
+        for k in range(1, K + 1)
+    )
+    assert rate > 1.02 * best
+
+
+def test_nothing_is_limited_before_costs_are_known():
+    budget = VerificationBudget(Profile(), is_adaptive=True)
+    assert budget.limit(256, 256, 256 * K) is None
+    assert VerificationBudget(profile(), is_adaptive=True).limit(256, 256, 256 * K) is None
+
+
+def test_without_adaptive_k_all_drafts_are_verified():
+    served = Served(256)
+    served.budget = VerificationBudget(profile(), is_adaptive=False)
+    served.run(50)
+    assert set(served.verified) == {float(K)}
