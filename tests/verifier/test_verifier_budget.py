@@ -67,7 +67,7 @@ def test_a_position_that_is_not_tested_is_believed_again():
     assert calibration.acceptance(np.array([[0.7, 0.7]]))[0, 1] > 0.6
 
 
-def test_drafts_without_confidences_have_the_rate_of_their_position():
+def test_without_confidences_a_position_has_one_rate():
     calibration, draw = Calibration(3), np.random.default_rng(1)
     for _ in range(500):
         accepted = (draw.uniform(size=(16, 3)) < [0.9, 0.5, 0.3]).cumprod(1).sum(1)
@@ -121,7 +121,7 @@ def test_drafts_are_chosen_by_survival():
     assert chosen(survival, Limit(0.0, 0)).tolist() == [0, 0, 0, 0]
 
 
-def test_without_room_for_all_the_likeliest_of_a_position_are_chosen():
+def test_the_likeliest_of_a_position_get_scarce_room():
     survival = np.array([[0.9, 0.6], [0.5, 0.49], [0.7, 0.1]])
     assert chosen(survival, Limit(0.0, 2)).tolist() == [1, 0, 1]
     assert chosen(survival, Limit(0.0, 4)).tolist() == [2, 1, 1]
