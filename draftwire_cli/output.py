@@ -39,7 +39,7 @@ def visible(text: str) -> str:
 
 
 def interrupted_text(chunks: Sequence[Chunk], arrivals: Sequence[float], now: float) -> str:
-    """`interrupted after 12 tokens in 3.2 s, first token 35 ms, 7 of them accepted drafts`, by the client's clock.
+    """`interrupted after 12 tokens in 3.2 s, first token 35 ms, 7 tokens were accepted drafts`, by the client's clock.
 
     `arrivals` are seconds of each chunk and `now` those of the interrupt, since the request was sent.
     """
@@ -48,7 +48,7 @@ def interrupted_text(chunks: Sequence[Chunk], arrivals: Sequence[float], now: fl
     first = next((at for chunk, at in zip(chunks, arrivals, strict=True) if chunk.token_ids), None)
     if first is not None:
         accepted = sum(sum(chunk.drafted) for chunk in chunks)
-        parts += [f"first token {first * 1000:.0f} ms", f"{accepted} of them accepted drafts"]
+        parts += [f"first token {first * 1000:.0f} ms", f"{accepted} tokens were accepted drafts"]
     return ", ".join(parts)
 
 

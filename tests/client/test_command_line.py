@@ -198,7 +198,7 @@ def test_interrupt_prints_the_statistics_so_far(verifier):
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout.decode()) == (130, "é b ")
     assert re.fullmatch(
-        r"interrupted after 3 tokens in \d+\.\d s, first token \d+ ms, 1 of them accepted drafts\n", stderr.decode()
+        r"interrupted after 3 tokens in \d+\.\d s, first token \d+ ms, 1 tokens were accepted drafts\n", stderr.decode()
     )
     assert verifier.left.wait(120)
 

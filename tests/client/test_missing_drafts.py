@@ -63,6 +63,6 @@ def test_every_cause_has_a_text() -> None:
 def test_an_interrupt_tells_what_came_so_far() -> None:
     chunks = [Chunk(text="a"), Chunk(token_ids=(5, 6), drafted=(False, True)), Chunk(token_ids=(7,), drafted=(True,))]
     assert interrupted_text(chunks, [0.01, 0.25, 1.0], 3.21) == (
-        "interrupted after 3 tokens in 3.2 s, first token 250 ms, 2 of them accepted drafts"
+        "interrupted after 3 tokens in 3.2 s, first token 250 ms, 2 tokens were accepted drafts"
     )
     assert interrupted_text([], [], 0.5) == "interrupted after 0 tokens in 0.5 s"
