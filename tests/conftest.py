@@ -42,7 +42,7 @@ FULL_FILES = (
     *("test_verifier_grammar_compiler", "test_verifier_pacing_worlds"),
     *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
     *("test_verifier_target_compile", "test_verifier_target_runner", "test_verifier_tensor_parallel"),
-    *("test_training_demo", "test_training_system"),
+    *("test_training_demo", "test_training_run"),
 )
 # But these files of the folders above belong to `make test`: reference kernels, shared memory, one path through both
 # processes.

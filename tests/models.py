@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from training.eagle3 import Eagle3Head, feature_layers
-from training.llama import LlamaShape
+from training.layers import HeadShape
 
 VOCAB_SIZE = 300
 DRAFT_VOCAB_SIZE = 220
@@ -186,7 +186,7 @@ def _write_head(name: str, target_name: str, target_dir: Path, directory: Path) 
     target = load_reference(target_dir)
     rows = _continuations(target, prompts_of(target_name))
     torch.manual_seed(HEADS.index(name))
-    shape = LlamaShape(
+    shape = HeadShape(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=128,
@@ -258,7 +258,7 @@ def _train_head(head: Eagle3Head, target: Any, rows: list[list[int]], steps: int
         def given(step: int, _: Tensor, batch: Tensor = batch) -> Tensor:
             return tokens[batch, 1 + step : 1 + step + count]
 
-        outputs = head.chain(states[batch, :count], embedding, given, depth)
+        outputs = [head.lm_head(normed) for normed in head.chain(states[batch, :count], embedding, given, depth)]
         loss = torch.stack(
             [
                 F.cross_entropy(logits.flatten(0, 1), labels[batch, 2 + step : 2 + step + count].flatten())

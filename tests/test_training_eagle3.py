@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from training.eagle3 import Eagle3Head, feature_layers
-from training.llama import LlamaShape, rotate
+from training.layers import HeadShape, rotary_tables, rotate
 
-SHAPE = LlamaShape(
+SHAPE = HeadShape(
     vocab_size=50,
     hidden_size=64,
     intermediate_size=96,
@@ -22,7 +22,7 @@ def one_row(head, embedded, g, position, keys, values):
     """Appends one row to the key cache; its logits and its output."""
     layer = head.midlayer
     x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(g)])
-    cos, sin = head.cos[position], head.sin[position]
+    cos, sin = (table[position] for table in rotary_tables(SHAPE, 64, "cpu"))
     q = rotate(layer.self_attn.q_proj(x).view(4, 16), cos, sin)
     keys.append(rotate(layer.self_attn.k_proj(x).view(2, 16), cos, sin))
     values.append(layer.self_attn.v_proj(x).view(2, 16))
@@ -44,7 +44,11 @@ def test_chain_equals_drafting_row_by_row():
     assert torch.equal(head.draft_ids, ids)
     assert head.t2d.sum() == 30
     embedding, states, tokens = torch.randn(50, 64), torch.randn(1, 9, 192), torch.randint(50, (1, 9))
-    chain = head.chain(states, embedding, lambda step, logits: tokens if step == 0 else ids[logits.argmax(-1)], steps=4)
+
+    def drafted(step, normed):
+        return tokens if step == 0 else ids[head.lm_head(normed).argmax(-1)]
+
+    chain = [head.lm_head(normed) for normed in head.chain(states, embedding, drafted, steps=4)]
     fused = head.fc(states[0])
     keys, values = [], []
     for row in range(9):

@@ -1,72 +1,85 @@
-"""Counts of acceptance, and their exact counting in one process; `training/system.py` takes them from the real system.
+"""Exact counts of acceptance in one process; `draftwire bench acceptance` takes them from the real system.
 
-The committed tokens of speculative decoding do not depend on the drafts at temperature 0, and with one-hot drafts the
-standard test has the law "sample y from the target, accept iff y equals the draft" at any temperature. So the target's
-continuation is drawn first, the head's chain is computed from every position of it at once, and verify steps are then
-walked along it: a step after a accepted drafts emits a + 1 tokens.
+Committed tokens have the target's law, whatever the drafts. So the target's answer is drawn first, and drafts are
+computed after every token of it at once, each in the light of the answer's own tokens: a draft that differs ends its
+step. Given a committed token y, the draft before it was y and was accepted with probability
+
+- greedy drafts, one-hot test: 1 if y is the head's most likely token, else 0;
+- drafts sampled from q with the standard test (2211.17192): min(p(y), q(y)) / p(y), the share of y's mass that comes
+  from accepted drafts.
+
+Verify steps are then walked along the answer: a step after a accepted drafts emits a + 1 tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draftwire.client import Statistics
+from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
-from training.llama import Llama
+from training.generate import Texts
+from training.target import Target
+
+PIECE = 4096  # drafts compared at once
+ROWS = 16  # answers that the target reads at once
+
+
+class Drafts(NamedTuple):
+    """Of the k drafts after each token of an answer that may be the last committed one, [N, k].
+
+    Attributes
+    ----------
+    greedy
+        Whether the head's most likely token is the answer's.
+    sampled
+        Probability, given the answer's token, that a draft sampled from the head was accepted.
+    overlap
+        1 - total variation: the closed form of the probability that a sampled draft is accepted.
+    sure
+        The head's own probability that the draft is accepted; empty for heads without one.
+    """
+
+    greedy: Tensor
+    sampled: Tensor
+    overlap: Tensor
+    sure: Tensor
 
 
 @dataclass
 class Acceptance:
-    """Counts over verify steps that drafted up to k tokens each."""
+    """Counts over verify steps that drafted k tokens each."""
 
     k: int
-    requests: list[tuple[int, int]] = field(default_factory=list)  # (steps, tokens emitted) of each continuation
-    drafted: list[int] = field(default_factory=list)  # steps that drafted a token at position i
+    requests: list[tuple[int, int]] = field(default_factory=list)  # (steps, tokens emitted) of each answer
     accepted: list[int] = field(default_factory=list)  # steps in which position i was accepted
 
     def __post_init__(self) -> None:
-        self.drafted = self.drafted or [0] * self.k
         self.accepted = self.accepted or [0] * self.k
 
     @property
     def steps(self) -> int:
+        """Verify steps."""
         return sum(steps for steps, _ in self.requests)
-
-    @property
-    def emitted(self) -> int:
-        return sum(emitted for _, emitted in self.requests)
 
     @property
     def length(self) -> float:
         """Tokens emitted per step."""
-        return self.emitted / max(self.steps, 1)
+        return sum(emitted for _, emitted in self.requests) / max(self.steps, 1)
 
     @property
     def standard_error(self) -> float:
-        """Of the length, as a ratio of sums over independent continuations."""
-        length = self.length
-        squares = sum((emitted - length * steps) ** 2 for steps, emitted in self.requests)
+        """Of the length, as a ratio of sums over independent answers."""
+        squares = sum((emitted - self.length * steps) ** 2 for steps, emitted in self.requests)
         return math.sqrt(squares) / max(self.steps, 1)
 
-    def add(self, statistics: Statistics) -> None:
-        """Adds what a verifier counted over one request."""
-        self.requests.append((statistics.verify_steps, statistics.verify_tokens))
-        for position, (drafted, accepted) in enumerate(zip(statistics.drafted, statistics.accepted, strict=True)):
-            self.drafted[position] += drafted
-            self.accepted[position] += accepted
-
     def report(self) -> dict[str, Any]:
-        """The length, and the acceptance at each position, first position first.
-
-        Unconditional: accepted over drafted there. Conditional: that over the same of the position before. When all
-        steps draft k tokens this is the share of the steps that got so far; steps that draft fewer are taken to be
-        like the rest, so that on few steps it can pass 1.
-        """
-        unconditional = [a / max(d, 1) for a, d in zip(self.accepted, self.drafted, strict=True)]
+        """The length, and the share of steps that accepted each position; conditional: of those that came so far."""
+        unconditional = [count / max(self.steps, 1) for count in self.accepted]
         before = [1.0, *unconditional[:-1]]
         conditional = [rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=True)]
         return {
@@ -74,52 +87,32 @@ class Acceptance:
             "standard_error": round(self.standard_error, 4),
             "unconditional": [round(rate, 4) for rate in unconditional],
             "conditional": [round(rate, 4) for rate in conditional],
-            "continuations": len(self.requests),
+            "answers": len(self.requests),
             "verify_steps": self.steps,
-            "tokens": self.emitted,
         }
 
 
-def walk(accepts: list[list[bool]], first: int, last: int, counts: Acceptance) -> None:
-    """Counts the verify steps of one sequence.
+def walk(accepts: list[list[bool]], counts: Acceptance) -> list[int]:
+    """Count the verify steps of one answer, and return the tokens after which they draft.
 
-    accepts[i][s] says whether draft s made after accepted row i equals the token it stands for. `first` is the index of
-    the first committed token that no target row has seen; a step starts at n only while tokens n + 1 .. n + k + 1 all
-    lie at or before `last`, so that no step is cut short.
+    accepts[n][s] says whether draft s after the answer's token n is accepted; there are rows for those tokens alone
+    that have k drafts and a bonus token within the answer, so that no step is cut short.
     """
-    n, steps, emitted = first, 0, 0
-    while n + counts.k + 1 <= last:
-        row = accepts[n - 1][: counts.k]
+    n, emitted = 0, 0
+    visited = []
+    while n < len(accepts):
+        row = accepts[n][: counts.k]
         taken = row.index(False) if False in row else counts.k
-        steps += 1
+        visited.append(n)
         emitted += taken + 1
-        counts.drafted = [count + 1 for count in counts.drafted]
         for position in range(taken):
             counts.accepted[position] += 1
         n += taken + 1
-    counts.requests.append((steps, emitted))
+    counts.requests.append((len(visited), emitted))
+    return visited
 
 
-@torch.no_grad()
-def draft_matches(model: Llama, head: Eagle3Head, layers: list[int], tokens: Tensor, k: int) -> Tensor:
-    """[B, T - 1, k] bool: does greedy draft s after accepted row i equal x_{i+2+s} (False past the end)."""
-    states = model.states(tokens[:, :-1])
-    features = torch.cat([states[layer] for layer in layers], dim=-1)
-    ids = head.draft_ids
-    first = tokens[:, 1:]
-
-    def drafted(step: int, logits: Tensor) -> Tensor:
-        return first if step == 0 else ids[logits.argmax(-1)]
-
-    chain = head.chain(features, model.model.embed_tokens.weight, drafted, k)
-    matches = torch.zeros(*first.shape, k, dtype=torch.bool, device=tokens.device)
-    for step, logits in enumerate(chain):
-        wanted = tokens[:, 2 + step :]
-        matches[:, : wanted.shape[1], step] = ids[logits[:, : wanted.shape[1]].argmax(-1)] == wanted
-    return matches
-
-
-def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
+def repeated_share(tokens: list[int], n: int = 8) -> float:
     """Share of tokens that lie in an n-gram occurring more than once in the list."""
     where: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(tokens) - n + 1):
@@ -128,26 +121,82 @@ def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
     return len(repeated) / max(len(tokens), 1)
 
 
-def repeats_little(tokens: Sequence[int]) -> bool:
-    """Whether at most 30 % of the tokens lie in repeated 8-grams."""
-    return repeated_share(tokens) <= 0.3
+@torch.no_grad()
+def answer_drafts(target: Target, head: torch.nn.Module, layers: list[int], texts: Texts, k: int) -> Iterator[Drafts]:
+    """Yield the drafts of each row of texts, one row of drafts for each usable token of its answer."""
+    for first in range(0, len(texts.tokens), ROWS):
+        tokens, own = texts.tokens[first : first + ROWS], texts.own[first : first + ROWS]
+        features, final = target.states(tokens, _entered(head, layers))
+        for row in range(len(tokens)):
+            places = own[row].nonzero().squeeze(-1)  # an answer is one run of tokens
+            anchors = places[: max(0, len(places) - k - 1)]
+            text = _Text(tokens[row], features[row], final[row])
+            if isinstance(head, Eagle3Head):
+                yield _eagle3_drafts(target, head, text, anchors, k)
+            elif isinstance(head, DSparkHead):
+                yield _dspark_drafts(target, head, text, anchors, k)
 
 
-def count_acceptance(
-    model: Llama, head: Eagle3Head, layers: list[int], tokens: Tensor, prompt: int, k: int, end: int, batch: int = 64
-) -> tuple[Acceptance, Acceptance]:
-    """Counts on continuations [B, T] after prompts of one length: all of them, and those that repeat little.
+class _Text(NamedTuple):
+    tokens: Tensor  # [T]
+    features: Tensor  # [T, n * hidden]
+    final: Tensor  # [T, hidden]
 
-    A continuation ends with its first `end` token.
-    """
-    everything, varied = Acceptance(k), Acceptance(k)
-    for start in range(0, len(tokens), batch):
-        group = tokens[start : start + batch]
-        matches = draft_matches(model, head, layers, group, k).tolist()
-        for sequence, accepts in zip(group.tolist(), matches, strict=True):
-            new = sequence[prompt:]
-            last = prompt + new.index(end) if end in new else len(sequence) - 1
-            walk(accepts, prompt, last, everything)
-            if repeats_little(sequence[prompt : last + 1]):
-                walk(accepts, prompt, last, varied)
-    return everything, varied
+
+def _entered(head: torch.nn.Module, layers: list[int]) -> list[int]:
+    """Return the layers whose inputs a head reads; DSpark counts layers by their outputs."""
+    return [layer + 1 for layer in layers] if isinstance(head, DSparkHead) else layers
+
+
+def _eagle3_drafts(target: Target, head: Eagle3Head, text: _Text, anchors: Tensor, k: int) -> Drafts:
+    rows = len(text.tokens) - 1
+    padded = F.pad(text.tokens, (0, k))[None]
+    with _mixed(target):
+        chain = head.chain(
+            text.features[None, :rows], target.embedding, lambda step, _: padded[:, 1 + step : 1 + step + rows], k
+        )
+    # The row before the last committed token makes the drafts after it.
+    states = torch.stack(chain, dim=2)[0, anchors - 1]
+    return _compare(target, states, None, text, anchors, torch.empty(0, k))
+
+
+def _dspark_drafts(target: Target, head: DSparkHead, text: _Text, anchors: Tensor, k: int) -> Drafts:
+    padded = F.pad(text.tokens, (0, head.block_size))[None]
+    with _mixed(target):
+        block = head.block(text.features[None], padded, anchors[None], target.embedding)
+    bias = (block.latent[0, :, :k], head.markov_head.markov_w2.weight)
+    sure = block.confidence[0, :, :k].float().sigmoid()
+    return _compare(target, block.hidden[0, :, :k], bias, text, anchors, sure)
+
+
+def _mixed(target: Target) -> torch.autocast:
+    return torch.autocast(target.device.type, torch.bfloat16, enabled=target.output.dtype == torch.bfloat16)
+
+
+def _compare(
+    target: Target,
+    states: Tensor,
+    bias: tuple[Tensor, Tensor] | None,
+    text: _Text,
+    anchors: Tensor,
+    sure: Tensor,
+) -> Drafts:
+    """Compare the head's distribution of each slot with the target's, and with the answer's token."""
+    k = states.shape[1]
+    places = (anchors[:, None] + torch.arange(k, device=anchors.device)).flatten()
+    written = text.tokens[places + 1]
+    greedy, sampled, overlap = (torch.empty(len(places)) for _ in range(3))
+    output = target.output
+    for first in range(0, len(places), PIECE):
+        piece = slice(first, first + PIECE)
+        logits = states.flatten(0, 1)[piece].to(output.dtype) @ output.T
+        if bias is not None:
+            logits = logits + bias[0].flatten(0, 1)[piece].to(output.dtype) @ bias[1].to(output.dtype).T
+        q = logits.float().softmax(-1)
+        p = (text.final[places[piece]] @ output.T).float().softmax(-1)
+        own = written[piece, None]
+        greedy[piece] = (logits.argmax(-1, keepdim=True) == own).float().squeeze(-1).cpu()
+        sampled[piece] = (q.gather(1, own) / p.gather(1, own)).clamp(max=1).squeeze(-1).cpu()
+        overlap[piece] = (1 - (q - p).abs().sum(-1) / 2).cpu()
+    count = len(anchors)
+    return Drafts(greedy.view(count, k), sampled.view(count, k), overlap.view(count, k), sure.cpu())

@@ -1,9 +1,9 @@
 """An EAGLE-3 head (2503.01840) in the published checkpoint layout, for training and for exact counting.
 
-Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of a accepted row is `fc`
+Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of an accepted row is `fc`
 of the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
-computes, for every i at once, what the head drafts after the accepted rows 0..i: row i + s of that chain sees the true
-keys 0..i and the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
+computes, for every i at once, what the head drafts after accepted rows 0..i: row i + s sees the accepted keys 0..i and
+the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.llama import MLP, Attention, LlamaShape, RMSNorm, rotary_tables
+from training.layers import MLP, Attention, HeadShape, RMSNorm, initialise, rotary_tables
 
 Chooser = Callable[[int, Tensor], Tensor]
 
@@ -20,7 +20,7 @@ Chooser = Callable[[int, Tensor], Tensor]
 class MidLayer(nn.Module):
     """The decoder layer; its attention reads the embedding and the feature side by side."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -29,13 +29,12 @@ class MidLayer(nn.Module):
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
     def project(self, embedded: Tensor, g: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.self_attn.project(
-            torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), cos, sin
-        )
-        group = q.shape[1] // k.shape[1]
-        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        """Queries, keys and values, each [B, heads, T, D]."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
+        return self.self_attn.queries(x, cos, sin), *self.self_attn.keys_and_values(x, cos, sin)
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [B, T, hidden] from its residual g and the attention's output."""
         x = g + self.self_attn.merge(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -52,28 +51,26 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 class Eagle3Head(nn.Module):
-    """The head; parameter names are those of the published checkpoints."""
+    """The head; parameter names are those of the published checkpoints.
+
+    draft_vocab_size None stands for the target's whole vocabulary and its lm_head, which the head then shares.
+    """
 
     d2t: Tensor  # [V_draft] int64: target id - draft id
     t2d: Tensor  # [V] bool: whether the head can draft the target id
-    cos: Tensor  # [positions, head_dim]
-    sin: Tensor
 
-    def __init__(self, shape: LlamaShape, target_width: int, draft_vocab_size: int) -> None:
+    def __init__(self, shape: HeadShape, target_width: int, draft_vocab_size: int | None = None) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(3 * target_width, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
-        cos, sin = rotary_tables(shape, shape.max_position_embeddings + 16, "cpu")
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        for weight in self.parameters():
-            if weight.ndim == 2:
-                nn.init.normal_(weight, std=0.02)
+        self.lm_head: nn.Linear | None = None
+        if draft_vocab_size is not None:
+            self.lm_head = nn.Linear(shape.hidden_size, draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        initialise(self)
 
     def set_draft_vocabulary(self, ids: Tensor) -> None:
         """Takes the target ids, ascending, that the head can draft."""
@@ -82,31 +79,33 @@ class Eagle3Head(nn.Module):
         self.t2d[ids] = True
 
     @property
-    def draft_ids(self) -> Tensor:
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+    def draft_ids(self) -> Tensor | None:
+        """Target ids that the head can draft, ascending; None for all."""
+        return None if self.lm_head is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def chain(self, states: Tensor, embedding: Tensor, next_input: Chooser, steps: int) -> list[Tensor]:
-        """Logits [B, T, V_draft] of each of `steps` draft steps after every accepted row.
+        """Normed states [B, T, hidden], the input of lm_head, of each of `steps` draft steps after every accepted row.
 
-        states [B, T, 3 * target_width]: the target's states of positions 0..T-1. next_input(s, logits of step s - 1)
+        states [B, T, 3 * target_width]: the target's states of positions 0..T-1. next_input(s, states of step s - 1)
         gives the tokens [B, T] that rows of step s embed: x_{i+1} for s = 0, then x_{i+1+s} in training, and the
         argmax just drafted when drafts are counted.
         """
         length = states.shape[1]
+        tables = rotary_tables(self.shape, length + steps, states.device)
         g = self.fc(states)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         outputs: list[Tensor] = []
-        logits = torch.empty(0)
+        normed = torch.empty(0)
         for step in range(steps):
-            embedded = F.embedding(next_input(step, logits), embedding).to(g.dtype)
-            cos, sin = self.cos[step : step + length], self.sin[step : step + length]
+            embedded = F.embedding(next_input(step, normed), embedding).to(g.dtype)
+            cos, sin = (table[step : step + length] for table in tables)
             q, k, v = self.midlayer.project(embedded, g, cos, sin)
             keys.append(k)
             values.append(v)
             g = self.midlayer.finish(g, attend(q, keys, values))
-            logits = self.lm_head(self.norm(g))
-            outputs.append(logits)
+            normed = self.norm(g)
+            outputs.append(normed)
         return outputs
 
 

@@ -1,107 +1,148 @@
-"""A training run measured in seconds, over as many invocations as it takes."""
+"""Trains a draft head for a target: `python -m training.run --target DIR --head eagle3|dspark --out DIR`.
 
+Three stages, each of which goes on where it was cut off: `data` lets the target write conversations, `train` trains the
+head on them, `evaluate` counts acceptance. Both heads share the data of one --work folder.
+"""
+
+import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from training.muon import Muon
+from training.conversations import Conversations, write_conversations
+from training.evaluate import evaluate
+from training.families import DSpark, Eagle3, Family, Sizes
+from training.losses import Mixture, RowStatistics, Terms, row_terms
+from training.objectives import expected_length
+from training.schedule import Optimizers, TimedRun, learning_rate
+from training.target import Target
 
-MUON_LR, ADAM_LR = 0.02, 3e-3
-
-
-class Optimizers:
-    """Muon for the layers' matrices, AdamW for embeddings, gains and other outer weights."""
-
-    def __init__(self, model: torch.nn.Module, outer: tuple[str, ...]) -> None:
-        named = list(model.named_parameters())
-        self.inner = [weight for name, weight in named if weight.ndim == 2 and not name.startswith(outer)]
-        rest = [weight for name, weight in named if weight.ndim != 2 or name.startswith(outer)]
-        self.muon = Muon(self.inner)
-        self.adam = torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-
-    def step(self, share: float) -> None:
-        """One update of everything at `share` of the peak learning rates."""
-        self.muon.step(MUON_LR * share)
-        for group in self.adam.param_groups:
-            group["lr"] = ADAM_LR * share
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
-        for weight in self.inner:
-            weight.grad = None
-
-    def state_dict(self) -> dict:
-        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])
+STAGES = ("data", "train", "evaluate")
 
 
-class TimedRun:
-    """Clock, log and checkpoint of a run whose length is `total_minutes` of training.
+def mask_token(tokenizer: Any) -> int:
+    """Return a special token that stands for a slot to be drafted: the last that no text of the target has."""
+    usual = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    return max(set(tokenizer.added_tokens_decoder) - usual, default=tokenizer.eos_token_id)
 
-    Compilation, data loading and checkpoints do not count: `restart_clock` leaves out what came before it.
-    """
 
-    def __init__(
-        self, path: Path, model: torch.nn.Module, optimizers: Optimizers, minutes: float, total_minutes: float
-    ) -> None:
-        self.path, self.model, self.optimizers = path, model, optimizers
-        self.deadline = time.monotonic() + 60 * minutes
-        self.total = 60 * total_minutes
-        self.seconds, self.step, self.tokens = 0.0, 0, 0
-        device = next(model.parameters()).device
-        if path.exists():
-            saved: dict[str, Any] = torch.load(path, map_location=device)
-            model.load_state_dict(saved["model"])
-            optimizers.load_state_dict(saved["optimizers"])
-            self.seconds, self.step, self.tokens = saved["seconds"], saved["step"], saved["tokens"]
-        self.saved_at = time.monotonic()
-        self.restart_clock()
+def make_family(name: str, target: Target, tokenizer: Any, sizes: Sizes) -> Family:
+    """Return a new head of a family for a target."""
+    if name == "eagle3":
+        return Eagle3(target, sizes, tokenizer.eos_token_id)
+    return DSpark(target, sizes, tokenizer.eos_token_id, mask_token(tokenizer))
 
-    @property
-    def progress(self) -> float:
-        return self.seconds / self.total
 
-    def unfinished(self) -> bool:
-        return self.seconds < self.total and time.monotonic() < self.deadline
+def compiled_terms(device: torch.device) -> Terms:
+    """Return `row_terms`, compiled on a GPU."""
+    if device.type != "cuda":
+        return row_terms
+    compiled = torch.compile(row_terms, dynamic=False)
 
-    def restart_clock(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.clock = self.logged = time.monotonic()
-        self.tokens_logged = self.tokens
+    def terms(
+        logits: Tensor, teacher: Tensor, tokens: Tensor, weights: Tensor, mixture: Mixture
+    ) -> tuple[Tensor, RowStatistics]:
+        return compiled(logits, teacher, tokens, weights, mixture)
 
-    def advance(self, tokens: int, loss: Tensor) -> None:
-        """Books one step; looks at the loss, which waits for the device, every 20 steps."""
-        self.step += 1
-        self.tokens += tokens
-        if self.step % 20:
-            return
-        value = loss.item()
-        now = time.monotonic()
-        self.seconds += now - self.clock
-        self.clock = now
-        if not value < 20:
-            raise SystemExit(f"diverged at step {self.step}: loss {value}")
-        if now - self.logged > 15:
-            speed = (self.tokens - self.tokens_logged) / (now - self.logged)
-            print(
-                f"step {self.step} progress {self.progress:.3f} tokens {self.tokens / 1e6:.0f} M loss {value:.4f} "
-                f"{speed / 1e6:.2f} M tokens/s",
-                flush=True,
-            )
-            self.logged, self.tokens_logged = now, self.tokens
-        if now - self.saved_at > 120:
-            self.save()
-            self.restart_clock()
+    return terms
 
-    def save(self) -> None:
-        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
-        state |= {"seconds": self.seconds, "step": self.step, "tokens": self.tokens}
-        torch.save(state, self.path.with_suffix(".tmp"))
-        self.path.with_suffix(".tmp").replace(self.path)
-        self.saved_at = time.monotonic()
+
+def train(family: Family, conversations: Conversations, arguments: argparse.Namespace, deadline: float) -> None:
+    """Train the head until the run is finished or `deadline` comes, and export it."""
+    objective = family.objective(compiled_terms(next(family.head.parameters()).device))
+    optimizers = Optimizers(family.head, family.outer)
+    checkpoint = arguments.work / f"{arguments.head}.pt"
+    total = 60 * arguments.train_minutes
+    run = TimedRun(checkpoint, family.head, optimizers, deadline, total, lambda: family.export(arguments.out))
+    if run.step == 0:
+        family.prepare(conversations)
+        objective.loss(*conversations[0]).loss.backward()  # compiles
+        family.head.zero_grad(set_to_none=True)
+    run.restart_clock()
+    while run.unfinished():
+        tokens, own = conversations[run.step]
+        report = objective.loss(tokens, own)
+        report.loss.backward()
+        optimizers.step(learning_rate(run.progress))
+        if run.advance(tokens.numel(), report.loss.detach()):
+            for name, rates in (("hits", report.hits), ("accepts", report.accepts)):
+                shown = [round(rate, 3) for rate in rates.tolist()]
+                print(f"  {name} {shown} length {expected_length(rates):.3f}", flush=True)
+    run.save()
+    print(json.dumps({"seconds": round(run.seconds), "steps": run.step, "tokens": run.tokens}), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="directory of the target")
+    parser.add_argument("--head", choices=("eagle3", "dspark"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the head")
+    parser.add_argument("--work", type=Path, default=Path("training/work"), help="conversations and checkpoints")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--minutes", type=float, default=8.5, help="training stops so long after the start")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target")
+    data = parser.add_argument_group("data")
+    data.add_argument("--files", type=int, default=6, help="files of conversations")
+    data.add_argument("--rows", type=int, default=3072, help="conversations of a file")
+    data.add_argument("--length", type=int, default=768, help="tokens of a conversation")
+    data.add_argument("--data-seconds", type=float, default=90, help="no file is begun after so long")
+    data.add_argument("--seed", type=int, default=1, help="of the conversations; processes side by side take others")
+    training = parser.add_argument_group("train")
+    training.add_argument("--train-minutes", type=float, default=4, help="length of the whole run")
+    training.add_argument("--batch", type=int, default=32, help="conversations of a step")
+    defaults = Sizes()
+    training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark")
+    training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts of a block")
+    training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark")
+    training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks of a conversation")
+    training.add_argument("--draft-vocab-size", type=int, help="EAGLE-3; default: the target's, with its lm_head")
+    training.add_argument("--steps", type=int, default=defaults.steps, help="EAGLE-3: chained steps")
+    evaluation = parser.add_argument_group("evaluate")
+    evaluation.add_argument("--new-tokens", type=int, default=256, help="tokens of an answer")
+    evaluation.add_argument("--prompts", type=int, help="prompts of each set; default: all")
+    evaluation.add_argument("--json", type=Path, help="report; default: evaluation.json in --out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    began = time.monotonic()
+    arguments = parse_arguments()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention plans anew for every shape
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    target = Target(arguments.target, arguments.device, getattr(torch, arguments.dtype))
+    folder = arguments.work / "conversations"
+    if "data" in arguments.stages:
+        write_conversations(
+            target,
+            tokenizer,
+            folder,
+            rows=arguments.rows,
+            length=arguments.length,
+            seconds=arguments.data_seconds,
+            most=arguments.files,
+            seed=arguments.seed,
+        )
+    names = ("draft_layers", "block_size", "markov_rank", "anchors", "draft_vocab_size", "steps")
+    sizes = Sizes(**{name: getattr(arguments, name) for name in names})
+    family = make_family(arguments.head, target, tokenizer, sizes)
+    if "train" in arguments.stages:
+        conversations = Conversations(folder, arguments.batch, target.device)
+        train(family, conversations, arguments, began + 60 * arguments.minutes)
+    if "evaluate" in arguments.stages:
+        family.load(arguments.out)
+        report = evaluate(target, tokenizer, family, arguments.new_tokens, arguments.prompts)
+        (arguments.json or arguments.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(report, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -113,7 +113,7 @@ class Law:
         features = self._rows[1][:, :-1]
         embedding = self.pair.target.get_input_embeddings().weight
         parts = [
-            model.chain(some, embedding, lambda _, __, own=own: own, 1)[0]
+            model.lm_head(model.chain(some, embedding, lambda _, __, own=own: own, 1)[0])
             for some, own in zip(features.split(4096), tokens.split(4096), strict=True)
         ]
         own = torch.cat(parts)[:, len(self.prompt) - 2 :]

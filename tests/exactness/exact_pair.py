@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.eagle3 import Eagle3Head, feature_layers
-from training.export import export_head
-from training.llama import LlamaShape
+from training.export import export_eagle3
+from training.layers import HeadShape
 
 VOCAB = 8
 LAYERS = 7
 FEATURES = feature_layers(LAYERS)
-SHAPE = LlamaShape(
+SHAPE = HeadShape(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -83,8 +83,7 @@ def _make_dspark(target: LlamaForCausalLM, tokens: Tensor) -> DSparkHead:
 
 def write_head(head: Eagle3Head, directory: Path) -> None:
     """Writes a head as it is published."""
-    layer = LlamaShape(**{**SHAPE.as_dict(), "num_hidden_layers": 1})
-    export_head(head.state_dict(), layer, FEATURES, directory, end=0)
+    export_eagle3(head, FEATURES, directory, end=0)
 
 
 def _make_target() -> LlamaForCausalLM:
@@ -152,7 +151,7 @@ def run_target(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor
 def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int = 3) -> Eagle3Head:
     """A head over the draft vocabulary `ids`, from initial weights of that seed."""
     torch.manual_seed(seed)
-    head = Eagle3Head(SHAPE, SHAPE.hidden_size, len(ids))
+    head = Eagle3Head(SHAPE.resized(num_hidden_layers=1), SHAPE.hidden_size, len(ids))
     head.set_draft_vocabulary(ids)
     torch.nn.init.normal_(head.fc.weight, std=head.fc.in_features**-0.5)
     optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
@@ -165,9 +164,9 @@ def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int 
         inputs = F.pad(batch[:, 1:], (0, 1)).unfold(1, length, 1)  # [B, 2, length]: of both steps of the chain
         chain = head.chain(features[:, :-1], embedding, lambda s, _, inputs=inputs: inputs[:, s], 2)
         loss = torch.zeros(())
-        for s, scores in enumerate(chain):
+        for s, normed in enumerate(chain):
             rows = length - s  # row i of step s stands for x_{i + 2 + s}, which follows x_{i + 1 + s}
-            log_q = scores[:, :rows].log_softmax(-1)
+            log_q = head.lm_head(normed[:, :rows]).log_softmax(-1)
             loss = loss - (wanted[:, 1 + s : 1 + s + rows] * log_q).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -80,12 +80,13 @@ def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> tuple[torch.Tensor,
     chain = model.chain(
         run_target(pair.target, tokens[:, :-1])[1],
         pair.target.get_input_embeddings().weight,
-        lambda s, logits: following if s == 0 else model.draft_ids[logits.argmax(-1)],
+        lambda s, normed: following if s == 0 else model.draft_ids[model.lm_head(normed).argmax(-1)],
         K,
     )
     matches = torch.zeros(*following.shape, K, dtype=torch.bool)
     margins = torch.full((len(tokens),), torch.inf)
-    for s, logits in enumerate(chain):
+    for s, normed in enumerate(chain):
+        logits = model.lm_head(normed)
         wanted = tokens[:, 2 + s :]
         count = wanted.shape[1]
         matches[:, :count, s] = model.draft_ids[logits[:, :count].argmax(-1)] == wanted

@@ -1,0 +1,132 @@
+"""A DSpark head (2607.05147) with the parameter names of `Qwen3DSparkModel` (deepseek-ai/DeepSpec).
+
+A block drafts `block_size` tokens after an anchor x_a, the last committed token, in one pass: its queries are the
+anchor's embedding and mask embeddings at positions a, a + 1, ... Slot j predicts x_{a+1+j}. The queries see the
+context, which is `hidden_norm(fc(states))` of the positions before a, and each other in both directions. A Markov head
+of low rank adds W2 W1[x_{a+j}] to the logits of slot j; a confidence head tells how probable it is that slot j is
+accepted. Embedding and lm_head are the target's.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.layers import MLP, Attention, HeadShape, RMSNorm, initialise, rotary_tables
+
+
+class Block(NamedTuple):
+    """What the head computes for the slots of blocks.
+
+    Attributes
+    ----------
+    hidden
+        [B, A, block_size, hidden]: the input of lm_head.
+    latent
+        [B, A, block_size, rank]: W1 of the token before each slot; times W2 it is the bias of the slot's logits.
+    confidence
+        [B, A, block_size]: logits of the probability that the slot is accepted.
+    """
+
+    hidden: Tensor
+    latent: Tensor
+    confidence: Tensor
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer whose keys and values are those of the context and of the block itself."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, shape.hidden_size, qk_norm=True)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(
+        self, x: Tensor, context: Tensor, tables: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        """Output [B, S, hidden] for slots x [B, S, hidden] and context [B, T, hidden]; mask [B, 1, S, T + S].
+
+        tables and slots are the cosines and sines of the context and of the slots.
+        """
+        inner = self.input_layernorm(x)
+        k_context, v_context = self.self_attn.keys_and_values(context, *tables)
+        k_block, v_block = self.self_attn.keys_and_values(inner, *slots)
+        keys, values = torch.cat([k_context, k_block], dim=2), torch.cat([v_context, v_block], dim=2)
+        queries = self.self_attn.queries(inner, *slots)
+        x = x + self.self_attn.merge(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MarkovHead(nn.Module):
+    """The `vanilla` Markov head: a bias of the logits from the token before, of low rank."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The probability that a slot is accepted, from its state and the Markov embedding of the token before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSparkHead(nn.Module):
+    """The head without embedding and lm_head."""
+
+    def __init__(self, shape: HeadShape, fused_width: int, block_size: int, markov_rank: int, mask_token: int) -> None:
+        super().__init__()
+        self.shape, self.block_size, self.mask_token = shape, block_size, mask_token
+        self.fc = nn.Linear(fused_width, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.markov_head = MarkovHead(shape.vocab_size, markov_rank)
+        self.confidence_head = ConfidenceHead(shape.hidden_size + markov_rank)
+        initialise(self)
+        nn.init.zeros_(self.markov_head.markov_w2.weight)
+        nn.init.zeros_(self.confidence_head.proj.bias)
+
+    def block(self, states: Tensor, tokens: Tensor, anchors: Tensor, embedding: Tensor) -> Block:
+        """Blocks after the anchors, the tokens before their later slots taken from `tokens`.
+
+        states [B, T, fused_width], tokens [B, T + block_size - 1 or more], anchors [B, A] positions below T.
+        """
+        size, count = self.block_size, anchors.shape[1]
+        offsets = torch.arange(size, device=tokens.device)
+        positions = (anchors[..., None] + offsets).flatten(1)  # [B, A * size]
+        before = tokens.gather(1, positions)
+        inputs = torch.where((offsets == 0).repeat(count), before, self.mask_token)
+        context = self.hidden_norm(self.fc(states))
+        length = states.shape[1]
+        cos, sin = rotary_tables(self.shape, length + size, tokens.device)
+        slots = (cos[positions][:, None], sin[positions][:, None])
+        mask = block_mask(anchors, size, length)
+        x = F.embedding(inputs, embedding).to(context.dtype)
+        for layer in self.layers:
+            x = layer(x, context, (cos[:length], sin[:length]), slots, mask)
+        hidden = self.norm(x).unflatten(1, (count, size))
+        latent = self.markov_head.markov_w1(before).to(hidden.dtype).unflatten(1, (count, size))
+        confidence = self.confidence_head.proj(torch.cat([hidden, latent], dim=-1)).squeeze(-1)
+        return Block(hidden, latent, confidence)
+
+
+def block_mask(anchors: Tensor, size: int, length: int) -> Tensor:
+    """Mask [B, 1, A * size, length + A * size]: context before the anchor, and the slots of the own block."""
+    slots = anchors.repeat_interleave(size, dim=1)
+    context = torch.arange(length, device=anchors.device) < slots[..., None]
+    number = torch.arange(slots.shape[1], device=anchors.device) // size
+    own = (number[:, None] == number).expand(len(anchors), -1, -1)
+    return torch.cat([context, own], dim=2)[:, None]
+
+
+def target_layers(num_layers: int, count: int) -> list[int]:
+    """`target_layer_ids`: layers whose outputs are read, evenly spaced from the second to the third from the end."""
+    last = num_layers - 3
+    return sorted({round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)})

@@ -1,0 +1,182 @@
+"""Losses of a head's logits against the target's, over the whole vocabulary and without keeping any logits.
+
+Logits of a vocabulary are the largest tensors of training. So rows are taken in pieces of `PIECE`; the gradient of a
+piece is computed as soon as its logits are, and only the gradients of states and weights are kept.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+PIECE = 4096
+
+
+class Mixture(NamedTuple):
+    """Weights of the losses of a row.
+
+    Attributes
+    ----------
+    token
+        Cross entropy of the token that the target wrote.
+    soft
+        Cross entropy of the target's distribution.
+    distance
+        Sum over the vocabulary of |q - p|, twice the total variation.
+    """
+
+    token: float
+    soft: float
+    distance: float
+
+
+EAGLE3 = Mixture(token=0.0, soft=1.0, distance=0.0)  # 2503.01840, and EAGLE's training code
+DSPARK = Mixture(token=0.1, soft=0.0, distance=0.9)  # 2607.05147, and deepseek-ai/DeepSpec
+
+
+class RowStatistics(NamedTuple):
+    """Of each row [R] float32: losses, and how the head's distribution agrees with the target's.
+
+    Attributes
+    ----------
+    loss
+        The mixture.
+    accept
+        1 - total variation: the probability that a draft drawn from the head is accepted.
+    hit
+        Whether both have the same most likely token.
+    """
+
+    loss: Tensor
+    accept: Tensor
+    hit: Tensor
+
+
+def row_terms(
+    logits: Tensor, teacher: Tensor, tokens: Tensor, weights: Tensor, mixture: Mixture
+) -> tuple[Tensor, RowStatistics]:
+    """Gradient of each row's weighted loss with respect to its logits [R, V], and the row's statistics.
+
+    logits and teacher [R, V], tokens [R] int64, weights [R] float32; the gradient has the type of the logits.
+    """
+    scores, wanted = logits.float(), teacher.float()
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    q = (scores - normaliser).exp()
+    p = wanted.softmax(-1)
+    difference = q - p
+    distance = difference.abs().sum(-1)
+    sign = difference.sign()
+    written = torch.arange(scores.shape[1], device=scores.device) == tokens[:, None]
+    gradient = mixture.token * (q - written.float()) + mixture.soft * difference
+    gradient = gradient + mixture.distance * q * (sign - (sign * q).sum(-1, keepdim=True))
+    loss = mixture.token * (normaliser.squeeze(-1) - scores.gather(1, tokens[:, None]).squeeze(-1))
+    loss = loss + mixture.soft * (normaliser.squeeze(-1) - (p * scores).sum(-1)) + mixture.distance * distance
+    hit = (scores.argmax(-1) == wanted.argmax(-1)).float()
+    return (gradient * weights[:, None]).to(logits.dtype), RowStatistics(loss, 1 - distance / 2, hit)
+
+
+Terms = Callable[[Tensor, Tensor, Tensor, Tensor, Mixture], tuple[Tensor, RowStatistics]]
+
+
+class Rows(NamedTuple):
+    """Rows of one loss.
+
+    Attributes
+    ----------
+    states
+        [R, hidden]: the head's states before lm_head.
+    latent
+        [R, rank]: the Markov head's latents, or None.
+    teacher
+        [R, hidden]: the target's states before lm_head.
+    tokens
+        [R] int64: the tokens that the target wrote there.
+    weights
+        [R] float32: what a row's loss weighs; rows of weight 0 may hold anything.
+    """
+
+    states: Tensor
+    latent: Tensor | None
+    teacher: Tensor
+    tokens: Tensor
+    weights: Tensor
+
+
+class _Distil(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        latent: Tensor | None,
+        output: Tensor,
+        markov: Tensor | None,
+        fixed: tuple[Rows, Tensor, Mixture, Terms],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, teacher_output, mixture, terms = fixed
+        dtype = teacher_output.dtype
+        needs_output = ctx.needs_input_grad[2]
+        weight, bias = output.to(dtype), None if markov is None else markov.to(dtype)
+        d_states = torch.empty_like(states)
+        d_latent = None if latent is None else torch.empty_like(latent)
+        d_output = torch.zeros_like(output) if needs_output else None
+        d_markov = None if markov is None else torch.zeros_like(markov)
+        loss = torch.zeros((), device=states.device)
+        accept, hit = torch.empty_like(rows.weights), torch.empty_like(rows.weights)
+        for first in range(0, len(states), PIECE):
+            piece = slice(first, first + PIECE)
+            inputs = states[piece].to(dtype)
+            logits = inputs @ weight.T
+            if latent is not None and bias is not None:
+                factors = latent[piece].to(dtype)
+                logits = logits + factors @ bias.T
+            wanted = rows.teacher[piece] @ teacher_output.T
+            weighted, statistics = terms(logits, wanted, rows.tokens[piece], rows.weights[piece], mixture)
+            loss += (statistics.loss * rows.weights[piece]).sum()
+            accept[piece], hit[piece] = statistics.accept, statistics.hit
+            d_states[piece] = (weighted @ weight).to(d_states.dtype)
+            if d_output is not None:
+                d_output += weighted.T @ inputs
+            if d_latent is not None and d_markov is not None and bias is not None:
+                d_latent[piece] = (weighted @ bias).to(d_latent.dtype)
+                d_markov += weighted.T @ factors
+        ctx.gradients = (d_states, d_latent, d_output, d_markov)
+        ctx.mark_non_differentiable(accept, hit)
+        return loss, accept, hit
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients
+        del ctx.gradients
+        return *(None if gradient is None else gradient * d_loss for gradient in gradients), None
+
+
+def distil(
+    rows: Rows,
+    output: Tensor,
+    markov: Tensor | None,
+    teacher_output: Tensor,
+    mixture: Mixture,
+    terms: Terms = row_terms,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the weighted losses, and `accept` and `hit` of each row [R], which have no gradient.
+
+    Parameters
+    ----------
+    output
+        [V, hidden]: lm_head of the head. It gets a gradient where it requires one.
+    markov
+        [V, rank]: W2 of the Markov head, or None.
+    teacher_output
+        [V, hidden]: lm_head of the target, over the head's vocabulary. Products are computed in its type.
+    terms
+        `row_terms`, or its compiled form.
+    """
+    count = len(rows.tokens)
+    # Pieces of one size, so that `terms` is compiled once.
+    missing = -count % min(PIECE, 64 * max(1, -(-count // 64)))
+    rows = Rows(*(None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in rows))  # type: ignore[arg-type]
+    loss, accept, hit = _Distil.apply(rows.states, rows.latent, output, markov, (rows, teacher_output, mixture, terms))
+    return loss, accept[:count], hit[:count]

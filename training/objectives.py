@@ -1,0 +1,141 @@
+"""What each family of heads learns from a batch of the target's own conversations."""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.dspark import DSparkHead
+from training.eagle3 import Eagle3Head
+from training.losses import DSPARK, EAGLE3, Rows, Terms, distil
+from training.target import Target
+
+STEP_DECAY = 0.8  # EAGLE-3: weight of a draft step against the step before
+SLOT_DECAY = 4.0  # DSpark: gamma of exp(-(k - 1) / gamma)
+
+
+class Report(NamedTuple):
+    """Loss of a batch, and of each draft position [k] the share of rows that agree.
+
+    Attributes
+    ----------
+    hits
+        Share of rows whose most likely token is the target's.
+    accepts
+        Mean of 1 - total variation.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    accepts: Tensor
+
+
+class Objective(Protocol):
+    """What a head is trained to."""
+
+    def loss(self, tokens: Tensor, own: Tensor) -> Report:
+        """Return the report of tokens [B, T], of which `own` [B, T] bool marks those that the target answered."""
+
+
+def _means(values: Tensor, weights: Tensor) -> Tensor:
+    """Means over the first dimension of values [R, k], by weights [R, k]."""
+    return (values * weights).sum(0) / weights.sum(0).clamp_min(1e-9)
+
+
+class Eagle3Objective:
+    """The training-time test of EAGLE-3 (2503.01840, section 3.1).
+
+    `steps` chained steps take the head's own states, and the tokens that the target wrote; step s weighs 0.8^s.
+    """
+
+    def __init__(self, target: Target, head: Eagle3Head, layers: list[int], steps: int, terms: Terms) -> None:
+        self.target, self.head, self.layers, self.steps, self.terms = target, head, layers, steps, terms
+
+    def loss(self, tokens: Tensor, own: Tensor) -> Report:
+        """See `Objective`."""
+        features, final = self.target.states(tokens, self.layers)
+        rows = tokens.shape[1] - 1
+        padded = F.pad(tokens, (0, self.steps))
+
+        def written(step: int, _: Tensor) -> Tensor:
+            return padded[:, 1 + step : 1 + step + rows]
+
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=final.dtype == torch.bfloat16):
+            chain = self.head.chain(features[:, :rows], self.target.embedding, written, self.steps)
+        # Row i of step s predicts x_{i+2+s}, which the target's state of position i + 1 + s predicts too.
+        places = torch.arange(rows, device=tokens.device)[:, None] + torch.arange(self.steps, device=tokens.device)
+        teacher = F.pad(final, (0, 0, 0, self.steps))[:, 1 + places]
+        labels = padded[:, 2 + places]
+        counted = F.pad(own, (0, self.steps))[:, 2 + places].float()
+        decay = STEP_DECAY ** torch.arange(self.steps, device=tokens.device)
+        weights = counted * decay
+        kept = weights.flatten().nonzero().squeeze(-1)
+        ids = self.head.draft_ids
+        output = self.target.output if self.head.lm_head is None else self.head.lm_head.weight
+        teacher_output = self.target.output if ids is None else self.target.output[ids]
+        # The written token plays no part in this loss, and may be outside a reduced vocabulary.
+        labels = labels if ids is None else torch.zeros_like(labels)
+        selected = Rows(
+            torch.stack(chain, dim=2).flatten(0, 2)[kept],
+            None,
+            teacher.flatten(0, 2)[kept],
+            labels.flatten()[kept],
+            (weights / weights.sum().clamp_min(1e-9)).flatten()[kept],
+        )
+        loss, accept, hit = distil(selected, output, None, teacher_output, EAGLE3, self.terms)
+        step_of = F.one_hot(kept % self.steps, self.steps).float()
+        return Report(loss, _means(hit[:, None], step_of), _means(accept[:, None], step_of))
+
+
+class DSparkObjective:
+    """DSpark's loss on blocks after random anchors (2607.05147; deepseek-ai/DeepSpec, modeling/dspark/loss.py).
+
+    0.1 cross entropy + 0.9 |q - p| + cross entropy of the confidence against the acceptance 1 - |q - p| / 2, slot k
+    weighing exp(-(k - 1) / 4). An anchor and all tokens up to a slot's must be the target's answer.
+    """
+
+    def __init__(self, target: Target, head: DSparkHead, layers: list[int], anchors: int, terms: Terms) -> None:
+        self.target, self.head, self.anchors, self.terms = target, head, anchors, terms
+        self.layers = layers
+
+    def loss(self, tokens: Tensor, own: Tensor) -> Report:
+        """See `Objective`."""
+        size = self.head.block_size
+        states, final = self.target.states(tokens, [layer + 1 for layer in self.layers])
+        usable = own[:, :-1] & own[:, 1:]
+        anchors = torch.multinomial(usable.float() + 1e-9, self.anchors, replacement=True)
+        padded = F.pad(tokens, (0, size))
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=final.dtype == torch.bfloat16):
+            block = self.head.block(states, padded, anchors, self.target.embedding)
+        offsets = torch.arange(size, device=tokens.device)
+        places = anchors[..., None] + offsets  # position whose target state predicts the slot
+        batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+        answered = F.pad(own, (0, size))
+        counted = (answered[batch, places + 1] & usable.gather(1, anchors)[..., None]).float().cumprod(-1)
+        weights = counted * torch.exp(-offsets / SLOT_DECAY)
+        weights = weights / weights.sum().clamp_min(1e-9)
+        rows = Rows(
+            block.hidden.flatten(0, 2),
+            block.latent.flatten(0, 2),
+            F.pad(final, (0, 0, 0, size))[batch, places].flatten(0, 2),
+            padded[batch, places + 1].flatten(),
+            weights.flatten(),
+        )
+        markov = self.head.markov_head.markov_w2.weight
+        loss, accept, hit = distil(rows, self.target.output, markov, self.target.output, DSPARK, self.terms)
+        sure = block.confidence.float().flatten()
+        confidence = F.binary_cross_entropy_with_logits(sure, accept.clamp(0, 1), rows.weights, reduction="sum")
+        by_slot = counted.flatten(0, 1)
+        hits, accepts = (_means(values.view(-1, size), by_slot) for values in (hit, accept))
+        return Report(loss + confidence, hits, accepts)
+
+
+def expected_length(accepts: Tensor) -> float:
+    """Tokens a step for rates of acceptance by position, taken as independent."""
+    total, survival = 1.0, 1.0
+    for rate in accepts.tolist():
+        survival *= rate
+        total += survival
+    return total if math.isfinite(total) else 0.0
