@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from training.llama import LlamaShape
+from training.layers import HeadShape
 
 BLOCK_SIZE = 4
 RANK = 4
@@ -20,7 +20,7 @@ THETA = 10000.0
 class DSparkHead(nn.Module):
     """One layer, full attention; slot i of a block predicts the token behind it. Names are those of DeepSpec."""
 
-    def __init__(self, shape: LlamaShape, width: int) -> None:
+    def __init__(self, shape: HeadShape, width: int) -> None:
         super().__init__()
         self.shape = shape
         hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_dim
