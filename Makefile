@@ -7,6 +7,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Further arguments of `draftwire demo`, as `--max-tokens 200`.
 DEMO_ARGS ?=
+# What the demo serves: smollm2, which is downloaded once, or tiny, which needs no download.
+DEMO ?= smollm2
 # Of the soak: how long it runs, and what its faults are drawn from.
 MINUTES ?= 20
 SEED ?= 1
@@ -27,7 +29,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help demo test test-full test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
 
 help:
-	@echo 'make demo          start both services and compare drafting on and off'
+	@echo 'make demo          chat with SmolLM2-135M-Instruct (93 MB, downloaded once), drafting on and off; DEMO=tiny needs no download'
 	@echo 'make test          lint, units, the contract, reference kernels'
 	@echo 'make test-full     the rest: both services, exactness, hostile input, kernels in the interpreter'
 	@echo 'make test-gpu      what needs a GPU, and kernels and heads compiled for it; some tests need two'
@@ -41,7 +43,7 @@ help:
 	@echo 'make run-log       list the result files of benchmarks/results in its README.md'
 	@echo 'make clean         remove the virtual environment and all caches'
 	@echo
-	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS.'
+	@echo 'Variables: PYTHON (3.11 or newer), PIP_ARGS, PYTEST_ARGS, DEMO, DEMO_ARGS, PACING_ARGS, MINUTES, SEED, BUILD_ARGS.'
 	@echo 'The tests and the demo run on the CPU; where the default torch wheel is a large CUDA build, name an index of CPU wheels:'
 	@echo '  make test PIP_ARGS="--extra-index-url URL"'
 
@@ -54,7 +56,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/draftwire demo $(DEMO_ARGS)
+	$(BIN)/draftwire demo --pair $(DEMO) $(DEMO_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,13 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwire.client import Client, Completion, Options
+from draftwire.client.request import Prompt
 from draftwire.contract.errors import CheckpointError, ServerError
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.processes import start_drafter, start_verifier
 from draftwire_cli.output import DRAFTED_COLOUR, rates_text, visible
 
-MODELS = Path(__file__).resolve().parents[1] / "models" / "demo"
+MODELS = Path(__file__).resolve().parents[1] / "models"
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write a Python function that returns the largest number of a list.",
+    "What are three ways to save water at home?",
+    "Write a short email that thanks a colleague for her help.",
+)
 DRAFTER_TIMEOUT_S = 30.0
 CPU = ("--device", "cpu")
 GREEDY: Options = {"temperature": 0.0}
@@ -29,11 +36,30 @@ SAMPLED: Options = {"temperature": 0.8, "seed": 1}
 
 
 @dataclass(frozen=True, slots=True)
+class DemoPair:
+    """A target, a head for it, and prompts of the kind that the target was trained for."""
+
+    target: Path
+    head: Path
+    prompts: Sequence[Prompt]
+
+
+PAIRS = {
+    "smollm2": DemoPair(
+        MODELS / "smollm2" / "target",
+        MODELS / "smollm2" / "dspark",
+        [[{"role": "user", "content": question}] for question in QUESTIONS],
+    ),
+    "tiny": DemoPair(MODELS / "demo" / "target", MODELS / "demo" / "head", PROMPTS),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """One prompt with drafting on and off."""
 
     name: str
-    prompt: str
+    prompt: Prompt
     options: Options
     on: Completion
     off: Completion
@@ -85,8 +111,8 @@ def wait_for_drafter(client: Client) -> None:
 def run_demo(
     head: Path,
     target: Path,
+    prompts: Sequence[Prompt],
     max_tokens: int,
-    num_prompts: int,
     console: Console,
     serving: Callable[[Path, Path, Console], AbstractContextManager[Client]] = serving_demo,
 ) -> bool:
@@ -102,10 +128,9 @@ def run_demo(
     for name, path in (("target", target), ("head", head)):
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"{name} = {str(path)!r}: has no config.json; the demo pair ships in models/demo of the source tree, "
+                f"{name} = {str(path)!r}: has no config.json; heads of the demo ship in models of the source tree, "
                 "other models are given with --head and --target"
             )
-    prompts = PROMPTS[:num_prompts]
     runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
     runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
     with serving(head, target, console) as client:
@@ -120,7 +145,7 @@ def run_demo(
     return _print_verdict([c for c in comparisons if c.greedy], console)
 
 
-def compare(client: Client, name: str, prompt: str, options: Options, max_tokens: int) -> Comparison:
+def compare(client: Client, name: str, prompt: Prompt, options: Options, max_tokens: int) -> Comparison:
     """Run one prompt with the server's number of drafts and with none."""
     shared: Options = {**options, "max_tokens": max_tokens}
     without: Options = {**shared, "num_speculative_tokens": 0}
@@ -132,11 +157,16 @@ def print_text(comparison: Comparison, console: Console) -> None:
     """Print a prompt and its text, with accepted drafts in their colour."""
     how = "greedy" if comparison.greedy else "sampled"
     console.rule(f"prompt {comparison.name} ({how})", align="left")
-    text = Text().append(comparison.prompt, style="dim")
+    text = Text().append(_shown(comparison.prompt), style="dim")
     for piece, drafted in comparison.on.pieces():
         text.append(visible(piece), style=DRAFTED_COLOUR if drafted else "")
     console.print(text, soft_wrap=True)
     console.print()
+
+
+def _shown(prompt: Prompt) -> str:
+    """Return a prompt as text: of messages the last one, on a line of its own."""
+    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"  # type: ignore[index]
 
 
 def _table(comparisons: Sequence[Comparison]) -> Table:
@@ -166,5 +196,5 @@ def _print_verdict(greedy: Sequence[Comparison], console: Console) -> bool:
     for comparison in different:
         pairs = zip(comparison.on.token_ids, comparison.off.token_ids, strict=False)
         position = next((i for i, (on, off) in enumerate(pairs) if on != off), "its end")
-        console.print(f"greedy output CHANGED with drafts, from token {position} on: {comparison.prompt!r}")
+        console.print(f"greedy output CHANGED with drafts, from token {position} on: {_shown(comparison.prompt)!r}")
     return False

@@ -31,7 +31,7 @@ def run(verifier, models):
 
     def run() -> tuple[bool, str]:
         console = Console(file=io.StringIO(), width=120, highlight=False)
-        good = demo.run_demo(models / "head", models / "target", 8, 2, console, services)
+        good = demo.run_demo(models / "head", models / "target", demo.PROMPTS[:2], 8, console, services)
         return good, console.file.getvalue()
 
     return run
@@ -70,7 +70,7 @@ def test_text_colours_accepted_drafts_alone(verifier, monkeypatch):
 
 def test_missing_model_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        demo.run_demo(tmp_path / "head", tmp_path / "target", 8, 1, Console(file=io.StringIO()))
+        demo.run_demo(tmp_path / "head", tmp_path / "target", demo.PROMPTS[:1], 8, Console(file=io.StringIO()))
 
 
 def test_refused_drafter_ends_the_demo():
