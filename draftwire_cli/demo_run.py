@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwire.client import Client, Completion, Options
-from draftwire.client.request import Prompt
+from draftwire.client.request import ChatMessage, Prompt
 from draftwire.contract.errors import CheckpointError, ServerError
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.demo_prompts import PROMPTS
@@ -48,7 +48,7 @@ PAIRS = {
     "smollm2": DemoPair(
         MODELS / "smollm2" / "target",
         MODELS / "smollm2" / "dspark",
-        [[{"role": "user", "content": question}] for question in QUESTIONS],
+        [[ChatMessage(role="user", content=question)] for question in QUESTIONS],
     ),
     "tiny": DemoPair(MODELS / "demo" / "target", MODELS / "demo" / "head", PROMPTS),
 }
