@@ -102,7 +102,7 @@ def _fusion_bytes(target: Target) -> int:
 
 
 def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions) -> None:
-    """Verify all drafts of max_num_seqs requests beside max_prefill_rows rows of prompts, with every filter on."""
+    """Verify all drafts of max_num_seqs requests beside max_prefill_rows rows of prompts, with masks and filters."""
     device = target.device
     num_drafts = config.num_speculative_tokens
     counts = [num_drafts + 1] * options.max_num_seqs
@@ -127,7 +127,16 @@ def run_largest_step(target: Target, config: config_pb2.SpeculativeConfig, optio
 
 def _verify_works(target: Target, config: config_pb2.SpeculativeConfig, count: int) -> list[ScheduledRows]:
     params = cfg.resolve_sampling_params(
-        cfg.build_sampling_params(temperature=1.0, top_k=2, top_p=0.5, min_p=0.01, frequency_penalty=0.1, logprobs=1)
+        cfg.build_sampling_params(
+            temperature=1.0,
+            top_k=2,
+            top_p=0.5,
+            min_p=0.01,
+            frequency_penalty=0.1,
+            logprobs=1,
+            allowed_token_ids=[0, 1],
+            bad_word_ids=[[0, 1]],
+        )
     )
     num_drafts = config.num_speculative_tokens
     form = config.draft_logits.form
