@@ -1,4 +1,4 @@
-"""A stream to a drafter with the sequences that draft there."""
+"""A session: a stream to a drafter, with its sequences and unanswered messages."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from verifier_service.drafters.breaker import Breaker, Circuit
 from verifier_service.drafters.stream import AnnouncedStep, Stream
 from verifier_service.pacing import Message, Pace
 
-# Steps that may be on their way unanswered, and how long, until the drafter counts as lost.
+# Most unanswered steps, and the seconds without an answer after which the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
 LOST_AFTER_S = 10.0
-# Announced steps that may be neither committed nor replaced; a drafter takes no more.
+# Most announced steps that are neither committed nor replaced; a drafter refuses more.
 MAX_ANNOUNCED = 4
 
 
 @dataclass(eq=False)
 class DraftSession:
-    """A stream and what is on its way over it."""
+    """A stream with its sequences and unanswered messages."""
 
     stream: Stream
-    draft_token_ids: torch.Tensor | None  # the head's, on the target's device
+    draft_token_ids: torch.Tensor | None  # target ids of the head's vocabulary, on the target's device
     pace: Pace
     breaker: Breaker
     step_id: int = 0
     last_sequence_id: int = 0
     bindings: list[Binding] = field(default_factory=list)
-    sequences: dict[int, Binding] = field(default_factory=dict)  # those that are open, by id
+    sequences: dict[int, Binding] = field(default_factory=dict)  # open sequences, by id
     closed_ids: list[int] = field(default_factory=list)
     unanswered: dict[int, Message] = field(default_factory=dict)  # by step
     is_late: bool = False
     is_draining: bool = False
-    catches_up: bool = False  # whether its sequences lack so many rows that those are sent before
-    few_since: float = 0.0  # monotonic time since which at most half of them do
-    others: int = 0  # sequences that other verifiers have open there, as last told
-    kv_cache_usage: float = 0.0  # likewise, [0, 1]
+    catches_up: bool = False  # whether only backlogs are sent, without drafts
+    few_since: float = 0.0  # monotonic time since which at most half of the sequences have a backlog
+    others: int = 0  # open sequences of other verifiers, as last reported
+    kv_cache_usage: float = 0.0  # as last reported, [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
-    reported: Circuit = Circuit.CLOSED  # what the link was told of the breaker
-    early: EarlyFeatures | None = None  # of the step that was committed last, until they are sent or given up
+    reported: Circuit = Circuit.CLOSED  # the breaker's state that the link knows
+    early: EarlyFeatures | None = None  # of the last committed step, until they are sent or given up
     committed: CommittedStep | None = None  # the last Commit, until it is answered
-    last_announced: int = 0  # id of an announced step
-    last_resolved: int = 0  # id up to which all announced steps are committed, or are to be replaced
+    last_announced: int = 0  # id of the last announced step
+    last_resolved: int = 0  # id up to which all announced steps are committed or will be replaced
 
     def take_load(self, load: draft_pb2.DrafterLoad) -> None:
-        """Notes what the drafter tells of its load."""
+        """Record the drafter's reported load."""
         self.others = max(0, load.sequences - len(self.sequences))
         self.kv_cache_usage = load.kv_cache_usage
 
     def give_up_early(self) -> None:
-        """Give up early features that go with no message. The next step drops the step, if it was announced."""
+        """Give up early features that no message uses. The next message drops the step, if it was announced."""
         early, self.early = self.early, None
         if early is None:
             return
         if early.announced is not None:
-            # The drafter gives the room of features and tokens back, which the device must not write any more.
+            # The drafter releases the room of features and tokens, so the device must have written them.
             early.features.wait()
             self.last_resolved = early.announced.announced_id
         else:
@@ -72,12 +72,12 @@ class DraftSession:
 
     @property
     def may_announce(self) -> bool:
-        """Whether the drafter takes a step that is announced now."""
+        """Return whether a step may be announced now."""
         is_full = self.last_announced - self.last_resolved >= MAX_ANNOUNCED
         return self.has_room and not is_full and self.stream.may_announce
 
     def awaited_answer(self) -> AwaitedAnswer | None:
-        """Return the answer that brings all drafts that are waited for here; None when it takes several."""
+        """Return the answer that brings all awaited drafts; None if they come in several."""
         step_id = next(reversed(self.unanswered))
         waiting = [binding for binding in self.bindings if binding.wait_until is not None]
         if any(binding.asked_step != step_id for binding in waiting):
@@ -96,39 +96,39 @@ class DraftSession:
 
     @property
     def load(self) -> float:
-        """Share of the drafter that is taken, by all verifiers: of its places or, if more, of its cache."""
+        """Return the drafter's share in use by all verifiers: of its sequences or, if larger, of its cache."""
         return max((self.others + len(self.bindings)) / max(self.stream.head.max_sequences, 1), self.kv_cache_usage)
 
     @property
     def has_room(self) -> bool:
-        """Whether the drafter takes another step."""
+        """Return whether the drafter accepts another step."""
         return not (self.is_late or self.is_draining) and len(self.unanswered) < MAX_UNANSWERED_STEPS
 
     @property
     def is_counted_on(self) -> bool:
-        """Whether its sequences are asked for drafts when they have landed."""
+        """Return whether drafts are asked for after each step."""
         return not (self.pace.is_off or self.catches_up)
 
     @property
     def takes_more(self) -> bool:
-        """Whether a sequence more may draft there."""
+        """Return whether the drafter accepts another sequence."""
         if self.is_late or self.is_draining or self.breaker.is_open or self.pace.is_off:
             return False
         return len(self.bindings) < (1 if self.breaker.is_on_trial else self.stream.head.max_sequences)
 
     @property
     def unanswered_bytes(self) -> int:
-        """Bytes of features that are on their way unanswered."""
+        """Return the bytes of unanswered features."""
         return sum(message.num_bytes for message in self.unanswered.values())
 
     @property
     def silent_since(self) -> float | None:
-        """Monotonic time since which the drafter owes an answer and has given none; None when it owes none."""
+        """Return the monotonic time since which the drafter owes an answer; None if it owes none."""
         return max(next(iter(self.unanswered.values())).sent, self.last_received) if self.unanswered else None
 
     @property
     def lost_at(self) -> float:
-        """Monotonic time at which the drafter counts as lost."""
+        """Return the monotonic time at which the drafter counts as lost."""
         return next(iter(self.unanswered.values())).sent + LOST_AFTER_S if self.unanswered else math.inf
 
 
@@ -139,37 +139,37 @@ class Binding:
     request: Request
     session: DraftSession
     next_row: int  # first row that has not been sent
-    sequence_id: int = 0  # given when its first rows are sent, so that ids rise on the stream; 0 before
-    asked_length: int = 0  # committed length for which drafts have been asked
+    sequence_id: int = 0  # set when the first rows are sent, so that ids rise on the stream; 0 before
+    asked_length: int = 0  # committed length at the last request for drafts
     asked_drafts: int = 0
     asked_step: int = 0
     wait_until: float | None = None  # monotonic time until which the request waits for drafts
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter has been sent the sequence, and it was not closed since."""
+        """Return whether the sequence is open at the drafter."""
         return self.session.sequences.get(self.sequence_id) is self
 
     @property
     def rows_behind(self) -> int:
-        """Rows that the drafter has not been sent."""
+        """Return the number of rows that were not sent."""
         return self.request.num_feature_rows - self.next_row
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its drafts are waited for."""
+        """Return whether the request waits for drafts."""
         return self.wait_until is not None and not self.session.is_late
 
     def waits_at(self, now: float) -> bool:
-        """Whether they are at that monotonic time: their deadline has not passed."""
+        """Return whether the request waits for drafts at a monotonic time: the deadline has not passed."""
         return self.wait_until is not None and now < self.wait_until and not self.session.is_late
 
 
 class EarlyFeatures(NamedTuple):
     """Features of a step's accepted rows, which the device writes before the host has the step's tokens.
 
-    They are those of a message with these sequences and first rows, when each has as many rows as tokens were drawn.
-    What is decided after the draw, such as the end of a request, changes the message.
+    They fit a message with these sequences and first rows, in which each sequence has as many rows as tokens were
+    drawn. Later events, such as the end of a request, change the message.
     """
 
     bindings: list[Binding]
@@ -178,11 +178,11 @@ class EarlyFeatures(NamedTuple):
     announced: AnnouncedStep | None
 
     def is_unchanged(self, bindings: Sequence[Binding], first_rows: Sequence[int], num_drafts: Sequence[int]) -> bool:
-        """Return whether a step that is to be sent is the one that these features were written for.
+        """Return whether the step to send is the step that these features were written for.
 
-        This alone decides whether an announced step is committed. Sequences may have been closed since it was sent,
-        and fewer drafts may be wanted. Of a step that was not announced, no sequence may have been closed: its features
-        would lie between the others.
+        Only this method decides whether an announced step is committed. Sequences of an announced step may have been
+        closed since, and fewer drafts may be wanted. In a step that was not announced no sequence may have been closed,
+        because its features would lie between the others.
         """
         left = [place for place, binding in enumerate(self.bindings) if binding.is_open]
         if [self.bindings[place] for place in left] != bindings:
@@ -202,34 +202,34 @@ class UncheckedDrafts(NamedTuple):
 
 
 class CommittedStep(NamedTuple):
-    """A step that was committed, whose drafts may come early."""
+    """A committed step, whose drafts may come early."""
 
     step_id: int
-    bindings: list[Binding]  # that want drafts
-    places: list[int]  # of those among the announced sequences
+    bindings: list[Binding]  # places with wanted drafts
+    places: list[int]  # their places among the announced sequences
     announced: AnnouncedStep
 
 
 @dataclass(eq=False)
 class AwaitedAnswer:
-    """The one answer that brings all drafts that are waited for, if each sequence gets what was asked."""
+    """The one answer that brings all awaited drafts, if each sequence gets the drafts asked for."""
 
     stream: Stream
     step_id: int
     sequence_ids: list[int]
-    num_drafts: list[int]  # that were asked of each
+    num_drafts: list[int]  # drafts asked for, of each sequence
     requests: list[Request]
-    committed: CommittedStep | None = None  # whose drafts may come early, in shared memory; None once they were read
+    committed: CommittedStep | None = None  # its early drafts are in shared memory; None after they were read
 
     def has_early_drafts(self) -> bool:
-        """Return whether early drafts are there and have not been read."""
+        """Return whether there are unread early drafts."""
         committed = self.committed
         return committed is not None and self.stream.has_early_drafts(committed.announced)
 
     def read_early_drafts(self, vocab_size: int) -> UncheckedDrafts | None:
         """Return the early drafts; None where they are fewer than were asked for, or no tokens.
 
-        Only the answer says that they are the step's drafts: a pass that begins with them is dropped if it does not.
+        The answer must confirm the drafts; a pass that began with wrong drafts is dropped.
         """
         committed, is_there = self.committed, self.has_early_drafts()
         self.committed = None  # they are read once
@@ -245,7 +245,7 @@ class AwaitedAnswer:
     def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> UncheckedDrafts | None:
         """Return the drafts of an answer that has not been checked; None when it is another one.
 
-        Nothing else of it is checked: a pass that begins with them is dropped if the answer turns out to be wrong.
+        Nothing else is checked: a pass that begins with the drafts is dropped if the answer proves wrong.
         """
         if answer.step_id != self.step_id or answer.sequence_ids[:] != self.sequence_ids:
             return None
@@ -262,5 +262,5 @@ class AwaitedAnswer:
 
 
 def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all are token ids; read without its sign, a negative id is above all others."""
+    """Return whether all values are token ids; read as unsigned, a negative id exceeds every valid id."""
     return int(tokens.view(np.uint32).max(initial=0)) < vocab_size

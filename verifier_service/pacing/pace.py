@@ -1,4 +1,4 @@
-"""The pace of one drafter: how many drafts it is asked for, when they are expected, how long they are waited for."""
+"""The pace of one drafter: number of drafts, expected answer time, and longest wait."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.policy import DraftCountPolicy
 from verifier_service.pacing.step_costs import Profile
 
-# Smoothing of answer times and of their deviations, and how many deviations are waited: as TCP does (RFC 6298).
+# Smoothing of answer times and of their deviations, and number of deviations in a wait, as in TCP (RFC 6298).
 SMOOTH, SMOOTH_DEVIATION, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message to a drafter that is not answered yet."""
+    """An unanswered message to a drafter."""
 
-    number: int  # counts the messages to this drafter
+    number: int  # number of the message to this drafter
     sent: float  # monotonic time
     num_bytes: int
     rows: int
-    drafts: int  # wanted of each sequence that wants any
-    sequences: int  # that want drafts
-    wait_until: float  # monotonic time until which its drafts are waited for
-    has_histories: bool = False  # whether it has more rows of a sequence than a verify step brings
+    drafts: int  # drafts wanted of each sequence with drafts
+    sequences: int  # number of sequences with wanted drafts
+    wait_until: float  # monotonic time until which requests wait for its drafts
+    has_histories: bool = False  # whether it has backlog rows
 
 
 class Pace:
@@ -49,9 +49,9 @@ class Pace:
         max_drafts
             Most drafts of a sequence, by the operator's settings and the head's.
         deadline_s
-            How long drafts are waited for at most; None without an end.
+            Longest wait for drafts in seconds; None for no limit.
         is_adaptive
-            Whether fewer drafts, or none, are asked for where that is faster.
+            Whether fewer drafts, or none, are asked for if that is faster.
         is_local
             Whether features travel through shared memory.
         rates
@@ -67,29 +67,29 @@ class Pace:
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether fewer drafts, or none, are asked for where that is faster."""
+        """Return whether fewer drafts, or none, are asked for if that is faster."""
         return self.policy.is_adaptive
 
     @property
     def is_off(self) -> bool:
-        """Return whether the drafter is sent nothing, because drafts are slower than none."""
+        """Return whether the drafter is sent nothing, because drafts lower the throughput."""
         return self.policy.is_off
 
     @property
     def num_drafts(self) -> int:
-        """Drafts to ask for of each sequence in the next message."""
+        """Return the number of drafts to ask for, of each sequence."""
         return self.policy.num_drafts
 
     @property
     def answer_s(self) -> float:
-        """Expected seconds from a message to its drafts; NaN before the first."""
+        """Return the expected seconds from a message to its drafts; NaN before the first answer."""
         return self._answer_s
 
     def patience_s(self, num_drafts: int, step_s: float) -> float:
-        """Return how long `num_drafts` drafts that are asked for now are waited for.
+        """Return the longest wait in seconds for `num_drafts` drafts asked for now.
 
-        Where the number of drafts adapts that is as long as they can gain: k drafts never bring more than k steps
-        without drafts. But it is at least as long as answers take. `step_s`: seconds of a step, NaN if unknown.
+        With adaptive k the wait is at most what drafts can gain: k drafts save at most k steps. It is at least the
+        usual answer time. `step_s`: seconds of a step, NaN if unknown.
         """
         longest_s = max(num_drafts * step_s, self._answer_s + DEVIATIONS * self._deviation_s)
         is_known = self.is_adaptive and not math.isnan(step_s) and not math.isnan(self._answer_s)
@@ -106,7 +106,7 @@ class Pace:
         step_s: float,
         has_histories: bool = False,
     ) -> Message:
-        """Return a message that is sent now, with the time until which its drafts are waited for; `step_s` as in
+        """Return a message sent now, with the time until which requests wait for its drafts; `step_s` as in
         `patience_s`."""
         self._num_sent += 1
         if has_histories:
@@ -124,13 +124,13 @@ class Pace:
             self._answer_s += SMOOTH * (seconds - self._answer_s)
         self.backlog.note_answer(message.number)
         if message.has_histories:
-            # NaN, and so never late, while either is unknown. A message that asks for no drafts holds up none, and the
-            # last answer with drafts may be of a faster link.
+            # NaN, and so never late, while either is unknown. A message without drafts delays none, and the last answer
+            # with drafts may be of a faster link.
             in_time_s = self._answer_s + step_s if message.sequences > 0 else math.nan
             self.backlog.learn(message.num_bytes, seconds, in_time_s)
 
     def describe(self, step_s: float) -> DraftPlan | None:
-        """Return what is asked for and what was measured, None before the first answer; from any thread."""
+        """Return the plan and its measurements, None before the first answer; thread-safe."""
         if math.isnan(self._answer_s):
             return None
         without, *speeds = self.policy.speeds()

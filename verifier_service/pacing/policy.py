@@ -21,22 +21,22 @@ STICKY = 1.25
 ENOUGH_ROUNDS = 6
 # A number of drafts must be faster by this factor to replace another.
 BETTER_BY = 1.03
-# Drafts are given up once they have cost the time of so many steps without drafts; while sequences catch up, which
-# later rounds make up for, once they have cost so many.
+# Drafts are given up when they have cost the time of this many steps without drafts; while sequences catch up, whose
+# cost later rounds make up for, of this many.
 GIVE_UP_STEPS, GIVE_UP_DEBT_STEPS = 8.0, 16.0
-# What probes and drafts that were given up may cost, as a share of the time; and bounds of the rest in seconds after
-# drafts were given up.
+# Largest share of the time that probes and given-up drafts may cost; least and most seconds of rest after drafts were
+# given up.
 LOSS_SHARE = 0.02
 REST_S = (1.0, 30.0)
-# A probe rests for so many times its own length at least.
+# Least rest after a probe, in lengths of the probe.
 PROBE_REST = 20.0
 
 
 class StepCount(NamedTuple):
     """A step without prompts, as one drafter's policy counts it."""
 
-    now: float  # monotonic time at which its tokens were there
-    seconds: float  # since the tokens of the step before
+    now: float  # monotonic time at which the host had its tokens
+    seconds: float  # since the previous step's tokens
     pass_s: float  # seconds of the step's own forward pass and draw
     requests: int  # decoding requests, in this step or waiting for another
     drafts: int  # most drafts that came for a sequence of this drafter; 0 if none came
@@ -55,14 +55,14 @@ class _Probe:
 
 @dataclass
 class _Bucket:
-    """What is known of one load."""
+    """Measurements at one load."""
 
     arms: list[Arm]
     num_drafts: int
-    next_drafts: int  # asked for when drafts are taken up again
+    next_drafts: int  # number of drafts after a rest
     rest_until: float = -math.inf
-    lost_s: float = 0.0  # seconds that rounds with drafts lost against none, less what they gained
-    debt_s: float = 0.0  # the same of all steps since drafts were taken up
+    lost_s: float = 0.0  # seconds that rounds with drafts lost against no drafts, minus gains
+    debt_s: float = 0.0  # the same for all steps since drafts resumed
     probe_at: float = -math.inf
     steps: int = 0  # counted at this load
     probed: dict[int, float] = field(default_factory=dict)  # when each arm was probed last
@@ -71,9 +71,9 @@ class _Bucket:
 class DraftCountPolicy:
     """Chooses the number of drafts of one drafter, by load bucket.
 
-    All start at the most drafts. A neighbouring number is probed for a few rounds now and then, and kept if faster.
-    Drafts that cost more than they bring are given up for a rest, after which they are tried again; the rest is so long
-    that what was lost stays a small share of the time.
+    Each bucket starts at the most drafts. A neighbouring number is probed for a few rounds periodically, and kept if
+    faster. Drafts that cost more than they gain are given up for a rest, after which they are tried again. The rest is
+    long enough that the loss stays a small share of the time.
     """
 
     def __init__(self, max_drafts: int, calibration: Calibration, profile: Profile, *, is_adaptive: bool) -> None:
@@ -92,23 +92,23 @@ class DraftCountPolicy:
         self._pinned: int | None = None
 
     def pin(self, num_drafts: int) -> None:
-        """Ask for this number from now on, whatever is measured; for tests and measurements."""
+        """Fix the number of drafts; for tests and measurements."""
         self._pinned = num_drafts
 
     @property
     def num_drafts(self) -> int:
-        """Drafts to ask for of each sequence in the next message."""
+        """Return the number of drafts to ask for, of each sequence."""
         if self._pinned is not None:
             return self._pinned
         return self._bucket.num_drafts if self._probe is None else self._probe.num_drafts
 
     @property
     def is_off(self) -> bool:
-        """Return whether the drafter is sent nothing, because drafts are slower than none."""
+        """Return whether the drafter is sent nothing, because drafts lower the throughput."""
         return (self._bucket.num_drafts if self._pinned is None else self._pinned) == 0
 
     def count(self, step: StepCount) -> None:
-        """Learn from a step, and choose the number for the steps behind it."""
+        """Learn from a step, and choose the number of drafts for later steps."""
         if step.requests == 0:
             return
         self._last = step
@@ -131,7 +131,7 @@ class DraftCountPolicy:
         self._run_probes(step)
 
     def speed_without(self) -> float:
-        """Return tokens per second of one request without drafts at this load; 0 while that is not known."""
+        """Return tokens per second of one request without drafts at this load; 0 if unknown."""
         arm, step = self._bucket.arms[0], self._last
         if arm.rounds >= ENOUGH_ROUNDS:
             return arm.speed(1.0)
@@ -148,7 +148,7 @@ class DraftCountPolicy:
         return _Bucket([Arm() for _ in range(self._max_drafts + 1)], num_drafts, self._max_drafts)
 
     def _turn_to(self, step: StepCount) -> None:
-        """Take the bucket of the step's load; a new one begins as the one before."""
+        """Switch to the bucket of the step's load; a new bucket starts as a copy of the last."""
         low, high = 2 ** max(self._size - 1, 0), 2**self._size - 1
         if not low / STICKY <= step.requests <= high * STICKY:
             self._size = step.requests.bit_length()
@@ -167,7 +167,7 @@ class DraftCountPolicy:
         without = self.speed_without()
         lost_s = 0.0 if without == 0.0 else step.seconds - tokens / (without * step.requests)
         if self.num_drafts == 0 and not has_drafts:
-            # A probe's steps wait for messages to drafters, which nobody sends while drafts are off.
+            # A probe's steps would wait for messages to drafters, which are not sent while drafts are off.
             is_alone = self._probe is not None and not step.others_draft
             if not self._had_drafts:
                 seconds = step.pass_s if is_alone else step.seconds
@@ -183,7 +183,7 @@ class DraftCountPolicy:
                 bucket.arms[step.drafts].add(done.drafted, done.other_tokens, done.request_s)
         if not self.is_off:
             bucket.debt_s += lost_s
-        if without > 0.0:  # what was gained long ago does not count
+        if without > 0.0:  # old gains do not count
             least_s = -GIVE_UP_STEPS / without
             bucket.lost_s, bucket.debt_s = max(bucket.lost_s, least_s), max(bucket.debt_s, least_s)
         self._had_drafts = has_drafts
@@ -224,7 +224,7 @@ class DraftCountPolicy:
             bucket.num_drafts, bucket.probe_at = probe.num_drafts, now
 
     def _begin_probe(self, now: float) -> None:
-        """Try the neighbour that was probed longest ago, or no drafts where their throughput is not known."""
+        """Probe the neighbour that was probed longest ago, or no drafts if their throughput is unknown."""
         bucket = self._bucket
         k = bucket.num_drafts
         if self.speed_without() == 0.0:

@@ -71,7 +71,7 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was measured, at start or since."""
+        """Return whether enough was measured, at start or since."""
         return self._sums[0] >= ENOUGH_STEPS * self._keep**ENOUGH_STEPS or self._profile.sizes(1) is not None
 
     def seconds(self, sequences: int, rows: int) -> float:
