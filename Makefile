@@ -26,16 +26,18 @@ export CUDA_VISIBLE_DEVICES :=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-full test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
+.PHONY: help demo demo-gateway test-gateway test test-full test-gpu test-faults test-soak test-fuzz test-pacing test-compose lint protos run-log clean
 
 help:
 	@echo 'make demo          chat with SmolLM2-135M-Instruct (93 MB, downloaded once), drafting on and off; DEMO=tiny needs no download'
+	@echo 'make demo-gateway  both services behind the HTTP API of OpenAI: a chat, a tool, JSON by a schema'
 	@echo 'make test          lint, units, the contract, reference kernels'
 	@echo 'make test-full     the rest: both services, exactness, hostile input, kernels in the interpreter'
 	@echo 'make test-gpu      what needs a GPU, and kernels and heads compiled for it; some tests need two'
 	@echo 'make test-faults   every fault of drafters, network, clients and verifiers; as root, lost packets too'
 	@echo 'make test-soak     both services under load and random faults for MINUTES (20) from a SEED (1)'
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
+	@echo 'make test-gateway  both services behind smg: the clients of OpenAI and Anthropic, load, a verifier that dies'
 	@echo 'make test-pacing   what drafts gain over links of every kind, in simulated time; fails where they cost throughput'
 	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
 	@echo 'make lint          ruff, the layers of imports, and mypy'
@@ -58,6 +60,10 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/draftwire demo --pair $(DEMO) $(DEMO_ARGS)
 
+demo-gateway: $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[gateway]'
+	$(BIN)/draftwire demo-gateway
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	PYTHONPATH=.:kernels:benchmarks $(BIN)/lint-imports
@@ -79,6 +85,10 @@ test-faults: $(STAMP)
 
 test-soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/exactness $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+test-gateway: $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[gateway]' 'anthropic>=1,<3'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gateway -m "" -v -s $(PYTEST_ARGS)
 
 test-pacing: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/verifier/far_places.py $(PACING_ARGS)

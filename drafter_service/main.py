@@ -112,7 +112,7 @@ async def _serve(
     with serving_metrics(options.metrics_listen, [service.collector], security):
         await serve(
             options.listen,
-            SERVICE_NAME,
+            [SERVICE_NAME],
             register,
             security,
             service.reader,

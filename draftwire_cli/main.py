@@ -10,6 +10,7 @@ from draftwire.server.lazy_commands import LazyGroup, Source
 COMMANDS = {
     "generate": Source("draftwire_cli.generate", "generate", "Generate text from a prompt."),
     "demo": Source("draftwire_cli.demo", "demo", "Run the demo pair with drafting on and off."),
+    "demo-gateway": Source("draftwire_cli.demo_gateway", "demo_gateway", "Run the demo pair behind an OpenAI gateway."),
     "status": Source("draftwire_cli.status", "status", "Show a verifier and its drafters."),
     "health": Source("draftwire_cli.health", "health", "Ask whether a server serves."),
     "drafter": Source("drafter_service.cli", "drafter", "Serve drafts from an EAGLE head."),

@@ -120,6 +120,11 @@ from verifier_service.options import VerifierOptions
     metavar="auto|none|DIR",
     help="Defaults of sampling parameters: generation_config.json of the target, none, or the file in DIR.",
 )
+@click.option(
+    "--kv-events",
+    is_flag=True,
+    help="Let clients follow what the prefix cache holds, tokens included: for gateways that route by prefixes.",
+)
 @click.option("--vllm-metrics", is_flag=True, help="Serve metrics that vLLM has under vLLM's names too.")
 @click.option("--token-file", type=FILE, help="File of accepted bearer tokens, one a line.")
 @click.option("--drafter-tls-ca", type=FILE, help="Authorities trusted for drafters, PEM; connects to them with TLS.")

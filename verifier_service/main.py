@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
 from draftwire.contract.addresses import MAX_REQUEST_BYTES
 from draftwire.contract.errors import ServerError
 from draftwire.model.checkpoints import resolve_directory
 from draftwire.server.bootstrap import serve
 from draftwire.server.message_reading import MessageReader, ReadingLimits
 from draftwire.v1 import generate_pb2_grpc
+from verifier_service.api.model_files import ModelFiles
 from verifier_service.api.preparation import RequestRules
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.sampling_defaults import read_sampling_defaults
 from verifier_service.api.service import SERVICE_NAME, GenerationServicer
+from verifier_service.api.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
+from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
 from verifier_service.host.access import EngineAccess, InProcessEngine
 from verifier_service.host.process import EngineProcess
@@ -70,12 +76,18 @@ async def _serve(options: VerifierOptions, settings: Settings, engine: EngineAcc
         loop.call_soon_threadsafe(stop.set)
 
     handler = RequestHandler(engine, codec, settings.config, stop_process, rules)
+
+    def register(server: grpc.aio.Server) -> None:
+        generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server)
+        servicer = VllmEngineServicer(handler, ModelFiles(directory.resolve()), has_kv_events=options.kv_events)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
+
     await handler.start()
     try:
         await serve(
             options.listen,
-            SERVICE_NAME,
-            lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server),
+            (SERVICE_NAME, VLLM_SERVICE_NAME),
+            register,
             settings.security,
             MessageReader(reading_limits(engine.facts.max_open), engine.count_refused),
             stop=stop,

@@ -35,6 +35,7 @@ class VerifierOptions:
     compile_cache: str | None = None
     metrics_listen: str | None = None
     vllm_metrics: bool = False
+    kv_events: bool = False
     served_model_name: str | None = None
     health_listen: str | None = None
     tls_cert: Path | None = None

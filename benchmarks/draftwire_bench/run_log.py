@@ -81,6 +81,8 @@ def headline(result: Mapping[str, Any]) -> str:
         return _serving(result["levels"])
     if "identical" in result:
         return f"{result['identical']} of {result['requests']} outputs identical ({result['dtype']})"
+    if "gateway_share" in result:
+        return f"through the gateway: {result['gateway_share']:.3f} of the direct throughput"
     if "findings" in result:
         outcomes = Counter(finding["outcome"] for finding in result["findings"])
         return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())

@@ -34,7 +34,7 @@ SWITCH_INTERVAL_S = 0.0002
 
 async def serve(
     listen: str,
-    service_name: str,
+    service_names: Sequence[str],
     register: Callable[[grpc.aio.Server], None],
     security: ServerSecurity,
     reader: MessageReader,
@@ -51,14 +51,14 @@ async def serve(
     ----------
     listen
         HOST:PORT; port 0 takes a free one. The line `listening on HOST:PORT` on standard output names it.
-    service_name
-        Full name of the service, for health and reflection.
+    service_names
+        Full names of the services that clients or verifiers call, for health and reflection.
     register
-        Adds the service to the server.
+        Adds these services to the server.
     security
         TLS and tokens. Health and reflection need no token.
     reader
-        Reads the messages of the service's unary calls.
+        Reads the messages of these services' unary calls.
     stop
         Set by the first signal; the caller may set it too.
     drain
@@ -81,15 +81,15 @@ async def serve(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)
     others = MessageReader(limits_of_others(reader.limits), by_host=True)
-    interceptors = [AdmissionInterceptor(service_name, reader, others), *interceptors]
+    interceptors = [AdmissionInterceptor(service_names, reader, others), *interceptors]
     if security.token_file:
-        interceptors.insert(0, TokenInterceptor(security.token_file, service_name))
+        interceptors.insert(0, TokenInterceptor(security.token_file, service_names))
     options = [*reader.limits.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
     server: Any = GuardedServer(options, interceptors)
     register(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names: Sequence[str] = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     host, _ = parse_address(listen, "listen")
     port = _bind(server, listen, "listen", credentials)
@@ -101,7 +101,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     for each in servers:
         await each.start()
-    for name in ("", service_name):
+    for name in ("", *service_names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     # One write for the text and its newline, so that no log line of another thread comes between them.
     print(f"listening on {host}:{port}\n", end="", flush=True)
@@ -131,7 +131,7 @@ def _health_server(listen: str, servicer: health.aio.HealthServicer) -> GuardedS
     """Return a server of the health service alone, in plain text, which answers on the service's own event loop."""
     reader = MessageReader(_PROBE_LIMITS, by_host=True)
     options = [*_PROBE_LIMITS.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
-    server = GuardedServer(options, [AdmissionInterceptor(health.SERVICE_NAME, reader, reader)])
+    server = GuardedServer(options, [AdmissionInterceptor([health.SERVICE_NAME], reader, reader)])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = _bind(server, listen, "health_listen", None)
     logger.info("health service in plain text on port %d", port)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -24,14 +24,13 @@ CANCELLATION_S = 0.1
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):
-    """Reads the messages of one service's methods with `reader`, and of other services' methods with `others`.
+    """Reads the messages of the named services' methods with `reader`, those of other services with `others`.
 
-    Methods of the service that take a stream read the stream themselves. Bytes that are no message are
-    INVALID_ARGUMENT.
+    Methods of the named services which take a stream read it themselves. What cannot be decoded is INVALID_ARGUMENT.
     """
 
-    def __init__(self, service_name: str, reader: MessageReader, others: MessageReader) -> None:
-        self._prefix = f"/{service_name}/"
+    def __init__(self, service_names: Sequence[str], reader: MessageReader, others: MessageReader) -> None:
+        self._prefixes = tuple(f"/{name}/" for name in service_names)
         self._reader = reader
         self._others = others
 
@@ -44,7 +43,7 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
-        is_own = handler_call_details.method.startswith(self._prefix)
+        is_own = handler_call_details.method.startswith(self._prefixes)
         decode = _decoding(handler.request_deserializer)
         if is_own and handler.request_streaming:
             return rebuild_handler(handler, decode, handler.response_serializer)

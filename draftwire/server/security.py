@@ -10,7 +10,7 @@ import hmac
 import logging
 import ssl
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,9 @@ class ServerSecurity:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of one service without a token of the file, as UNAUTHENTICATED and unread."""
+    """Refuses calls of the named services without a token of the file, as UNAUTHENTICATED and unread."""
 
-    def __init__(self, token_file: Path, service_name: str) -> None:
+    def __init__(self, token_file: Path, service_names: Sequence[str]) -> None:
         """
         Raises
         ------
@@ -123,7 +123,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         """
         self._token_file = token_file
         self._watched = _Watched([token_file])
-        self._prefix = f"/{service_name}/"
+        self._prefixes = tuple(f"/{name}/" for name in service_names)
         self._digests = self._digest(self._watched.read()[0])
         if not self._digests:
             raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
@@ -135,7 +135,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
-        if not handler_call_details.method.startswith(self._prefix) or handler is None:
+        if not handler_call_details.method.startswith(self._prefixes) or handler is None:
             return handler
         given = dict(handler_call_details.invocation_metadata or ()).get(AUTHORIZATION, "")
         if self._is_known(given):

@@ -237,7 +237,7 @@ class GetVerifierInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVerifierInfoResponse(_message.Message):
-    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters", "memory", "server_memory", "default_sampling_params")
+    __slots__ = ("version", "target", "target_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "max_queue", "speculative_config", "drafters", "requests_running", "requests_waiting", "device", "dtype", "has_tokenizer", "counters", "memory", "server_memory", "default_sampling_params", "kv_cache_tokens", "kv_cache_usage", "waiting_tokens")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,9 @@ class GetVerifierInfoResponse(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SERVER_MEMORY_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target: str
     target_fingerprint: str
@@ -274,10 +277,13 @@ class GetVerifierInfoResponse(_message.Message):
     memory: _draft_pb2.MemoryUse
     server_memory: _draft_pb2.MemoryUse
     default_sampling_params: _config_pb2.SamplingParams
-    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., server_memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., default_sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    kv_cache_tokens: int
+    kv_cache_usage: float
+    waiting_tokens: int
+    def __init__(self, version: _Optional[str] = ..., target: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., speculative_config: _Optional[_Union[_config_pb2.SpeculativeConfig, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[DrafterStatus, _Mapping]]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., server_memory: _Optional[_Union[_draft_pb2.MemoryUse, _Mapping]] = ..., default_sampling_params: _Optional[_Union[_config_pb2.SamplingParams, _Mapping]] = ..., kv_cache_tokens: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
-    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks", "accepted_drafts")
+    __slots__ = ("steps", "prompt_rows", "verify_steps", "verify_rows", "times", "traffic", "preemptions", "prefix_hit_rows", "fallbacks", "accepted_drafts", "prefix_cache_queries", "prefix_cache_hits")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +294,8 @@ class EngineCounters(_message.Message):
     PREFIX_HIT_ROWS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     prompt_rows: int
     verify_steps: int
@@ -298,7 +306,9 @@ class EngineCounters(_message.Message):
     prefix_hit_rows: int
     fallbacks: _containers.RepeatedCompositeFieldContainer[FallbackCount]
     accepted_drafts: int
-    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ..., fallbacks: _Optional[_Iterable[_Union[FallbackCount, _Mapping]]] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    def __init__(self, steps: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., verify_steps: _Optional[int] = ..., verify_rows: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[CarrierTraffic, _Mapping]]] = ..., preemptions: _Optional[int] = ..., prefix_hit_rows: _Optional[int] = ..., fallbacks: _Optional[_Iterable[_Union[FallbackCount, _Mapping]]] = ..., accepted_drafts: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ...) -> None: ...
 
 class FallbackCount(_message.Message):
     __slots__ = ("cause", "tokens")

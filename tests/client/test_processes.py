@@ -48,7 +48,7 @@ async def run(arguments):
     drain = hanging if "hangs" in arguments else drained
     await serve(
         "127.0.0.1:0",
-        "draftwire.v1.Drafting",
+        ["draftwire.v1.Drafting"],
         lambda server: None,
         ServerSecurity(),
         MessageReader(ReadingLimits(1 << 20, 1, 1, 1, 1)),

@@ -45,7 +45,7 @@ class Serving:
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         token_file = self._security.token_file
-        interceptors = [TokenInterceptor(token_file, SERVICE)] if token_file else []
+        interceptors = [TokenInterceptor(token_file, [SERVICE])] if token_file else []
         server = grpc.aio.server(interceptors=interceptors)
         generate_pb2_grpc.add_GenerationServicer_to_server(Servicer(), server)
         credentials = self._security.credentials("127.0.0.1:0")
@@ -286,7 +286,7 @@ def test_an_unsendable_token_is_refused_at_start_ignored_later(serve, tmp_path, 
     known, own = tmp_path / "tokens", tmp_path / "own"
     known.write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidArgumentError, match="token_file"):
-        TokenInterceptor(known, SERVICE)
+        TokenInterceptor(known, [SERVICE])
     for file in (known, own):
         file.write_text("first\n")
     address = serve(ServerSecurity(token_file=known))
@@ -316,7 +316,7 @@ def test_tokens_are_read_again_when_the_file_changes(serve, tmp_path):
 def test_a_file_without_tokens_is_refused_at_start(tmp_path):
     (tmp_path / "tokens").write_text("# none yet\n")
     with pytest.raises(ServerError, match="there is no token in it"):
-        TokenInterceptor(tmp_path / "tokens", SERVICE)
+        TokenInterceptor(tmp_path / "tokens", [SERVICE])
     with pytest.raises(ServerError, match="there is no token in it"):
         ServerSecurity(token_file=tmp_path / "tokens").check_tokens()
     with pytest.raises(ServerError, match="none cannot be read: No such file"):

@@ -75,7 +75,7 @@ async def served(
     serving = asyncio.create_task(
         serve(
             "127.0.0.1:0",
-            "draftwire.v1.Generation",
+            ["draftwire.v1.Generation"],
             lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(Servicer(), server),
             ServerSecurity(token_file=token_file),
             MessageReader(limits, made.count_refused),

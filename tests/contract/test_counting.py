@@ -50,7 +50,7 @@ def count_calls(call: Any) -> tuple[Counted, Counted]:
 
     async def run() -> None:
         name, reader = "draftwire.v1.Drafting", MessageReader(ReadingLimits(1 << 20, 1, 1, 1, 1))
-        interceptors = [AdmissionInterceptor(name, reader, reader), CountingInterceptor(name, counting(counted[1]))]
+        interceptors = [AdmissionInterceptor([name], reader, reader), CountingInterceptor(name, counting(counted[1]))]
         server = grpc.aio.server(interceptors=interceptors)
         draft_pb2_grpc.add_DraftingServicer_to_server(Drafter(), server)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)

@@ -99,6 +99,8 @@ def test_prometheus_takes_its_configuration_and_alerts_fire(arguments):
 
 def test_prometheus_scrapes_the_same_with_tls():
     plain, tls = read("prometheus/prometheus.yml"), read("prometheus/prometheus-tls.yml")
+    # smg calls verifiers in plain text, so there is no gateway with TLS.
+    plain["scrape_configs"] = [job for job in plain["scrape_configs"] if job["job_name"] != "gateway"]
     files = set()
     for job in tls["scrape_configs"]:
         assert job.pop("scheme") == "https"
@@ -120,7 +122,7 @@ def test_no_documented_compose_command_omits_files_of_env(page):
     assert re.findall(r"docker-compose .*(?:-f|--file)\b.*", (ROOT / page).read_text()) == []
 
 
-@pytest.mark.parametrize("profiles", [[], ["--profile", "monitoring"]], ids=["", "monitoring"])
+@pytest.mark.parametrize("profiles", [[], ["--profile", "monitoring", "--profile", "gateway"]], ids=["", "all"])
 @pytest.mark.parametrize("overlays", [[], ["gpu"], ["tls"], ["gpu", "tls"]], ids="+".join)
 def test_compose_takes_its_files(overlays, profiles, tmp_path):
     files = [part for name in ["docker-compose", *overlays] for part in ("-f", str(DEPLOY / f"{name}.yml"))]
@@ -131,12 +133,13 @@ def test_compose_takes_its_files(overlays, profiles, tmp_path):
 
 def test_services_start_without_a_profile_monitoring_with_one():
     profiles = {name: service.get("profiles", []) for name, service in services("docker-compose").items()}
-    assert profiles == {"drafter": [], "verifier": [], "prometheus": ["monitoring"], "grafana": ["monitoring"]}
+    monitoring = {"prometheus": ["monitoring"], "grafana": ["monitoring"]}
+    assert profiles == {"drafter": [], "verifier": [], "gateway": ["gateway"], **monitoring}
     assert all(services(name).keys() <= profiles.keys() for name in OVERLAYS)
 
 
 def test_containers_are_locked_down():
-    for name in BOTH:
+    for name in (*BOTH, "gateway"):
         service = services("docker-compose")[name]
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
@@ -217,7 +220,7 @@ def test_services_understand_their_commands(name):
 
 def test_plain_text_is_published_on_loopback_alone():
     published = [port for service in services("docker-compose").values() for port in service.get("ports", [])]
-    assert len(published) == 3
+    assert len(published) == 4
     assert all(port.startswith("127.0.0.1:") for text in published for port in arguments(text))
 
 

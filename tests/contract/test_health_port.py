@@ -48,7 +48,7 @@ async def served(folder: Path, health_listen: str, stop: asyncio.Event, end: asy
     serving = asyncio.create_task(
         serve(
             "127.0.0.1:0",
-            "draftwire.v1.Generation",
+            ["draftwire.v1.Generation"],
             lambda server: generate_pb2_grpc.add_GenerationServicer_to_server(Servicer(), server),
             mutual_tls(folder),
             MessageReader(LIMITS),

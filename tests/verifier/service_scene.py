@@ -1,4 +1,4 @@
-"""A Generation service over a tiny target, with its engine in this process or behind a socket."""
+"""Both services of a verifier over a tiny target, with the engine in this process or behind a socket."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 from engine_scene import make_target
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import add_GenerationServicer_to_server
+from verifier_service.api.model_files import ModelFiles
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.service import GenerationServicer
+from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import EngineAccess, InProcessEngine
 from verifier_service.host.channel import Outbox, receive
@@ -68,10 +72,14 @@ class EngineThread:
 class Served:
     """A service whose engine is behind a socket, or not."""
 
-    def __init__(self, host: EngineHost, process: EngineThread | None, codec: Any = None) -> None:
+    def __init__(
+        self, host: EngineHost, process: EngineThread | None, codec: Any = None, directory: Path = Path()
+    ) -> None:
         self.host = host
         self.process = process
         self.codec = codec
+        self.directory = directory
+        self.has_kv_events = True
         self.has_failed = threading.Event()
 
     @asynccontextmanager
@@ -84,6 +92,9 @@ class Served:
         await handler.start()
         server = grpc.aio.server()
         add_GenerationServicer_to_server(GenerationServicer(handler), server)
+        servicer = VllmEngineServicer(handler, ModelFiles(self.directory), has_kv_events=self.has_kv_events)
+        add_VllmEngineServicer_to_server(servicer, server)
+        self.handler = handler
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
@@ -95,9 +106,9 @@ class Served:
                 self.process.join()
 
 
-def served(*, behind_socket: bool = True, codec: Any = None) -> Served:
+def served(*, behind_socket: bool = True, codec: Any = None, directory: Path = Path()) -> Served:
     host = make_host()
-    return Served(host, EngineThread(host) if behind_socket else None, codec)
+    return Served(host, EngineThread(host) if behind_socket else None, codec, directory)
 
 
 def request(**params: Any) -> pb.GenerateRequest:

@@ -34,7 +34,9 @@ from verifier_service.api.preparation import DEFAULT_RULES, RequestPreparer, Req
 from verifier_service.api.request_log import Metadata, RequestWatch
 from verifier_service.api.response_stream import ResponseStream, Write
 from verifier_service.api.response_text import ResponseText
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.core.retry_hint import RetryAfterEstimator
+from verifier_service.core.token_rate import TokenRate
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.scheduler import queue_full
 from verifier_service.host.access import EngineAccess, EngineFacts, Output, is_end
@@ -81,6 +83,7 @@ class RequestHandler:
         self._outputs: dict[int, _OpenOutput] = {}  # by their numbers
         self._num_preparing = 0  # outputs of requests that are being checked
         self._pace = RetryAfterEstimator(engine.facts.max_open)
+        self._rate = TokenRate()
         self._is_draining = False
         self._all_ended = asyncio.Event()
 
@@ -98,6 +101,11 @@ class RequestHandler:
     def is_draining(self) -> bool:
         """Return whether new requests are refused because the server is about to end."""
         return self._is_draining
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the output tokens of all requests a second, over the last seconds."""
+        return self._rate.tokens_per_s
 
     async def start(self) -> None:
         """Start the engine and the connections to the drafters."""
@@ -165,6 +173,20 @@ class RequestHandler:
 
     def _has_room(self, num_outputs: int) -> bool:
         return len(self._outputs) + self._num_preparing + num_outputs <= self.facts.max_open
+
+    async def flush_cache(self) -> int:
+        """Forget the prefixes that no request uses; return how many blocks can still be found.
+
+        Raises
+        ------
+        UnavailableError
+            When there is no engine any more.
+        """
+        return await self._engine.flush_cache()
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """Have `deliver` called with what the prefix cache has, and with every change; to be called once."""
+        self._engine.watch_cache(deliver)
 
     async def serve(
         self, request: GenerateRequest, name: str, metadata: Metadata, write: Write
@@ -241,6 +263,7 @@ class RequestHandler:
         return failure
 
     def _deliver(self, outputs: Sequence[tuple[int, Output]]) -> None:
+        num_tokens = 0
         for number, message in outputs:
             output = self._outputs.get(number)
             if output is None or output.has_ended or output.unread.has_ended:
@@ -248,6 +271,8 @@ class RequestHandler:
             item = message if isinstance(message, DraftwireError) else self._with_text(number, output, message)
             output.has_ended = is_end(item)
             output.unread.put(item)
+            num_tokens += 0 if isinstance(item, DraftwireError) else len(item.token_ids)
+        self._rate.count(num_tokens)
 
     def _with_text(self, number: int, output: _OpenOutput, message: GenerateResponse) -> Output:
         """Return the message with its text, or the error that ends the request because it cannot be made."""

@@ -13,6 +13,7 @@ from draftwire.contract.errors import DraftwireError, ServerError, UnavailableEr
 from draftwire.model.devices import awake_s
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
 from verifier_service.core.batch import ForwardInput, ForwardOutput
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.core.request import Request
 from verifier_service.core.step_times import StepTimes
 from verifier_service.drafters.drafting import Drafting
@@ -157,6 +158,17 @@ class Engine:
         """Post an event of a drafter's stream."""
         self._inbox.post(event)
 
+    def flush_cache(self, on_done: Callable[[int], None]) -> None:
+        """Forget the prefixes that no request uses; `on_done` gets the number of blocks that can still be found.
+
+        `on_done` is called in the engine's thread and must not block; never, once the engine has ended.
+        """
+        self._inbox.call(lambda: on_done(self.scheduler.flush_cache()))
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """Have `deliver` called in the engine's thread with what the prefix cache has, and with every change."""
+        self._inbox.call(lambda: self.scheduler.watch_cache(deliver))
+
     def _run(self, on_failure: Callable[[], None]) -> None:
         error: DraftwireError
         self._executor.make_current()
@@ -205,6 +217,7 @@ class Engine:
 
     def _receive(self, *, wait: bool) -> bool:
         """Apply the events; return False if the engine must stop."""
+        self.scheduler.tell_cache()
         if wait and not self._inbox.has_events():
             self._count_step()
             if not self._executor.is_prepared:  # else the forward pass hides this work
@@ -294,6 +307,8 @@ class Engine:
         counters.prefix_hit_rows = self.scheduler.num_reused_rows
         counters.fallbacks.extend(self.metrics.fallbacks())
         counters.accepted_drafts = self.metrics.num_accepted
+        counters.prefix_cache_queries = self.scheduler.prefix_cache_queries
+        counters.prefix_cache_hits = self.scheduler.prefix_cache_hits
         return counters
 
     @property

@@ -46,6 +46,13 @@ class _Refused:
 
 
 @dataclass(frozen=True, eq=False)
+class _Called:
+    """Something is to be done in the engine's thread."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
 class _EarlyDrafts:
     """Early drafts have arrived."""
 
@@ -55,7 +62,7 @@ class _Stopped:
     reason: str
 
 
-_Event = _Submitted | _Cancelled | _Refused | _EarlyDrafts | _Stopped | LinkEvent
+_Event = _Submitted | _Cancelled | _Refused | _Called | _EarlyDrafts | _Stopped | LinkEvent
 _EARLY_DRAFTS = _EarlyDrafts()
 
 
@@ -107,6 +114,10 @@ class Inbox:
     def count_refused(self) -> None:
         """Count a request that was not submitted."""
         self._mailbox.put(_Refused())
+
+    def call(self, run: Callable[[], None]) -> None:
+        """Have `run`, which must not raise, called in the engine's thread between two steps; dropped after its end."""
+        self._mailbox.put(_Called(run))
 
     def post(self, event: LinkEvent) -> None:
         """Post an event of a drafter's stream."""
@@ -193,6 +204,8 @@ class Inbox:
             self._outputs.cancel(event.request, event.reason, event.output_tokens)
         elif isinstance(event, _Refused):
             self._metrics.count_refused()
+        elif isinstance(event, _Called):
+            event.run()
         elif isinstance(event, _EarlyDrafts):
             self._start(self._executor.take_early_drafts)
         elif not isinstance(event, _Stopped):

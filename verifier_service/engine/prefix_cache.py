@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from draftwire.model.block_pool import BlockPool
 from draftwire.model.kv_cache import BLOCK_SIZE
+from verifier_service.core.cache_events import CacheEventLog
 
 _HASH_BYTES = 16
 
@@ -22,6 +23,11 @@ class PrefixCache:
 
     Hashes are keyed with a secret of the process, so that no client can construct two prefixes with the same hash. A
     salt is part of the hashes: only requests with equal salts share blocks.
+
+    Attributes
+    ----------
+    events
+        Blocks that can be found, or cannot be found any more, for those who ask.
     """
 
     def __init__(self, num_blocks: int, *, is_enabled: bool = True) -> None:
@@ -33,6 +39,7 @@ class PrefixCache:
             When there is no block to allocate.
         """
         self.is_enabled = is_enabled
+        self.events = CacheEventLog()
         self._pool = BlockPool(num_blocks)
         self._num_users = [0] * num_blocks
         self._blocks: dict[bytes, int] = {}
@@ -76,21 +83,33 @@ class PrefixCache:
         if count > self.num_free:
             return None
         while self._pool.num_free < count:
-            block, _ = self._unused.popitem(last=False)
-            del self._blocks[self._hashes.pop(block)]
-            self._pool.release([block])
+            self._drop_unused()
         taken = self._pool.allocate(count) or []
         for block in taken:
             self._num_users[block] = 1
         return taken
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Publish a full block, which is not written any more.
+    def drop_unused(self) -> int:
+        """Forget all blocks that nobody uses; return how many can still be found, because a request uses them."""
+        while self._unused:
+            self._drop_unused()
+        return len(self._hashes)
+
+    def _drop_unused(self) -> None:
+        """Free the block that was unused for longest."""
+        block, _ = self._unused.popitem(last=False)
+        block_hash = self._hashes.pop(block)
+        del self._blocks[block_hash]
+        self._pool.release([block])
+        self.events.removed(block_hash)
+
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Publish a full block, which is not written any more; return whether no equal block could be found.
 
         Of several equal blocks the last is found: it was computed because the earlier ones lacked something.
         """
         if not self.is_enabled:
-            return
+            return False
         old = self._blocks.get(block_hash)
         if old is not None:
             del self._hashes[old]
@@ -99,6 +118,7 @@ class PrefixCache:
                 self._pool.release([old])
         self._blocks[block_hash] = block
         self._hashes[block] = block_hash
+        return old is None
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Unpublish the blocks in use, whose contents may be wrong."""
@@ -106,6 +126,7 @@ class PrefixCache:
             block_hash = self._hashes.pop(block, None)
             if block_hash is not None:
                 del self._blocks[block_hash]
+                self.events.removed(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release a sequence's blocks, last block first, because a block is useless without the blocks before it."""

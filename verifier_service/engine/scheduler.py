@@ -13,6 +13,7 @@ from draftwire.model.block_pool import blocks_for
 from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.core.request import Request
 from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.engine.prefix_cache import PrefixCache
@@ -225,8 +226,37 @@ class Scheduler:
         if full > request.num_published and self._cache.is_enabled:
             self._cache.extend_hashes(request.block_hashes, request.tokens, full, request.cache_salt)
             for i in range(request.num_published, full):
-                self._cache.publish(request.blocks[i], request.block_hashes[i])
+                if self._cache.publish(request.blocks[i], request.block_hashes[i]):
+                    self._record_stored(request, i)
             request.num_published = full
+
+    def flush_cache(self) -> int:
+        """Forget the prefixes that no request uses; return how many blocks can still be found."""
+        return self._cache.drop_unused()
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """Have `deliver` called with every change of the prefix cache, and first with what is in there.
+
+        The tokens of unused blocks are not known any more: these blocks are forgotten.
+        """
+        self._cache.drop_unused()
+        self._cache.events.start(deliver)
+        told: set[bytes] = set()
+        for request in self.running:
+            for i, block_hash in enumerate(request.block_hashes[: request.num_published]):
+                if block_hash not in told:
+                    told.add(block_hash)
+                    self._record_stored(request, i)
+
+    def tell_cache(self) -> None:
+        """Deliver the changes of the prefix cache, if somebody watches it."""
+        self._cache.events.flush()
+
+    def _record_stored(self, request: Request, index: int) -> None:
+        if self._cache.events.is_recording:
+            hashes, tokens = request.block_hashes, request.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            parent = hashes[index - 1] if index else None
+            self._cache.events.stored(parent, hashes[index], tokens, request.cache_salt)
 
     def _grow(self, request: Request, length: int) -> None:
         """Give a decoding request the blocks of `length` rows; preempt the last request that is not announced if

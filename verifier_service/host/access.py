@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import config_pb2, generate_pb2
+from verifier_service.core.cache_events import CacheEvent, DeliverCacheEvents
 from verifier_service.core.request import NoiseKeys
 from verifier_service.grammar.translation import GrammarSource
 
@@ -81,6 +82,15 @@ class EngineAccess(Protocol):
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
         """Return what `GetVerifierInfo` answers; raises UnavailableError when there is no engine any more."""
 
+    async def flush_cache(self) -> int:
+        """Forget the prefixes that no request uses; return how many blocks can still be found.
+
+        Raises UnavailableError when there is no engine any more.
+        """
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """Have `deliver` called on the event loop with what the prefix cache has, and with every change."""
+
     async def end_requests(self, reason: str) -> None:
         """End all requests, and those that still come, with UnavailableError, which says the reason."""
 
@@ -111,6 +121,26 @@ class InProcessEngine:
         """See EngineAccess."""
         return self._host.info()
 
+    async def flush_cache(self) -> int:
+        """See EngineAccess."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[int] = loop.create_future()
+
+        def answer_there(left: int) -> None:
+            loop.call_soon_threadsafe(_answer, answer, left)
+
+        self._host.flush_cache(answer_there)
+        return await answer
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """See EngineAccess."""
+        loop = asyncio.get_running_loop()
+
+        def deliver_there(events: Sequence[CacheEvent]) -> None:
+            loop.call_soon_threadsafe(deliver, events)
+
+        self._host.watch_cache(deliver_there)
+
     async def end_requests(self, reason: str) -> None:
         """See EngineAccess."""
         await asyncio.to_thread(self._host.end_requests, reason)
@@ -118,3 +148,8 @@ class InProcessEngine:
     async def stop(self) -> None:
         """See EngineAccess."""
         await asyncio.to_thread(self._host.stop)
+
+
+def _answer(answer: asyncio.Future[int], value: int) -> None:
+    if not answer.done():  # as when its client has gone
+        answer.set_result(value)

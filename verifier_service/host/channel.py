@@ -2,9 +2,10 @@
 
 Messages are tuples, a name first, in pickle's form: both ends are started together, of one version, and nobody else has
 the socket. To the engine: ("submit", Submission), ("cancel", number, reason, output tokens), ("count_refused",),
-("info",), ("end_requests", reason) and ("stop",). From it: ("ready", EngineFacts) or ("refused", error) once, then
-("deliver", [(number, message or error)]) with all output of a step, ("info", message or error), ("requests_ended",) and
-("failed",); protobuf messages are bytes.
+("info",), ("flush_cache",), ("watch_cache",), ("end_requests", reason) and ("stop",). From it: ("ready", EngineFacts)
+or ("refused", error) once, then ("deliver", [(number, message or error)]) with all output of a step, ("info", message
+or error), ("cache_flushed", blocks), ("cache_events", events), ("requests_ended",) and ("failed",); protobuf messages
+are bytes.
 
 Not multiprocessing.connection: its `send_bytes` waits for the other end to read, and an event loop cannot read it.
 """

@@ -10,8 +10,10 @@ from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import DraftwireError, UnavailableError
 from draftwire.contract.fields import with_defaults
 from draftwire.contract.version import VERSION
+from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire.transport import ALL_CARRIERS
 from draftwire.v1 import config_pb2, draft_pb2, generate_pb2
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.core.request import Request
 from verifier_service.core.stop_conditions import StopConditions
 from verifier_service.drafters.connection import DrafterLink
@@ -138,6 +140,14 @@ class EngineHost:
         """Count a request that was not submitted."""
         self.engine.count_refused()
 
+    def flush_cache(self, on_done: Callable[[int], None]) -> None:
+        """See `Engine.flush_cache`."""
+        self.engine.flush_cache(on_done)
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """See `Engine.watch_cache`."""
+        self.engine.watch_cache(deliver)
+
     def end_requests(self, reason: str) -> None:
         """End all requests, and those that still come, with UnavailableError, which says the reason."""
         self._grammars.stop(UnavailableError(reason))
@@ -174,6 +184,9 @@ class EngineHost:
             drafters=drafters,
             requests_running=len(scheduler.running),
             requests_waiting=len(scheduler.waiting) + self._grammars.num_waiting,
+            waiting_tokens=sum(len(request.tokens) for request in list(scheduler.waiting)),
+            kv_cache_tokens=(self._limits.num_blocks - 1) * BLOCK_SIZE,  # block 0 is padding
+            kv_cache_usage=self.engine.kv_cache_usage,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             counters=self.engine.counters(),

@@ -7,10 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from draftwire.contract.errors import DraftwireError, ServerError, UnavailableError
 from draftwire.server.memory import peak_host_bytes
 from draftwire.v1 import generate_pb2
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.host.access import Deliver, EngineFacts, Output, Submission, is_end
 from verifier_service.host.channel import Message, pack, read
 from verifier_service.host.process import STOP_LIMIT_S, EngineProcess
@@ -26,6 +28,8 @@ class EngineProxy:
         self._process = process
         self._open: set[int] = set()
         self._infos: deque[asyncio.Future[generate_pb2.GetVerifierInfoResponse]] = deque()
+        self._flushes: deque[asyncio.Future[int]] = deque()
+        self._deliver_cache_events: DeliverCacheEvents | None = None
         self._requests_ended = asyncio.Event()
         self._is_stopping = False
         self._stop_by: float | None = None  # by the event loop's clock
@@ -61,6 +65,20 @@ class EngineProxy:
         self._infos.append(answer)
         self._send(("info",))
         return await answer
+
+    async def flush_cache(self) -> int:
+        """See EngineAccess."""
+        if self._loss is not None:
+            raise UnavailableError(str(self._loss))
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flushes.append(answer)
+        self._send(("flush_cache",))
+        return await answer
+
+    def watch_cache(self, deliver: DeliverCacheEvents) -> None:
+        """See EngineAccess."""
+        self._deliver_cache_events = deliver
+        self._send(("watch_cache",))
 
     async def end_requests(self, reason: str) -> None:
         """See EngineAccess."""
@@ -109,7 +127,8 @@ class EngineProxy:
         else:
             self._loss = ServerError("the engine's process has ended by itself; the server's log says more")
         self._end_open()
-        for answer in self._infos:
+        answers: list[asyncio.Future[Any]] = [*self._infos, *self._flushes]
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(UnavailableError(str(self._loss)))
         self._requests_ended.set()
@@ -132,6 +151,12 @@ class EngineProxy:
                 info = generate_pb2.GetVerifierInfoResponse.FromString(data)
                 info.server_memory.peak_host_bytes = peak_host_bytes()
                 answer.set_result(info)
+            case ("cache_flushed", left):
+                flushed = self._flushes.popleft()
+                if not flushed.done():
+                    flushed.set_result(left)
+            case ("cache_events", events) if self._deliver_cache_events is not None:
+                self._deliver_cache_events(events)
             case ("requests_ended",):
                 self._requests_ended.set()
             case ("failed",):

@@ -55,6 +55,10 @@ def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> N
                 host.cancel(number, reason, output_tokens)
             case ("count_refused",):
                 host.count_refused()
+            case ("flush_cache",):
+                host.flush_cache(lambda left: outbox.send(("cache_flushed", left)))
+            case ("watch_cache",):
+                host.watch_cache(lambda events: outbox.send(("cache_events", events)))
             case ("info",):
                 outbox.send(("info", _info(host)))
             case ("end_requests", reason):

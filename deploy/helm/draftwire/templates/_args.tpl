@@ -20,6 +20,9 @@
 {{- with .Values.verifier.speculativeConfig }}
 - {{ printf "--speculative-config=%s" (toJson .) | quote }}
 {{- end }}
+{{- if .Values.gateway.enabled }}
+- --kv-events
+{{- end }}
 {{ include "draftwire.serverArgs" (dict "root" . "name" "verifier") }}
 {{- if .Values.tls.enabled }}
 - --drafter-tls-ca=/run/drafter-tls/ca.crt

@@ -27,6 +27,9 @@
     {{- fail "verifier.service.headless: needs verifier.service.port 50051, for clients connect to the pods themselves" }}
   {{- end }}
 {{- end }}
+{{- if and .Values.gateway.enabled (or .Values.tls.enabled .Values.tokens.secret) }}
+  {{- fail "gateway.enabled: needs tls.enabled false and tokens.secret empty, for smg calls verifiers in plain text and without tokens" }}
+{{- end }}
 {{- if and $verifier.grpcRoute.enabled (not $verifier.grpcRoute.parentRefs) }}
   {{- fail "verifier.grpcRoute.parentRefs: name the Gateway, as [{name: gateway, namespace: gateways}]" }}
 {{- end }}

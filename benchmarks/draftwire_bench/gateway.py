@@ -1,0 +1,163 @@
+"""The same load through the gateway smg and directly by gRPC: what the gateway costs.
+
+    python -m draftwire_bench.gateway --server 127.0.0.1:50051 --requests 64
+
+measures a verifier that runs. Prompts are texts of the same length for both ways, each with a beginning of its own, so
+that no prefix is found; outputs have exactly `--max-tokens` tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+
+from draftwire.client import AsyncClient
+from draftwire_bench.environment import describe
+from draftwire_bench.gateway_process import GatewayProcess
+
+WORDS = ("the", "verifier", "keeps", "what", "the", "target", "says", "and", "the", "drafter", "guesses")
+NUMBERS = count()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What both ways serve."""
+
+    requests: int  # at once
+    rounds: int  # of each place, one after another
+    prompt_words: int
+    max_tokens: int
+
+    def prompt(self) -> str:
+        """Return a text that no other prompt begins like."""
+        return f"{next(NUMBERS)} " + " ".join(WORDS[n % len(WORDS)] for n in range(self.prompt_words))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way under the load: all times in seconds."""
+
+    tokens: int
+    total_s: float
+    first_token_s: list[float]
+
+    def summary(self) -> dict[str, float]:
+        """Return tokens per second, and the median and the 99th percentile of the time to the first token."""
+        ordered = sorted(self.first_token_s)
+        return {
+            "tokens_per_s": round(self.tokens / self.total_s, 1),
+            "ttft_p50_s": round(ordered[len(ordered) // 2], 4),
+            "ttft_p99_s": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 4),
+        }
+
+
+# Serves one prompt; returns its output tokens and when the first of them came, by time.perf_counter().
+Ask = Callable[[str], Awaitable[tuple[int, float]]]
+
+
+async def run_load(load: Load, ask: Ask) -> Run:
+    """Keep `load.requests` requests running until each place has had its rounds."""
+    firsts: list[float] = []
+
+    async def place() -> int:
+        tokens = 0
+        for _ in range(load.rounds):
+            began = time.perf_counter()
+            given, first = await ask(load.prompt())
+            tokens += given
+            firsts.append(first - began)
+        return tokens
+
+    began = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(place() for _ in range(load.requests))))
+    return Run(tokens, time.perf_counter() - began, firsts)
+
+
+async def directly(server: str, load: Load) -> Run:
+    """Measure the verifier's own service."""
+    async with AsyncClient(server) as client:
+
+        async def ask(prompt: str) -> tuple[int, float]:
+            tokens, first = 0, 0.0
+            async for chunk in client.generate(prompt, max_tokens=load.max_tokens, temperature=0.0, ignore_eos=True):
+                first = first or time.perf_counter()
+                tokens += len(chunk.token_ids)
+            return tokens, first
+
+        return await run_load(load, ask)
+
+
+async def through_gateway(gateway: GatewayProcess, load: Load) -> Run:
+    """Measure smg's HTTP service with OpenAI's client."""
+    from openai import AsyncOpenAI
+
+    model = gateway.model()
+    async with AsyncOpenAI(base_url=gateway.api_url, api_key="none", max_retries=0, timeout=600) as client:
+        completions: Any = client.completions
+
+        async def ask(prompt: str) -> tuple[int, float]:
+            tokens, first = 0, 0.0
+            async for chunk in await completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=load.max_tokens,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            ):
+                first = first or time.perf_counter()
+                tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+            return tokens, first
+
+        return await run_load(load, ask)
+
+
+async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[dict[str, float]]]:
+    """Measure both ways in turns, after one round of each that does not count."""
+    with GatewayProcess([server], "--log-level", "warn") as gateway:
+        once = Load(load.requests, 1, load.prompt_words, load.max_tokens)
+        await directly(server, once)
+        await through_gateway(gateway, once)
+        runs: dict[str, list[dict[str, float]]] = {"direct": [], "gateway": []}
+        for _ in range(repeats):
+            runs["direct"].append((await directly(server, load)).summary())
+            runs["gateway"].append((await through_gateway(gateway, load)).summary())
+    return dict(runs)
+
+
+@click.command()
+@click.option("--server", required=True, metavar="HOST:PORT", help="A verifier that runs, in plain text.")
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="Requests at once.")
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Requests of each place.")
+@click.option("--prompt-words", default=256, show_default=True, type=click.IntRange(1), help="Words of a prompt.")
+@click.option("--max-tokens", default=400, show_default=True, type=click.IntRange(1), help="Tokens of an output.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Runs of each way, in turns.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+def main(
+    server: str, requests: int, rounds: int, prompt_words: int, max_tokens: int, repeats: int, json_path: Path | None
+) -> None:
+    """Measure the same load directly and through smg, and print the share of the throughput that smg leaves."""
+    load = Load(requests, rounds, prompt_words, max_tokens)
+    runs = asyncio.run(measure(server, load, repeats))
+    best = {way: max(run["tokens_per_s"] for run in found) for way, found in runs.items()}
+    share = best["gateway"] / best["direct"]
+    for way, found in runs.items():
+        for run in found:
+            print(way, json.dumps(run))
+    print(f"through the gateway: {share:.3f} of the direct throughput")
+    if json_path is not None:
+        result = {**describe(), "load": asdict(load), "runs": runs, "gateway_share": round(share, 4)}
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

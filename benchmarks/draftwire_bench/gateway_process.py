@@ -1,0 +1,157 @@
+"""The gateway smg as a child process, in front of verifiers of this machine: for demo, tests and benchmark."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from draftwire.contract.errors import ServerError
+from draftwire_bench.processes import both_ends
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.25
+HTTP_TIMEOUT_S = 10.0
+# Prefixes are looked up in what verifiers tell of their caches; a verifier that fails is left out within seconds.
+ARGUMENTS = ("--policy", "cache_aware", "--health-check-interval-secs", "1", "--load-monitor-interval", "1")
+
+
+class GatewayProcess:
+    """A running gateway that knows all verifiers given. As a context manager it is stopped at the end.
+
+    Attributes
+    ----------
+    url
+        Of the HTTP service, as `http://127.0.0.1:30000`.
+    metrics_url
+        Of its Prometheus metrics.
+    """
+
+    def __init__(
+        self, verifiers: Sequence[str], *extra: str, api_key: str = "", timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        """Start smg in front of verifiers and wait until it may route to all of them.
+
+        Parameters
+        ----------
+        verifiers
+            HOST:PORT of each, or a URL: grpc://HOST:PORT, grpcs://HOST:PORT.
+        extra
+            Further arguments of smg; they come last, so that they override.
+        api_key
+            What smg shows the verifiers and asks its own clients for; empty for neither.
+        timeout_s
+            Seconds within which it must be ready.
+
+        Raises
+        ------
+        ServerError
+            When smg is not installed, ends, or is not ready in time.
+        """
+        if importlib.util.find_spec("smg") is None:
+            raise ServerError("the gateway smg is not installed; pip install 'draftwire[gateway]'")
+        port, metrics_port = _free_ports(2)
+        self.url = f"http://127.0.0.1:{port}"
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+        descriptor, name = tempfile.mkstemp(prefix="draftwire-gateway-", suffix=".log")
+        self._log_path = Path(name)
+        urls = [address if "://" in address else f"grpc://{address}" for address in verifiers]
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        key = ["--api-key", api_key] if api_key else []
+        listen = ["--host", "127.0.0.1", "--port", str(port)]
+        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+        arguments = ["--worker-urls", *urls, *listen, *metrics, *key, *ARGUMENTS, *extra]
+        with os.fdopen(descriptor, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "smg", "launch", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone, which then stops its children
+                env={**os.environ, "NO_COLOR": "1"},
+                cwd=tempfile.gettempdir(),  # a relative name of a model is none of smg's directory
+            )
+        try:
+            self._wait(len(verifiers), time.monotonic() + timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def api_url(self) -> str:
+        """Return the base URL for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the verifiers as smg describes them."""
+        workers: list[dict[str, Any]] = json.loads(self._get(f"{self.url}/workers"))["workers"]
+        return workers
+
+    def model(self) -> str:
+        """Return the name under which the verifiers' target is served."""
+        return str(json.loads(self._get(f"{self.api_url}/models"))["data"][0]["id"])
+
+    def metrics(self) -> str:
+        """Return the metrics in Prometheus' text format."""
+        return self._get(self.metrics_url)
+
+    def _get(self, url: str) -> str:
+        request = urllib.request.Request(url, headers=self._headers)
+        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+
+    def log_text(self) -> str:
+        """Return what smg has printed so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Ask smg to end, and kill it after STOP_TIMEOUT_S seconds."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log_path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait(self, num_verifiers: int, deadline: float) -> None:
+        while True:
+            try:
+                ready = [worker for worker in self.workers() if worker["status"] == "ready"]
+                if len(ready) == num_verifiers and self.model():
+                    return
+            except (urllib.error.URLError, ConnectionError, KeyError, IndexError, TimeoutError):
+                pass
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() >= deadline:
+                what = f"ended with status {self._process.returncode}" if ended else "was not ready in time"
+                raise ServerError(f"the gateway {what}; its log:\n{both_ends(self.log_text().strip())}")
+            time.sleep(POLL_S)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports of this host that are free now."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]

@@ -1,0 +1,259 @@
+"""vllm.grpc.engine.VllmEngine over a tiny target: what gateways call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from service_scene import MAX_TOKENS, WAIT_S, Served, outputs_of, served
+from service_scene import request as own_request
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as vp
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from draftwire.v1.generate_pb2_grpc import GenerationStub
+
+
+def request(*, stream: bool = True, name: str = "", **params: Any) -> vp.GenerateRequest:
+    given = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **params}
+    return vp.GenerateRequest(
+        request_id=name,
+        tokenized=vp.TokenizedInput(input_ids=[3, 1, 4]),
+        sampling_params=vp.SamplingParams(**given),
+        stream=stream,
+    )
+
+
+@asynccontextmanager
+async def calling(scene: Served) -> AsyncIterator[tuple[VllmEngineStub, GenerationStub]]:
+    async with scene.serve() as address, grpc.aio.insecure_channel(address) as channel:
+        yield VllmEngineStub(channel), GenerationStub(channel)
+
+
+def run(scene: Served, play: Callable[[VllmEngineStub, GenerationStub], Awaitable[None]]) -> None:
+    async def serve() -> None:
+        async with calling(scene) as (stub, own):
+            await play(stub, own)
+
+    asyncio.run(asyncio.wait_for(serve(), WAIT_S))
+
+
+async def read_all(call: Any) -> list[vp.GenerateResponse]:
+    return [response async for response in call]
+
+
+async def until_idle(scene: Served) -> None:
+    scheduler = scene.host.engine.scheduler
+    while scheduler.running or scheduler.waiting or scene.handler.open_outputs:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("behind_socket", [False, True])
+def test_tokens_are_those_of_the_own_service(behind_socket: bool):
+    async def play(stub: VllmEngineStub, own: GenerationStub) -> None:
+        expected = [token for one in await outputs_of(own.Generate(own_request())) for token in one.token_ids]
+        *chunks, last = await read_all(stub.Generate(request()))
+        assert [token for one in chunks for token in one.chunk.token_ids] == expected
+        assert list(last.complete.output_ids) == expected
+        (only,) = await read_all(stub.Generate(request(stream=False)))
+        assert list(only.complete.output_ids) == expected
+        assert (only.complete.finish_reason, only.complete.completion_tokens) == ("length", MAX_TOKENS)
+
+    run(served(behind_socket=behind_socket), play)
+
+
+def test_a_seed_gives_the_same_tokens_to_both_services():
+    async def play(stub: VllmEngineStub, own: GenerationStub) -> None:
+        params = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
+        messages = await outputs_of(own.Generate(own_request(**params)))
+        (only,) = await read_all(stub.Generate(request(stream=False, **params)))
+        assert list(only.complete.output_ids) == [token for one in messages for token in one.token_ids]
+
+    run(served(behind_socket=False), play)
+
+
+def test_abort_ends_a_request_and_frees_its_place():
+    scene = served(behind_socket=False)
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        call = stub.Generate(request(name="one", max_tokens=MAX_TOKENS))
+        first = await call.read()
+        await stub.Abort(vp.AbortRequest(request_ids=["one", "unknown"]))
+        *chunks, last = [first, *await outputs_of(call)]
+        assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
+        assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
+        await until_idle(scene)
+        assert scene.host.engine.kv_cache_usage == 0
+
+    run(scene, play)
+
+
+def test_a_dropped_stream_ends_its_request():
+    scene = served(behind_socket=False)
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        call = stub.Generate(request())
+        await call.read()
+        call.cancel()
+        await until_idle(scene)
+        assert scene.host.engine.kv_cache_usage == 0
+
+    run(scene, play)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "text"),
+    [
+        (lambda stub: stub.Generate(request(temperature=-1.0)).read(), "INVALID_ARGUMENT", "sampling_params.temp"),
+        (lambda stub: stub.Generate(request(stop=["a"])).read(), "INVALID_ARGUMENT", "this server has no tokenizer"),
+        (lambda stub: stub.Generate(vp.GenerateRequest()).read(), "INVALID_ARGUMENT", "input = None"),
+        (lambda stub: stub.Generate(request(name="a b")).read(), "INVALID_ARGUMENT", "request_id"),
+        (lambda stub: stub.Embed(vp.EmbedRequest()), "UNIMPLEMENTED", "Embed: this server"),
+        (lambda stub: stub.StartProfile(common_pb2.StartProfileRequest()), "UNIMPLEMENTED", ""),
+    ],
+)
+def test_what_is_not_served_has_a_status(call: Callable[[VllmEngineStub], Any], code: str, text: str):
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        with pytest.raises(grpc.RpcError) as refused:
+            await call(stub)
+        assert refused.value.code().name == code
+        assert text in refused.value.details()
+
+    run(served(behind_socket=False), play)
+
+
+def test_model_and_server_are_described(tmp_path: Path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["A"], "eos_token_id": 7})
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5}))
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        model = await stub.GetModelInfo(vp.GetModelInfoRequest())
+        assert (model.served_model_name, model.model_path, model.model_type) == ("tiny", str(tmp_path), "llama")
+        assert (model.max_context_length, model.vocab_size, model.max_req_input_len) == (64, 20, 63)
+        assert (list(model.architectures), list(model.eos_token_ids), model.is_generation) == (["A"], [7], True)
+        assert json.loads(model.default_sampling_params_json) == {"top_p": 0.5}
+        assert (model.tokenizer_path, model.supports_vision) == ("", False)
+        server = await stub.GetServerInfo(vp.GetServerInfoRequest())
+        assert (server.server_type, server.data_parallel_size, server.max_num_seqs) == ("vllm-grpc", 1, 2)
+        assert (server.block_size, server.model_dtype, server.active_requests) == (16, "torch.float32", 0)
+        assert (await stub.HealthCheck(vp.HealthCheckRequest())).healthy
+
+    run(served(behind_socket=False, directory=tmp_path), play)
+
+
+def test_the_tokenizer_comes_whole(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+        data = b"".join(chunk.data for chunk in chunks)
+        assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+
+    run(served(behind_socket=False, directory=tmp_path), play)
+
+
+def test_loads_are_those_of_the_engine():
+    scene = served(behind_socket=False)
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        (idle,) = (await stub.GetLoads(vp.GetLoadsRequest())).loads
+        assert (idle.num_running_reqs, idle.num_waiting_reqs, idle.token_usage, idle.gen_throughput) == (0, 0, 0, 0)
+        assert (idle.max_total_num_tokens, idle.max_running_requests, idle.num_used_tokens) == (32 * 16, 2, 0)
+        await read_all(stub.Generate(request()))
+        await read_all(stub.Generate(request()))
+        await until_idle(scene)
+        answer = await stub.GetLoads(vp.GetLoadsRequest())
+        assert answer.loads[0].gen_throughput > 0
+        assert answer.loads[0].token_usage == 0
+        assert (answer.dp_rank_count, len(answer.loads)) == (1, 1)
+
+    run(scene, play)
+
+
+def test_a_draining_server_says_so_and_takes_nothing():
+    scene = served(behind_socket=False)
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        await scene.handler.drain(1.0)
+        health = await stub.HealthCheck(vp.HealthCheckRequest())
+        assert (health.healthy, health.message) == (False, "draining")
+        with pytest.raises(grpc.RpcError) as refused:
+            await stub.Generate(request()).read()
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    run(scene, play)
+
+
+@pytest.mark.parametrize("behind_socket", [False, True])
+def test_events_say_what_a_prompt_leaves_and_a_flush_drops(behind_socket: bool):
+    scene = served(behind_socket=behind_socket)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 0]
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        given = request(max_tokens=2, stream=False)
+        given.tokenized.input_ids[:] = prompt
+        await read_all(stub.Generate(given))  # nobody watches: these blocks are forgotten
+        events = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        assert (await events.read()).snapshot.count == 1
+        (only,) = await read_all(stub.Generate(given))
+        blocks: list[common_pb2.KvBlock] = []
+        while len(blocks) < 2:
+            blocks += [block for event in (await events.read()).events for block in event.stored.blocks]
+        assert [list(block.token_ids) for block in blocks] == [prompt[:16], prompt[16:32]]
+        (only,) = await read_all(stub.Generate(given))
+        assert only.complete.cached_tokens == 32
+        flushed = await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=60))
+        assert flushed.success
+        removed: set[int] = set()
+        while len(removed) < 2:
+            removed |= {one for event in (await events.read()).events for one in event.removed.block_hashes}
+        assert removed == {block.block_hash for block in blocks}
+        (only,) = await read_all(stub.Generate(given))
+        assert only.complete.cached_tokens == 0
+        events.cancel()
+
+    run(scene, play)
+
+
+def test_a_flush_waits_no_longer_than_allowed():
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        with pytest.raises(grpc.RpcError) as refused:
+            await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1))
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "allowed range [0, 600] s" in refused.value.details()
+
+    run(served(behind_socket=False), play)
+
+
+def test_events_need_the_option():
+    scene = served(behind_socket=False)
+    scene.has_kv_events = False
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        with pytest.raises(grpc.RpcError) as refused:
+            await stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read()
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert "--kv-events" in refused.value.details()
+
+    run(scene, play)
+
+
+def test_several_outputs_and_the_prompt_s_log_probabilities():
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        params = {"n": 2, "prompt_logprobs": 1, "max_tokens": 3, "temperature": 1.0, "seed": 1}
+        answers = [one.complete for one in await read_all(stub.Generate(request(stream=False, **params)))]
+        assert sorted(one.index for one in answers) == [0, 1]
+        assert all(one.completion_tokens == 3 for one in answers)
+        assert list(answers[0].input_logprobs.token_ids) == [3, 1, 4]
+        assert len(answers[0].input_logprobs.token_logprobs) == 3
+
+    run(served(behind_socket=False), play)

@@ -1,0 +1,228 @@
+"""Between `vllm.grpc.engine` and draftwire.v1: requests one way, responses the other. No state but one request's own.
+
+Fields whose zero means "not given" in vLLM's contract are read so. What this server cannot do is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vp
+
+from draftwire.contract.errors import Described, InvalidArgumentError
+from draftwire.v1 import config_pb2
+from draftwire.v1 import generate_pb2 as pb
+
+# Refused wherever they are set: (field, what the server says).
+_NOT_SERVED = {
+    "kv_transfer_params": "prefill and decode are not split over servers here",
+    "kv_transfer_params_json": "prefill and decode are not split over servers here",
+    "mm_inputs": "this server takes text alone",
+    "extra_mm_inputs": "this server takes text alone",
+    "media_refs": "this server takes text alone",
+}
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+# Without max_tokens the output ends with the context.
+_NO_LIMIT = 2**31 - 1
+_ALL = -1  # of logprobs, prompt_logprobs and truncate_prompt_tokens
+
+
+def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.GenerateRequest:
+    """Return the same request in draftwire.v1, still to be checked against the contract's limits.
+
+    Parameters
+    ----------
+    request
+        A `vllm.grpc.engine.GenerateRequest`.
+    max_model_len
+        Positions of the context; `truncate_prompt_tokens` -1 keeps one fewer.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names a field that is set and not served.
+    """
+    for name, allowed in _NOT_SERVED.items():
+        field = getattr(request, name)
+        if len(field) > 0 if name == "extra_mm_inputs" else request.HasField(name):
+            raise InvalidArgumentError(name, Described("set"), allowed)
+    if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
+        allowed = "allowed: 0, or unset; this server is one rank"
+        raise InvalidArgumentError("data_parallel_rank", request.data_parallel_rank, allowed)
+    read = pb.GenerateRequest(sampling_params=_read_params(request.sampling_params), n=request.sampling_params.n or 1)
+    kind = request.WhichOneof("input")
+    if kind == "tokenized":
+        read.token_ids.ids.extend(request.tokenized.input_ids)
+    elif kind == "text":
+        if request.sampling_params.HasField("prompt_logprobs"):
+            allowed = "allowed with tokenized input alone"
+            raise InvalidArgumentError(
+                "sampling_params.prompt_logprobs", request.sampling_params.prompt_logprobs, allowed
+            )
+        read.text = request.text
+    else:
+        raise InvalidArgumentError("input", None, "exactly one of tokenized and text is required")
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        given = request.sampling_params.truncate_prompt_tokens
+        if given < 1 and given != _ALL:
+            allowed = "allowed: -1 for what the context holds, or [1, 2147483648)"
+            raise InvalidArgumentError("sampling_params.truncate_prompt_tokens", given, allowed)
+        read.truncate_prompt_tokens = max_model_len - 1 if given == _ALL else given
+    return read
+
+
+def _read_params(given: vp.SamplingParams) -> config_pb2.SamplingParams:
+    for token_id in given.logit_bias:
+        if token_id < 0:
+            raise InvalidArgumentError("sampling_params.logit_bias", token_id, "token ids must be at least 0")
+    params = config_pb2.SamplingParams(
+        temperature=given.temperature if given.HasField("temperature") else 1.0,
+        top_p=given.top_p or 1.0,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else _NO_LIMIT,
+        min_tokens=given.min_tokens,
+        stop=given.stop,
+        stop_token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+        skip_special_tokens=given.skip_special_tokens,
+        include_stop_text=given.include_stop_str_in_output,
+        logit_bias={int(token_id): float(bias) for token_id, bias in given.logit_bias.items()},
+    )
+    if given.HasField("seed"):
+        params.seed = given.seed
+    for name in ("logprobs", "prompt_logprobs"):
+        if given.HasField(name):
+            value = getattr(given, name)
+            if value < 0:
+                raise InvalidArgumentError(f"sampling_params.{name}", value, "allowed range [0, 20]")
+            setattr(params, name, value)
+    constraint = given.WhichOneof("constraint")
+    if constraint == "choice":
+        params.structured_output.choice.values.extend(given.choice.choices)
+    elif constraint is not None:
+        setattr(params.structured_output, constraint, getattr(given, constraint))
+    return params
+
+
+@dataclass
+class _Output:
+    """What one output of a request has so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    has_chunk: bool = False
+    has_ended: bool = False
+
+
+class ResponseWriter:
+    """Translates the responses of one request.
+
+    A stream gets a chunk for each response with tokens and one `complete` for each output; a request without a stream
+    gets the `complete`s alone. `complete` has all tokens of its output. A stream has log probabilities in its chunks,
+    those of the prompt in the first chunk of each output.
+    """
+
+    def __init__(self, request: vp.GenerateRequest, prompt: Sequence[int]) -> None:
+        """`prompt` are the prompt's tokens as they are computed; empty where the prompt is text."""
+        params = request.sampling_params
+        self._is_stream = bool(request.stream)
+        self._has_top, self._has_prompt_top = params.logprobs > 0, params.prompt_logprobs > 0
+        self._prompt = prompt
+        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._outputs = [_Output() for _ in range(params.n or 1)]
+
+    def write(self, message: pb.GenerateResponse) -> list[vp.GenerateResponse]:
+        """Return the responses that follow from one of draftwire.v1, in order; perhaps none."""
+        written = []
+        self._prompt_logprobs += message.prompt_logprobs
+        output = self._outputs[message.index]
+        output.token_ids += message.token_ids
+        if self._is_stream and message.token_ids:
+            written.append(vp.GenerateResponse(chunk=self._chunk(message, output)))
+        elif not self._is_stream:
+            output.logprobs += message.logprobs
+        if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            output.has_ended = True
+            written.append(vp.GenerateResponse(complete=self._complete(message, output)))
+        return written
+
+    def aborted(self) -> list[vp.GenerateResponse]:
+        """Return the ends of the outputs that Abort has ended, each with its tokens so far."""
+        return [
+            vp.GenerateResponse(
+                complete=vp.GenerateComplete(
+                    output_ids=output.token_ids,
+                    finish_reason="abort",
+                    prompt_tokens=len(self._prompt),
+                    completion_tokens=len(output.token_ids),
+                    index=index,
+                )
+            )
+            for index, output in enumerate(self._outputs)
+            if not output.has_ended
+        ]
+
+    def _chunk(self, message: pb.GenerateResponse, output: _Output) -> vp.GenerateStreamChunk:
+        chunk = vp.GenerateStreamChunk(
+            token_ids=message.token_ids,
+            prompt_tokens=len(self._prompt),
+            completion_tokens=len(message.token_ids),
+            index=message.index,
+        )
+        if message.logprobs:
+            chunk.output_logprobs.CopyFrom(output_logprobs(message.token_ids, message.logprobs, has_top=self._has_top))
+        if self._prompt_logprobs and not output.has_chunk:
+            chunk.input_logprobs.CopyFrom(self._input_logprobs())
+        output.has_chunk = True
+        return chunk
+
+    def _complete(self, message: pb.GenerateResponse, output: _Output) -> vp.GenerateComplete:
+        counts = message.statistics
+        complete = vp.GenerateComplete(
+            output_ids=output.token_ids,
+            finish_reason=_FINISH_REASONS[message.finish_reason],
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.output_tokens,
+            cached_tokens=counts.prefix_hit_tokens,
+            spec_accepted_tokens=sum(counts.accepted),
+            spec_draft_tokens=sum(counts.drafted),
+            index=message.index,
+        )
+        if output.logprobs:
+            complete.output_logprobs.CopyFrom(output_logprobs(output.token_ids, output.logprobs, has_top=self._has_top))
+        if self._prompt_logprobs and not self._is_stream:
+            complete.input_logprobs.CopyFrom(self._input_logprobs())
+        if message.HasField("stop_token_id"):
+            complete.matched_token_id = message.stop_token_id
+        elif message.HasField("stop_text"):
+            complete.matched_stop_str = message.stop_text
+        return complete
+
+    def _input_logprobs(self) -> vp.InputLogProbs:
+        """Return the log probabilities of the prompt; its first token has none."""
+        written = vp.InputLogProbs(token_ids=self._prompt)
+        written.token_logprobs.add()
+        if self._has_prompt_top:
+            written.top_logprobs.add()
+        for one in self._prompt_logprobs:
+            written.token_logprobs.add(value=one.logprob)
+            if self._has_prompt_top:
+                written.top_logprobs.add(values=one.top_logprobs, token_ids=one.top_ids)
+        return written
+
+
+def output_logprobs(
+    token_ids: Iterable[int], logprobs: Iterable[pb.TokenLogprobs], *, has_top: bool
+) -> vp.OutputLogProbs:
+    """Return the log probabilities of output tokens; with `has_top` those of the most likely ones at each place."""
+    written = vp.OutputLogProbs(token_ids=token_ids)
+    for one in logprobs:
+        written.token_logprobs.append(one.logprob)
+        if has_top:
+            written.top_logprobs.add(values=one.top_logprobs, token_ids=one.top_ids)
+    return written
