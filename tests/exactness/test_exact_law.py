@@ -42,7 +42,7 @@ CASES = [
     Case("dense", method="block"),
     Case("top-3", head="reduced", method="block", prompt=1),
     Case("greedy", head="dspark", seeded=False),
-    Case("gumbel", head="dspark", prompt=1, seeded=False),
+    Case("gumbel", head="dspark", sampling=FILTERED, seeded=False),
     Case("dense", head="dspark", k=4),
     Case("top-3", head="dspark", prompt=1, sampling=FILTERED),
     Case("dense", head="dspark", method="block", prompt=1, k=4),
