@@ -47,7 +47,7 @@ class DemoPair:
 PAIRS = {
     "smollm2": DemoPair(
         MODELS / "smollm2" / "target",
-        MODELS / "smollm2" / "dspark",
+        MODELS / "smollm2" / "eagle3",
         [[ChatMessage(role="user", content=question)] for question in QUESTIONS],
     ),
     "tiny": DemoPair(MODELS / "demo" / "target", MODELS / "demo" / "head", PROMPTS),
