@@ -99,18 +99,6 @@ def test_the_table_is_corrected_by_the_steps_that_run():
         assert costs.seconds(64, rows) == pytest.approx(pass_s(rows) + 0.5e-3 + 3e-6 * rows, rel=0.03)
 
 
-def test_without_a_table_the_steps_tell_what_rows_take():
-    costs = StepCosts(Profile())
-    assert not costs.is_known
-    for rows in [8, 24, 40] * 20:
-        costs.count(8, rows, 2e-3 + 1e-4 * rows)
-    assert costs.is_known
-    assert costs.seconds(8, 30) == pytest.approx(5e-3, rel=0.1)
-    for _ in range(1000):  # equal steps do not say what more rows take
-        costs.count(8, 40, 6e-3)
-    assert costs.seconds(8, 80) == pytest.approx(6e-3, rel=0.2)
-
-
 # Which drafts.
 
 
@@ -221,9 +209,14 @@ def test_confidences_that_differ_gain_more(sequences):
     assert rate > 1.02 * best
 
 
-def test_nothing_is_limited_before_costs_are_known():
-    budget = VerificationBudget(Profile(), is_adaptive=True)
-    assert budget.limit(256, 256, 256 * K) is None
+def test_nothing_is_limited_where_no_pass_was_measured():
+    served = Served(256)
+    served.budget = VerificationBudget(Profile(), is_adaptive=True)
+    served.run(50)
+    assert set(served.verified) == {float(K)}
+
+
+def test_nothing_is_limited_before_the_first_rounds():
     assert VerificationBudget(profile(), is_adaptive=True).limit(256, 256, 256 * K) is None
 
 

@@ -149,7 +149,7 @@ class VerificationBudget:
         if not self._is_adaptive or not is_known:
             return None
         sizes = self.costs.sizes(sequences, sequences + num_drafts)
-        if len(sizes.rows) == 1:
+        if len(sizes.rows) <= 1:
             return None
         # Drafts by falling survival, as many as the drafting sequences have on average, and the tokens that they bring.
         share = drafting / self._sequences

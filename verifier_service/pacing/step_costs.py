@@ -13,10 +13,6 @@ HALF_LIFE_STEPS = 64
 # The slope of the correction is that of rows that differ by this share of their mean, at least: rows that hardly differ
 # say nothing of it.
 LEAST_SPREAD = 0.25
-# Steps after which the time of a pass is known where none was measured at start.
-ENOUGH_STEPS = 8
-# Numbers of rows that are compared where passes have no fixed sizes.
-NUM_SIZES = 16
 
 
 class Sizes(NamedTuple):
@@ -55,8 +51,8 @@ class Profile:
 class StepCosts:
     """Seconds of a pass: those of the profile, and a correction that is linear in the rows.
 
-    The correction has what the profile lacks: attention over the contexts, and the draw. Without a profile the passes
-    that ran are all that is known.
+    The correction has what the profile lacks: attention over the contexts, and the draw. Without a profile, as on a
+    CPU, the steps that ran do not say what others would take: they mostly have as many rows.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -71,8 +67,8 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Return whether enough was measured, at start or since."""
-        return self._sums[0] >= ENOUGH_STEPS * self._keep**ENOUGH_STEPS or self._profile.sizes(1) is not None
+        """Return whether passes were measured at start."""
+        return self._profile.sizes(1) is not None
 
     def seconds(self, sequences: int, rows: int) -> float:
         """Return the expected seconds of a pass; 0 while nothing is known."""
@@ -80,14 +76,11 @@ class StepCosts:
         return max(0.0, (self._profile.seconds(sequences, rows) or 0.0) + at + slope * rows)
 
     def sizes(self, sequences: int, most_rows: int) -> Sizes:
-        """Return the sizes that a pass of so many sequences can have, up to the one that `most_rows` fit into."""
-        measured = self._profile.sizes(sequences)
-        if measured is None:
-            rows = np.unique(np.linspace(sequences, most_rows, NUM_SIZES).astype(np.int64))
-            seconds = np.zeros(len(rows))
-        else:
-            end = min(int(np.searchsorted(measured.rows, most_rows)) + 1, len(measured.rows))
-            rows, seconds = measured.rows[:end], measured.seconds[:end]
+        """Return the measured sizes that a pass of so many sequences can have, up to the one that `most_rows` fit into;
+        none where there is no such size."""
+        measured = self._profile.sizes(sequences) or Sizes(np.zeros(0, np.int64), np.zeros(0))
+        end = min(int(np.searchsorted(measured.rows, most_rows)) + 1, len(measured.rows))
+        rows, seconds = measured.rows[:end], measured.seconds[:end]
         at, slope = self._correction()
         return Sizes(rows, np.maximum.accumulate((seconds + at + slope * rows).clip(0.0)))
 
