@@ -105,8 +105,8 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
         assert before.start_time_unix_nano <= before.end_time_unix_nano == after.start_time_unix_nano
     told, drafted = attributes(generate), attributes(draft)
     assert (told["draftwire.output_tokens"], told["draftwire.reason"]) == (12, "length")
-    assert told["draftwire.contract.request_id"] == drafted["draftwire.contract.request_id"] != ""
-    assert attributes(client_span)["draftwire.contract.request_id"] == told["draftwire.contract.request_id"]
+    assert told["draftwire.request_id"] == drafted["draftwire.request_id"] != ""
+    assert attributes(client_span)["draftwire.request_id"] == told["draftwire.request_id"]
     assert drafted["draftwire.drafts"] >= attributes(phases[2])["draftwire.drafted"] > 0
     assert drafted["draftwire.reason"] == "closed"
 
