@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services import DEMO, PATIENCE_S, drafter_status, wait_for, wait_for_drafter
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from draftwire import Client
 from draftwire.contract.client_security import ClientSecurity, open_channel
@@ -168,6 +169,22 @@ def test_a_client_needs_a_token_beside_its_certificate(stack):
             else:
                 with pytest.raises(RequestError, match="UNAUTHENTICATED"):
                     client.info()
+
+
+def test_gateways_need_a_token_too(stack):
+    token = (stack.secrets / "tokens").read_text().strip()
+    with open_channel(stack.verifier.address, stack.security("ca", "client", token=False), ()) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        calls = (
+            (stub.GetModelInfo, vllm_engine_pb2.GetModelInfoRequest()),
+            (stub.GetServerInfo, vllm_engine_pb2.GetServerInfoRequest()),
+        )
+        for call, request in calls:
+            for metadata in ((), (("authorization", "Bearer a-token-that-is-not-known"),)):
+                with pytest.raises(grpc.RpcError) as error:
+                    call(request, metadata=metadata, timeout=PATIENCE_S)
+                assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            call(request, metadata=(("authorization", f"Bearer {token}"),), timeout=PATIENCE_S)
 
 
 def test_no_secret_is_in_a_log_command_line_environment_or_error(stack, tmp_path):
