@@ -213,6 +213,16 @@ def test_each_output_has_its_own_chunks_and_end():
     assert (ended.complete.index, list(ended.complete.output_ids)) == (0, [5])
 
 
+def test_ends_without_a_stream_are_in_the_order_of_indices():
+    writer = ResponseWriter(request(n=3), PROMPT)
+    for index in (2, 0):
+        ended = pb.GenerateResponse(index=index, token_ids=[index], finish_reason=pb.FINISH_REASON_LENGTH)
+        assert writer.write(ended) == []
+    assert writer.write(pb.GenerateResponse(index=1, token_ids=[1])) == []
+    assert [one.complete.index for one in writer.write(pb.GenerateResponse(index=1, finish_reason=1))] == [0, 1, 2]
+    assert writer.aborted() == []
+
+
 def prompt_logprobs() -> list[pb.GenerateResponse]:
     """Of the second and the third token, in two messages."""
     pieces = [

@@ -123,7 +123,8 @@ class ResponseWriter:
     """Translates the responses of one request.
 
     A stream gets a chunk for each response with tokens and one `complete` for each output; a request without a stream
-    gets the `complete`s alone. `complete` has all tokens of its output. A stream has log probabilities in its chunks,
+    gets the `complete`s alone, in the order of their indices, because smg numbers them as they come. `complete` has all
+    tokens of its output. A stream has log probabilities in its chunks,
     those of the prompt in the first chunk of each output.
     """
 
@@ -135,6 +136,7 @@ class ResponseWriter:
         self._prompt = prompt
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._outputs = [_Output() for _ in range(params.n or 1)]
+        self._held: dict[int, vp.GenerateResponse] = {}  # ends of outputs, until all have ended
 
     def write(self, message: pb.GenerateResponse) -> list[vp.GenerateResponse]:
         """Return the responses that follow from one of draftwire.v1, in order; perhaps none."""
@@ -148,13 +150,22 @@ class ResponseWriter:
             output.logprobs += message.logprobs
         if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             output.has_ended = True
-            written.append(vp.GenerateResponse(complete=self._complete(message, output)))
+            complete = vp.GenerateResponse(complete=self._complete(message, output))
+            if self._is_stream:
+                written.append(complete)
+            else:
+                self._held[message.index] = complete
+                if len(self._held) == len(self._outputs):
+                    written += self._ends()
         return written
+
+    def _ends(self) -> list[vp.GenerateResponse]:
+        return [self._held[index] for index in sorted(self._held)]
 
     def aborted(self) -> list[vp.GenerateResponse]:
         """Return the ends of the outputs that Abort has ended, each with its tokens so far."""
-        return [
-            vp.GenerateResponse(
+        aborted = {
+            index: vp.GenerateResponse(
                 complete=vp.GenerateComplete(
                     output_ids=output.token_ids,
                     finish_reason="abort",
@@ -165,7 +176,11 @@ class ResponseWriter:
             )
             for index, output in enumerate(self._outputs)
             if not output.has_ended
-        ]
+        }
+        if aborted:
+            self._held |= aborted
+            return self._ends()
+        return []
 
     def _chunk(self, message: pb.GenerateResponse, output: _Output) -> vp.GenerateStreamChunk:
         chunk = vp.GenerateStreamChunk(
