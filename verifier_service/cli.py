@@ -52,7 +52,7 @@ from verifier_service.options import VerifierOptions
 @click.option(
     "--kv-cache-tokens",
     type=click.IntRange(1),
-    help="Positions of all requests. Default: what the GPU's memory allows; on a CPU what fits into 4 GiB, features "
+    help="Positions of all requests. Default: what the GPU's memory allows; on a CPU what fits into 1 GiB, features "
     "included, but one request at least.",
 )
 @click.option(

@@ -2,8 +2,8 @@
 
     python -m draftwire_bench.gateway --server 127.0.0.1:50051 --requests 64
 
-measures a verifier that runs. Prompts are texts of the same length for both ways, each with a beginning of its own, so
-that no prefix is found; outputs have exactly `--max-tokens` tokens.
+measures a verifier that runs. Both ways get prompts of one length. No two prompts begin alike, so the
+prefix cache has no hits. Outputs have exactly `--max-tokens` tokens.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ JSON_PIECES = ['{"', '":', '",', '"}', '},', '":"', '","', '"id":', '"text":', '
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer of so many tokens; the last one is special."""
+    """Write a byte-level tokenizer with the given number of tokens; the last token is special."""
     draw = random.Random(0)
     pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *JSON_PIECES])
     while len(pieces) < vocab_size - 1:

@@ -11,8 +11,8 @@ from draftwire.contract.errors import InvalidArgumentError
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 # A prompt of a very long context; what is larger is refused before it is read.
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-# A verifier writes a message to a drafter's stream at least so often. The drafter cannot tell half a message from
-# silence, and ends a stream on which no whole message came for so long.
+# Seconds after which a verifier sends KeepAlive on an idle stream, and after which a drafter ends a stream that brought
+# no whole message: gRPC does not show whether half a message has arrived.
 KEEP_ALIVE_S, SILENCE_S = 5.0, 30.0
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -25,7 +25,7 @@ from verifier_service.target.target import Target
 logger = logging.getLogger(__name__)
 
 # Bytes of a CPU's default cache, features included.
-CPU_KV_CACHE_BYTES = 4 * 2**30
+CPU_KV_CACHE_BYTES = 2**30
 # Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
 FEATURE_STATES = 3
 FUSED_STATES = 1
