@@ -110,6 +110,15 @@ class DFlashHead(Head):
             hidden = layer(norm(hidden), hidden, positions, cache, batch)
         return rms_norm(hidden, self._norm.weight, self._norm.eps).unflatten(0, (-1, size))
 
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[num_drafts, N, hidden] -> [num_drafts, N, V_draft], as one product.
+
+        The product has a multiple of 8 rows: for 7 rows of 151936 logits cuBLAS takes 2.0 ms on an H200.
+        """
+        flat = states.flatten(0, 1)
+        logits = F.linear(F.pad(flat, (0, 0, 0, -len(flat) % 8)), self._output)
+        return logits[: len(flat)].unflatten(0, states.shape[:2])
+
     def draft(self, context: DraftContext, num_drafts: int) -> None:
         """See `Head.draft`: the block has all its slots, however many drafts are drawn."""
         self.enter(context.rows, context.states, context.cache)
@@ -118,7 +127,7 @@ class DFlashHead(Head):
         hidden = self.forward(anchors, block.positions, context.cache, block.batch).transpose(0, 1)
         first = 0 if self._config.samples_anchor else 1
         states = hidden[first : first + num_drafts].contiguous()
-        logits = F.linear(states, self._output)
+        logits = self._logits(states)
         token, latent_state = anchors, None
         if self._markov is not None:
             latent_state = self._markov.start(len(anchors))
