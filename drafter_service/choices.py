@@ -34,17 +34,12 @@ def choose_limits(
 ) -> EngineLimits:
     """Return the limits that were asked for, the others such that the head's and the device's are kept.
 
-    Parameters
-    ----------
-    memory
-        Of the device, made before the head was loaded; None on a CPU.
+    Args:
+        memory: Of the device, made before the head was loaded; None on a CPU.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the limit that is out of range.
-    ServerError
-        When there is no memory for the largest step.
+    Raises:
+        InvalidArgumentError: Names the limit that is out of range.
+        ServerError: If there is no memory for the largest step.
     """
     max_model_len = _choose_max_model_len(options, head.spec, target_dir)
     # Room for a last, partly filled block of each sequence and for its speculative rows.

@@ -13,20 +13,13 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class EngineLimits:
     """What the operator allows.
 
-    Attributes
-    ----------
-    max_num_seqs
-        Sequences open at once, over all sessions.
-    max_model_len
-        Rows of one sequence.
-    kv_cache_tokens
-        Rows of all sequences together, speculative ones included.
-    max_num_speculative_tokens
-        Drafts of one sequence in one step.
-    max_batch_rows
-        Rows of one forward; longer steps are computed in pieces.
-    max_sessions
-        Streams open at once.
+    Attributes:
+        max_num_seqs: Sequences open at once, over all sessions.
+        max_model_len: Rows of one sequence.
+        kv_cache_tokens: Rows of all sequences together, speculative ones included.
+        max_num_speculative_tokens: Drafts of one sequence in one step.
+        max_batch_rows: Rows of one forward; longer steps are computed in pieces.
+        max_sessions: Streams open at once.
     """
 
     max_num_seqs: int = 256

@@ -36,10 +36,8 @@ logger = logging.getLogger(__name__)
 def run(options: DrafterOptions) -> None:
     """Load the head and serve drafts until SIGTERM or SIGINT, then drain.
 
-    Raises
-    ------
-    DraftwireError
-        Says what is wrong with an option, a checkpoint or the address.
+    Raises:
+        DraftwireError: Says what is wrong with an option, a checkpoint or the address.
     """
     security = ServerSecurity(options.tls_cert, options.tls_key, options.tls_client_ca, insecure=options.insecure)
     security.credentials(options.listen)

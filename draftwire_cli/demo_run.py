@@ -93,10 +93,8 @@ def serving_demo(head: Path, target: Path, console: Console) -> Iterator[Client]
 def wait_for_drafter(client: Client) -> None:
     """Wait until the verifier has accepted its drafter.
 
-    Raises
-    ------
-    ServerError
-        When the verifier refuses the drafter or does not accept it in time.
+    Raises:
+        ServerError: If the verifier refuses the drafter or does not accept it in time.
     """
     deadline = time.monotonic() + DRAFTER_TIMEOUT_S
     while True:
@@ -118,12 +116,9 @@ def run_demo(
 ) -> bool:
     """Run the demo over the services of `serving` and print it; False when a greedy output changed with drafting.
 
-    Raises
-    ------
-    CheckpointError
-        When a model is not there.
-    ServerError
-        When a service does not start or the drafter is not accepted.
+    Raises:
+        CheckpointError: If a model is not there.
+        ServerError: If a service does not start or the drafter is not accepted.
     """
     for name, path in (("target", target), ("head", head)):
         if not (path / "config.json").is_file():

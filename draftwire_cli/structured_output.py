@@ -45,10 +45,8 @@ def structured_output_options(command: Callable[..., None]) -> Callable[..., Non
 def take_structured_output(given: dict[str, Any]) -> StructuredOutput | None:
     """Take the options of `structured_output_options` out of `given`; return what they ask for, None for nothing.
 
-    Raises
-    ------
-    click.UsageError
-        When several are given.
+    Raises:
+        click.UsageError: If several are given.
     """
     kinds = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
     values = {kind: value for kind in kinds if (value := given.pop(kind)) not in (None, False, ())}

@@ -35,10 +35,8 @@ MAX_UNREAD = 1024
 def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Without an engine process the engine runs in this process.
 
-    Raises
-    ------
-    DraftwireError
-        Says what is wrong with an option, a checkpoint or the address.
+    Raises:
+        DraftwireError: Says what is wrong with an option, a checkpoint or the address.
     """
     settings = check_options(options)
     if engine_process is not None:

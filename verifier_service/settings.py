@@ -35,10 +35,8 @@ class Settings:
 def check_options(options: VerifierOptions) -> Settings:
     """Return the settings.
 
-    Raises
-    ------
-    DraftwireError
-        Says what is wrong with an option.
+    Raises:
+        DraftwireError: Says what is wrong with an option.
     """
     config = parse_speculative_config(options.speculative_config)
     drafters = list(dict.fromkeys(address.strip() for address in options.drafters.split(",") if address.strip()))

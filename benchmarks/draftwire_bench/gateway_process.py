@@ -32,12 +32,9 @@ ARGUMENTS = ("--policy", "cache_aware", "--health-check-interval-secs", "1", "--
 class GatewayProcess:
     """A running gateway that knows all verifiers given. As a context manager it is stopped at the end.
 
-    Attributes
-    ----------
-    url
-        Of the HTTP service, as `http://127.0.0.1:30000`.
-    metrics_url
-        Of its Prometheus metrics.
+    Attributes:
+        url: Of the HTTP service, as `http://127.0.0.1:30000`.
+        metrics_url: Of its Prometheus metrics.
     """
 
     def __init__(
@@ -45,21 +42,14 @@ class GatewayProcess:
     ) -> None:
         """Start smg in front of verifiers and wait until it may route to all of them.
 
-        Parameters
-        ----------
-        verifiers
-            HOST:PORT of each, or a URL: grpc://HOST:PORT, grpcs://HOST:PORT.
-        extra
-            Further arguments of smg; they come last, so that they override.
-        api_key
-            What smg shows the verifiers and asks its own clients for; empty for neither.
-        timeout_s
-            Seconds within which it must be ready.
+        Args:
+            verifiers: HOST:PORT of each, or a URL: grpc://HOST:PORT, grpcs://HOST:PORT.
+            extra: Further arguments of smg; they come last, so that they override.
+            api_key: What smg shows the verifiers and asks its own clients for; empty for neither.
+            timeout_s: Seconds within which it must be ready.
 
-        Raises
-        ------
-        ServerError
-            When smg is not installed, ends, or is not ready in time.
+        Raises:
+            ServerError: If smg is not installed, ends, or is not ready in time.
         """
         if importlib.util.find_spec("smg") is None:
             raise ServerError("the gateway smg is not installed; pip install 'draftwire[gateway]'")

@@ -82,11 +82,9 @@ def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 def passes_of(events: Sequence[Mapping[str, Any]]) -> Passes | None:
     """Return the passes with the number of kernels that most have; None where no launch has as many as a pass.
 
-    Parameters
-    ----------
-    events
-        Of a trace in Chrome's format; those of the category "kernel" have `ts` and `dur`, microseconds, and
-        `args.correlation`, the same for all kernels of a launch.
+    Args:
+        events: Of a trace in Chrome's format; those of the category "kernel" have `ts` and `dur`, microseconds, and
+            `args.correlation`, the same for all kernels of a launch.
     """
     launches: dict[int, list[tuple[float, float]]] = {}
     for event in events:

@@ -50,21 +50,16 @@ class Reached:
 class Link:
     """Exists from `__enter__` to `__exit__`.
 
-    Attributes
-    ----------
-    address
-        Of the namespace's end, an IPv4 address.
-    program
-        Command that runs `draftwire` in the namespace.
+    Attributes:
+        address: Of the namespace's end, an IPv4 address.
+        program: Command that runs `draftwire` in the namespace.
     """
 
     def __init__(self, mtu: int = 1500) -> None:
         """`mtu` is the size of the largest packet, in bytes.
 
-        Raises
-        ------
-        OSError
-            Where there are no TUN devices, no `ip` command, or no right to make devices and namespaces.
+        Raises:
+            OSError: Where there are no TUN devices, no `ip` command, or no right to make devices and namespaces.
         """
         # A /30 of the range kept for tests of networks (RFC 2544), another one for each process.
         net = 4 * (os.getpid() % (1 << 14))

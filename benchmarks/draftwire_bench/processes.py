@@ -45,23 +45,15 @@ class ServiceProcess:
     ) -> None:
         """Starts `draftwire ARGUMENTS` and waits until it is healthy.
 
-        Parameters
-        ----------
-        arguments
-            Of the command line, from the name of the command on.
-        log_path
-            File that its output is appended to; by default a temporary one, removed by `stop`.
-        timeout_s
-            Seconds within which it must be healthy.
-        security
-            How its health is asked for.
-        program
-            Command that runs `draftwire`, as one that first enters a network namespace.
+        Args:
+            arguments: Of the command line, from the name of the command on.
+            log_path: File that its output is appended to; by default a temporary one, removed by `stop`.
+            timeout_s: Seconds within which it must be healthy.
+            security: How its health is asked for.
+            program: Command that runs `draftwire`, as one that first enters a network namespace.
 
-        Raises
-        ------
-        ServerError
-            With its log, when it ends or is not healthy in time.
+        Raises:
+            ServerError: With its log, if it ends or is not healthy in time.
         """
         self.name = arguments[0]
         self._own_log = log_path is None

@@ -65,10 +65,8 @@ def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_
 def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]:
     """Run a verifier with one drafter while the context lasts; yields the verifier's address.
 
-    Raises
-    ------
-    ServerError
-        With its log, where the context fails because a service has ended by itself.
+    Raises:
+        ServerError: With its log, where the context fails because a service has ended by itself.
     """
     with (
         drafter_process(options) as drafter,
@@ -85,10 +83,8 @@ def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]
 def wait_for_drafters(client: Client, timeout_s: float = DRAFTER_TIMEOUT_S) -> pb.GetVerifierInfoResponse:
     """Wait until each drafter of a verifier is ready, and return what it serves.
 
-    Raises
-    ------
-    ServerError
-        When one is refused, or is not ready in time.
+    Raises:
+        ServerError: If one is refused, or is not ready in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -13,14 +13,10 @@ def max_probability(logits: torch.Tensor) -> torch.Tensor:
     Whether a draft is verified may depend on this: it is a function of the distribution that the draft is drawn from,
     not of the draft (DSpark, arXiv 2607.05147, appendix A).
 
-    Parameters
-    ----------
-    logits
-        [N, V_draft] of any floating-point type.
+    Args:
+        logits: [N, V_draft] of any floating-point type.
 
-    Returns
-    -------
-    torch.Tensor
+    Returns:
         [N] float32 in [0, 1]; 0 where the logits are no distribution.
     """
     if uses_triton(logits):

@@ -33,19 +33,14 @@ class LoopShape(NamedTuple):
 class DraftLoop:
     """Inputs and results lie at fixed addresses: `inputs` and `states` in, `drafts` and the logits' buffers out.
 
-    Attributes
-    ----------
-    inputs
-        The step's sequences and rows; must not change before the step is done.
-    states
-        [rows, hidden], g of each accepted row, on the device.
-    tables
-        [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the device.
-    drafts
-        [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1 from a
-        sequence's first draft on that is not wanted or had nothing to be drawn from.
-    confidences
-        [max_num_seqs, k] float32, of the same drafts, where the step's mode has confidences.
+    Attributes:
+        inputs: The step's sequences and rows; must not change before the step is done.
+        states: [rows, hidden], g of each accepted row, on the device.
+        tables: [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the
+            device.
+        drafts: [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1
+            from a sequence's first draft on that is not wanted or had nothing to be drawn from.
+        confidences: [max_num_seqs, k] float32, of the same drafts, where the step's mode has confidences.
     """
 
     def __init__(

@@ -52,14 +52,10 @@ class RowFeed:
     def run(self, tokens: np.ndarray, positions: np.ndarray, states: Tensor, sequences: Sequence[SequenceRows]) -> None:
         """Launch the computation of rows, without waiting for the device.
 
-        Parameters
-        ----------
-        tokens, positions
-            [T] int64: x_{i+1} and i of each row, sequence after sequence.
-        states
-            What `states` gave for T rows, filled.
-        sequences
-            Where the rows are written and what they attend to; each sequence once.
+        Args:
+            tokens, positions: [T] int64: x_{i+1} and i of each row, sequence after sequence.
+            states: What `states` gave for T rows, filled.
+            sequences: Where the rows are written and what they attend to; each sequence once.
         """
         missing = (0, len(states) - len(tokens))
         arrays = [np.pad(tokens, missing), np.pad(positions, missing)] if missing[1] else [tokens, positions]

@@ -26,9 +26,7 @@ class DraftSampler:
     ) -> torch.Tensor:
         """Draw the drafts at place `offset` of the step from `logits` [N, V_draft].
 
-        Returns
-        -------
-        torch.Tensor
+        Returns:
             [N] int64, ids of the draft vocabulary; -1 where the logits are no distribution.
         """
         if not mode.gumbel:

@@ -82,13 +82,11 @@ class BlockState(NamedTuple):
 def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
     """Set the state for the pass over the accepted rows.
 
-    Parameters
-    ----------
-    tables
-        [slots, W] int32, the blocks of all sequences as far as earlier steps needed them; the new ones are added.
-    state
-        Written: all of `lengths`, `last_rows`, `draw_positions` and of what rows have; of `block_tables` as much as
-        the step needs. Rows of padding get token and position 0 and a slot of block 0.
+    Args:
+        tables: [slots, W] int32, the blocks of all sequences as far as earlier steps needed them; the new ones are
+            added.
+        state: Written: all of `lengths`, `last_rows`, `draw_positions` and of what rows have; of `block_tables` as much
+            as the step needs. Rows of padding get token and position 0 and a slot of block 0.
     """
     if uses_triton(tables):
         from drafter_service.draft_loop import kernels
@@ -123,11 +121,9 @@ def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
 def begin_block(inputs: LoopInputs, state: LoopState, num_rows: int) -> BlockState:
     """Return `num_rows` rows of each sequence behind its accepted rows.
 
-    Parameters
-    ----------
-    state
-        What `begin` has set. A sequence that wants drafts has room for the rows; those of a sequence that wants none
-        are padding, in block 0: nothing reads what they get.
+    Args:
+        state: What `begin` has set. A sequence that wants drafts has room for the rows; those of a sequence that wants
+            none are padding, in block 0: nothing reads what they get.
     """
     columns = torch.empty(3, len(inputs.slots) * num_rows, dtype=torch.int64, device=state.lengths.device)
     block = BlockState(columns[0], columns[1], columns[2], torch.empty_like(state.lengths))
@@ -160,16 +156,11 @@ def record(
 ) -> None:
     """Record drafts, and set the state for the pass over their rows.
 
-    Parameters
-    ----------
-    columns
-        [N] int64, what was drawn: ids of the draft vocabulary, or -1.
-    offset
-        Place of these drafts within the step.
-    draft_token_ids
-        [V_draft] int64, target ids; None when they are the same.
-    confidences
-        [N] float32 of these drafts, where they are wanted.
+    Args:
+        columns: [N] int64, what was drawn: ids of the draft vocabulary, or -1.
+        offset: Place of these drafts within the step.
+        draft_token_ids: [V_draft] int64, target ids; None when they are the same.
+        confidences: [N] float32 of these drafts, where they are wanted.
     """
     if uses_triton(columns):
         from drafter_service.draft_loop import kernels

@@ -33,18 +33,12 @@ class Load(NamedTuple):
 class Answer:
     """The contract's Drafts, one entry for each sequence that wanted drafts or failed, filled while the step runs.
 
-    Attributes
-    ----------
-    drafts
-        The message as far as known; fields that do not depend on the drafts are filled first.
-    tokens
-        Pieces of int32 [D], D = sum of num_drafts.
-    confidences
-        Pieces of float32 [D], or none where they are not sent.
-    logits, logits_token_ids
-        Pieces of float32 [D, n] and int32 [D, n], on any device.
-    compute_time_s
-        Seconds in batches with rows of the step.
+    Attributes:
+        drafts: The message as far as known; fields that do not depend on the drafts are filled first.
+        tokens: Pieces of int32 [D], D = sum of num_drafts.
+        confidences: Pieces of float32 [D], or none where they are not sent.
+        logits, logits_token_ids: Pieces of float32 [D, n] and int32 [D, n], on any device.
+        compute_time_s: Seconds in batches with rows of the step.
     """
 
     def __init__(self, step_id: int) -> None:

@@ -56,10 +56,8 @@ class EarlyBatch:
 class EarlyDrafts:
     """Computes one early batch at a time, of one session. Used by the engine's thread alone.
 
-    Attributes
-    ----------
-    num_taken, num_wasted
-        Early batches that a Commit took, and that were dropped.
+    Attributes:
+        num_taken, num_wasted: Early batches that a Commit took, and that were dropped.
     """
 
     def __init__(self, head: Head, loop: DraftLoop, table: SequenceTable, proposer: Proposer) -> None:

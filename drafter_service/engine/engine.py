@@ -43,10 +43,8 @@ def _nothing(*_: object) -> None: ...
 class DraftEngine:
     """Owns the sequences of every session, their blocks and the cache. Not thread-safe: one thread calls it.
 
-    Attributes
-    ----------
-    early
-        Drafts that are computed before their step is committed.
+    Attributes:
+        early: Drafts that are computed before their step is committed.
     """
 
     def __init__(
@@ -110,10 +108,8 @@ class DraftEngine:
     def open_session(self, terms: SessionTerms, deliver: Callable[[Answer | Exception], None]) -> Session:
         """Add a session; `deliver` gets the answer to each of its steps.
 
-        Raises
-        ------
-        torch.OutOfMemoryError
-            When there is no memory for the session's draft logits or graphs.
+        Raises:
+            torch.OutOfMemoryError: If there is no memory for the session's draft logits or graphs.
         """
         self.early.settle()  # capturing clears the inputs
         self._keep_buffers(terms)

@@ -22,10 +22,8 @@ class Phase(IntEnum):
 class EngineTimes:
     """Seconds of the engine's thread by phase. The thread calls all methods but `read`, which is thread-safe.
 
-    Attributes
-    ----------
-    histogram
-        Times of the steps by phase.
+    Attributes:
+        histogram: Times of the steps by phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

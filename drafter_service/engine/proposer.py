@@ -105,12 +105,9 @@ class Proposer:
     ) -> Prepared:
         """Write the inputs of a step, except its rows. The device must have read the last step's inputs.
 
-        Parameters
-        ----------
-        slots, first_rows, num_drafts
-            As in `DraftRows`.
-        num_rows, max_rows
-            Most rows of all sequences, and of one sequence.
+        Args:
+            slots, first_rows, num_drafts: As in `DraftRows`.
+            num_rows, max_rows: Most rows of all sequences, and of one sequence.
         """
         # No sequence may have room for a block: then one draft is computed that nobody wants.
         count, most = len(slots), max(1, *num_drafts.tolist())

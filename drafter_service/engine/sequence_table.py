@@ -16,20 +16,14 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class SequenceTable:
     """Sequences by slot, 0 .. max_num_seqs - 1; the row of position p is cached at place p - first_row.
 
-    Attributes
-    ----------
-    first_row
-        [max_num_seqs] int64, position of the first row.
-    next_row
-        [max_num_seqs + 1] int64, position after the last accepted row: the number of accepted rows counted from
-        position 0. The last entry is -1, which no row follows: slot -1 stands for an unknown sequence.
-    temperature, proposal_key
-        [max_num_seqs] float32 and int64.
-    end_row
-        [max_num_seqs] int64, position past the last one that a sequence's blocks and context hold.
-    blocks
-        [max_num_seqs, W] int32, ids of each sequence's blocks; 0 beyond its `num_blocks`. W is enough for a step's new
-        blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
+    Attributes:
+        first_row: [max_num_seqs] int64, position of the first row.
+        next_row: [max_num_seqs + 1] int64, position after the last accepted row: the number of accepted rows counted
+            from position 0. The last entry is -1, which no row follows: slot -1 stands for an unknown sequence.
+        temperature, proposal_key: [max_num_seqs] float32 and int64.
+        end_row: [max_num_seqs] int64, position past the last one that a sequence's blocks and context hold.
+        blocks: [max_num_seqs, W] int32, ids of each sequence's blocks; 0 beyond its `num_blocks`. W is enough for a
+            step's new blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
     """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool, block_rows: int = 0) -> None:
@@ -119,12 +113,9 @@ class SequenceTable:
     ) -> np.ndarray:
         """Make room for the rows that up to `num_drafts` drafts write; return for how many there is room, int64 [n].
 
-        Parameters
-        ----------
-        num_drafts
-            Int64 [n], at least 1 each.
-        rows_before
-            Rows that come between a sequence's accepted ones and those of its drafts.
+        Args:
+            num_drafts: Int64 [n], at least 1 each.
+            rows_before: Rows that come between a sequence's accepted ones and those of its drafts.
         """
         behind = rows_before + self._rows_behind(num_drafts)
         has_room = self.has_room(slots, self.next_row[slots] + behind)

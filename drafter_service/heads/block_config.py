@@ -62,21 +62,15 @@ _REFUSED = {
 class BlockConfig:
     """A block head's arithmetic, whatever its layout.
 
-    Attributes
-    ----------
-    spans
-        What each layer sees.
-    block_size
-        Query slots of a block, the anchor's included.
-    samples_anchor
-        Whether slot i predicts the token behind it, so that the anchor predicts the first draft; else slot i predicts
-        the token at its own place, and the anchor predicts none.
-    mask_token_id
-        Token of the slots behind the anchor; None leaves them to a mask embedding of the checkpoint.
-    markov_rank, markov_type
-        Of the Markov head; rank 0 for none.
-    has_confidence, confidence_with_markov
-        Whether there is a confidence head, and whether it reads the Markov embedding of the token before.
+    Attributes:
+        spans: What each layer sees.
+        block_size: Query slots of a block, the anchor's included.
+        samples_anchor: Whether slot i predicts the token behind it, so that the anchor predicts the first draft; else
+            slot i predicts the token at its own place, and the anchor predicts none.
+        mask_token_id: Token of the slots behind the anchor; None leaves them to a mask embedding of the checkpoint.
+        markov_rank, markov_type: Of the Markov head; rank 0 for none.
+        has_confidence, confidence_with_markov: Whether there is a confidence head, and whether it reads the Markov
+            embedding of the token before.
     """
 
     spec: HeadSpec
@@ -107,19 +101,14 @@ def is_block_config(raw: Mapping[str, Any]) -> bool:
 def read_block_config(raw: Mapping[str, Any], where: str, target: Reader) -> BlockConfig:
     """Read and check the configuration of a DFlash or DSpark head.
 
-    Parameters
-    ----------
-    raw, where
-        config.json of the head, and its name in errors.
-    target
-        Configuration of the target.
+    Args:
+        raw, where: config.json of the head, and its name in errors.
+        target: Configuration of the target.
 
-    Raises
-    ------
-    CheckpointError
-        When the configuration is malformed, has unknown keys or asks for something that is not supported.
-    MismatchError
-        When the head was made for another target.
+    Raises:
+        CheckpointError: If the configuration is malformed, has unknown keys or asks for something that is not
+            supported.
+        MismatchError: If the head was made for another target.
     """
     kind = _layout(raw, where)
     if kind == "speculators":

@@ -23,18 +23,12 @@ class ChainHead(Head):
     ) -> torch.Tensor:
         """Run one pass over the rows of `batch` and write their keys and values into `cache`.
 
-        Parameters
-        ----------
-        tokens
-            [T] int64, ids of the target's vocabulary.
-        g
-            [T, hidden], of `fuse` or of an earlier pass.
-        positions
-            [T] int64, rotary positions.
+        Args:
+            tokens: [T] int64, ids of the target's vocabulary.
+            g: [T, hidden], of `fuse` or of an earlier pass.
+            positions: [T] int64, rotary positions.
 
-        Returns
-        -------
-        torch.Tensor
+        Returns:
             [T, hidden], the state that `logits` takes and that the next draft row takes as its g.
         """
 

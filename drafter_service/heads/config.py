@@ -17,17 +17,13 @@ def read_head_config(
 ) -> EagleConfig | BlockConfig:
     """Read and check config.json of a head.
 
-    Parameters
-    ----------
-    tensor_names
-        Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the configuration does not.
+    Args:
+        tensor_names: Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the
+            configuration does not.
 
-    Raises
-    ------
-    CheckpointError
-        When the configuration is malformed or asks for something that is not supported.
-    MismatchError
-        When the head was made for another target.
+    Raises:
+        CheckpointError: If the configuration is malformed or asks for something that is not supported.
+        MismatchError: If the head was made for another target.
     """
     raw, where = read_config(head_dir), str(head_dir / "config.json")
     nested = raw.get("transformer_layer_config")

@@ -90,16 +90,11 @@ class DFlashHead(Head):
     ) -> torch.Tensor:
         """Run one pass over the blocks of N sequences and write their slots' keys and values into `cache`.
 
-        Parameters
-        ----------
-        anchors
-            [N] int64, the last committed token of each sequence.
-        positions
-            [N * block_size] int64, rotary positions of the slots.
+        Args:
+            anchors: [N] int64, the last committed token of each sequence.
+            positions: [N * block_size] int64, rotary positions of the slots.
 
-        Returns
-        -------
-        torch.Tensor
+        Returns:
             [N, block_size, hidden], behind the final norm.
         """
         size = self._config.block_size

@@ -49,20 +49,13 @@ MAX_PARALLEL_DRAFTS = 16
 class EagleConfig:
     """An EAGLE head's arithmetic, whatever its layout.
 
-    Attributes
-    ----------
-    windows
-        Size of each layer's sliding window, None for full attention.
-    fc_bias
-        None when the configuration does not say, which leaves it to the checkpoint.
-    norm_before_residual
-        EAGLE-3: the first layer's residual is the normed g.
-    norm_before_fc, fc_norm
-        EAGLE-3: one norm over all features, or one for each feature layer.
-    norm_output
-        EAGLE-3.1: the next g is the output of the final norm.
-    mask_token_id
-        P-EAGLE: the token of a row whose own is not known yet.
+    Attributes:
+        windows: Size of each layer's sliding window, None for full attention.
+        fc_bias: None when the configuration does not say, which leaves it to the checkpoint.
+        norm_before_residual: EAGLE-3: the first layer's residual is the normed g.
+        norm_before_fc, fc_norm: EAGLE-3: one norm over all features, or one for each feature layer.
+        norm_output: EAGLE-3.1: the next g is the output of the final norm.
+        mask_token_id: P-EAGLE: the token of a row whose own is not known yet.
     """
 
     spec: HeadSpec
@@ -82,21 +75,15 @@ def read_eagle_config(
 ) -> EagleConfig:
     """Read and check the configuration of an EAGLE or P-EAGLE head.
 
-    Parameters
-    ----------
-    raw, where
-        config.json of the head, and its name in errors.
-    target
-        Configuration of the target.
-    tensor_names
-        Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the configuration does not.
+    Args:
+        raw, where: config.json of the head, and its name in errors.
+        target: Configuration of the target.
+        tensor_names: Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the
+            configuration does not.
 
-    Raises
-    ------
-    CheckpointError
-        When the configuration is malformed or asks for something that is not supported.
-    MismatchError
-        When the head was made for another target.
+    Raises:
+        CheckpointError: If the configuration is malformed or asks for something that is not supported.
+        MismatchError: If the head was made for another target.
     """
     head = Reader(raw, where, nested="eagle_config")
     kind = _speculators_kind(raw, where)

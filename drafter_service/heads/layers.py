@@ -52,10 +52,8 @@ class RMSNorm:
 class Linear:
     """A projection, its parts stacked along the output: x @ cat(weights).T + cat(biases).
 
-    Attributes
-    ----------
-    weight, bias
-        [out, in] and [out], or None.
+    Attributes:
+        weight, bias: [out, in] and [out], or None.
     """
 
     def __init__(
@@ -72,12 +70,9 @@ class Linear:
 class Attention:
     """Grouped-query attention through the paged cache.
 
-    Attributes
-    ----------
-    qkv
-        The projection of queries, keys and values.
-    qk_norms
-        Weights of the norms of queries and keys, [D] each, and their eps; None where there are none.
+    Attributes:
+        qkv: The projection of queries, keys and values.
+        qk_norms: Weights of the norms of queries and keys, [D] each, and their eps; None where there are none.
     """
 
     def __init__(
@@ -139,10 +134,8 @@ class GatedMLP:
 class DecoderLayer:
     """Attention and MLP with their residuals; what attention reads is the caller's choice.
 
-    Attributes
-    ----------
-    attention
-        The layer's attention.
+    Attributes:
+        attention: The layer's attention.
     """
 
     def __init__(

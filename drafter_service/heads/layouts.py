@@ -36,10 +36,8 @@ def canonical_name(name: str) -> str | None:
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Return the checkpoint's own name of each tensor, by the name used here.
 
-    Raises
-    ------
-    CheckpointError
-        When two tensors have the same place.
+    Raises:
+        CheckpointError: If two tensors have the same place.
     """
     originals: dict[str, str] = {}
     for original in names:

@@ -36,31 +36,21 @@ def load_head(
 ) -> Head:
     """Load an EAGLE-1/2/3, P-EAGLE, DFlash or DSpark head in a published layout or in that of `speculators`.
 
-    Parameters
-    ----------
-    head_dir
-        Directory with config.json and the weights, safetensors or .bin.
-    target_dir
-        Directory of the target, for its shapes and for the embedding or lm_head that the head shares.
-    dtype, device
-        Of the weights and the states.
-    dummy
-        Random weights of the shapes in both config.json, which are all that is read.
-    seed
-        Of the random weights.
+    Args:
+        head_dir: Directory with config.json and the weights, safetensors or .bin.
+        target_dir: Directory of the target, for its shapes and for the embedding or lm_head that the head shares.
+        dtype, device: Of the weights and the states.
+        dummy: Random weights of the shapes in both config.json, which are all that is read.
+        seed: Of the random weights.
 
-    Raises
-    ------
-    CheckpointError
-        When the head is damaged, incomplete or not of a kind that is supported.
-    MismatchError
-        When the head does not fit the target.
+    Raises:
+        CheckpointError: If the head is damaged, incomplete or not of a kind that is supported.
+        MismatchError: If the head does not fit the target.
 
-    Examples
-    --------
-    >>> head = load_head(Path("models/demo/head"), Path("models/demo/target"), torch.float32, torch.device("cpu"))
-    >>> head.spec.method
-    'eagle3'
+    Examples:
+        >>> head = load_head(Path("models/demo/head"), Path("models/demo/target"), torch.float32, torch.device("cpu"))
+        >>> head.spec.method
+        'eagle3'
     """
     config_bytes = _config_bytes(head_dir)
     if dummy:

@@ -46,14 +46,10 @@ class MarkovHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return f of a slot and the state behind it, [N, r] each.
 
-        Parameters
-        ----------
-        embedded
-            [N, r], of `embed` of the token before the slot.
-        hidden
-            [N, hidden], the slot's state.
-        state
-            [N, r], of `start` or of the slot before; only the recurrent head changes it.
+        Args:
+            embedded: [N, r], of `embed` of the token before the slot.
+            hidden: [N, hidden], the slot's state.
+            state: [N, r], of `start` or of the slot before; only the recurrent head changes it.
         """
         if self._joint is None:
             return embedded, state

@@ -60,16 +60,11 @@ def rotate_(
 ) -> None:
     """Rotate queries and keys by halves, as Llama does, in place.
 
-    Parameters
-    ----------
-    x
-        [T, H + KV, D] of unit stride within a row: the queries' heads, then the keys'.
-    positions
-        [T] int64.
-    cosines, sines
-        [positions, D / 2].
-    norms
-        Weights [D] of the root-mean-square norms that queries and keys go through first, and their eps.
+    Args:
+        x: [T, H + KV, D] of unit stride within a row: the queries' heads, then the keys'.
+        positions: [T] int64.
+        cosines, sines: [positions, D / 2].
+        norms: Weights [D] of the root-mean-square norms that queries and keys go through first, and their eps.
     """
     if uses_triton(x):
         from drafter_service.heads import kernels
@@ -97,18 +92,12 @@ def store_keys_(
 ) -> None:
     """Write rows that no row of the batch attends to into one layer of a paged cache: keys normed and rotated.
 
-    Parameters
-    ----------
-    kv
-        [T, 2, KV, D] of unit stride within a row: keys and values as they are projected.
-    positions, slots
-        [T] int64: rotary positions, and places in the cache.
-    cosines, sines
-        [positions, D / 2].
-    norm
-        Weight [D] and eps of the keys' root-mean-square norm; None for none.
-    keys, values
-        [cache slots, KV, D]; changed in place.
+    Args:
+        kv: [T, 2, KV, D] of unit stride within a row: keys and values as they are projected.
+        positions, slots: [T] int64: rotary positions, and places in the cache.
+        cosines, sines: [positions, D / 2].
+        norm: Weight [D] and eps of the keys' root-mean-square norm; None for none.
+        keys, values: [cache slots, KV, D]; changed in place.
     """
     if uses_triton(kv):
         from drafter_service.heads import kernels

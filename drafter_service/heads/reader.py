@@ -30,12 +30,9 @@ _QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, when its configuration na
 class Reader:
     """Values of a configuration with their types checked; keeps which keys were asked for.
 
-    Attributes
-    ----------
-    values
-        Raw values. Those of the nested object, where there is one, go before the top level, as in vLLM.
-    where
-        Name of the configuration in errors.
+    Attributes:
+        values: Raw values. Those of the nested object, where there is one, go before the top level, as in vLLM.
+        where: Name of the configuration in errors.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, nested: str | None = None) -> None:
@@ -167,12 +164,9 @@ def speculators_layer_values(raw: Mapping[str, Any], default: str, where: str) -
 def read_layer_config(layer: Reader, *, qwen3: bool, qwen3_defaults: bool) -> LayerConfig:
     """Return the shapes of the layers.
 
-    Parameters
-    ----------
-    qwen3
-        Whether queries and keys are normed, as in Qwen3.
-    qwen3_defaults
-        Whether what the configuration does not say is as in transformers' Qwen3Config.
+    Args:
+        qwen3: Whether queries and keys are normed, as in Qwen3.
+        qwen3_defaults: Whether what the configuration does not say is as in transformers' Qwen3Config.
     """
     hidden_size, num_heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
     num_kv_heads = layer.integer("num_key_value_heads", num_heads)

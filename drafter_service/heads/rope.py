@@ -54,10 +54,8 @@ class RopeConfig:
 def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str) -> RopeConfig:
     """Rotary settings of a raw configuration; `where` names it in errors.
 
-    Raises
-    ------
-    CheckpointError
-        When the scaling is not one of default, linear, llama3 and yarn, or lacks a parameter.
+    Raises:
+        CheckpointError: If the scaling is not one of default, linear, llama3 and yarn, or lacks a parameter.
     """
     given = _first_given(*(config.get(key) for key in ("rope_parameters", "rope_scaling") if config.get(key) != {}), {})
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):

@@ -21,22 +21,16 @@ Method = Literal["eagle", "eagle3", "peagle", "dflash", "dspark"]
 class HeadSpec:
     """Shapes of a head and of the target that it was made for.
 
-    Attributes
-    ----------
-    method
-        `eagle` stands for EAGLE-1 and EAGLE-2, which differ in their draft trees alone.
-    feature_layers
-        Target layers whose input state the head reads, ascending; target_num_layers stands for the state after the
-        target's final norm.
-    feature_width
-        Elements of one row of features, all feature layers together.
-    layer_shapes
-        (kv_heads, key head size, value head size) of each layer, for `draftwire.model.kv_cache.KVCache`.
-    max_drafts
-        Most drafts of a step; None where the head has no bound.
-    block_rows
-        Most rows of a block (`DraftContext.block`), for which every step with drafts has room behind the accepted rows
-        of each sequence that wants drafts; 0 for a head that writes one row for each draft but the last.
+    Attributes:
+        method: `eagle` stands for EAGLE-1 and EAGLE-2, which differ in their draft trees alone.
+        feature_layers: Target layers whose input state the head reads, ascending; target_num_layers stands for the
+            state after the target's final norm.
+        feature_width: Elements of one row of features, all feature layers together.
+        layer_shapes: (kv_heads, key head size, value head size) of each layer, for `draftwire.model.kv_cache.KVCache`.
+        max_drafts: Most drafts of a step; None where the head has no bound.
+        block_rows: Most rows of a block (`DraftContext.block`), for which every step with drafts has room behind the
+            accepted rows of each sequence that wants drafts; 0 for a head that writes one row for each draft but the
+            last.
     """
 
     method: Method
@@ -72,18 +66,12 @@ class Rows(NamedTuple):
 class DraftContext(ABC):
     """What a head drafts from in one step of N sequences.
 
-    Attributes
-    ----------
-    cache
-        Keys and values of the sequences' rows.
-    rows
-        The accepted rows of the step, at least one of each sequence; rows of padding have token and position 0.
-    states
-        [T, hidden], what `Head.fuse` made of the features of the accepted rows.
-    last_rows
-        [N] int64, the last accepted row of each sequence. Its token is the last committed one, x_n.
-    wants_confidences
-        Whether drafts are sent with confidences.
+    Attributes:
+        cache: Keys and values of the sequences' rows.
+        rows: The accepted rows of the step, at least one of each sequence; rows of padding have token and position 0.
+        states: [T, hidden], what `Head.fuse` made of the features of the accepted rows.
+        last_rows: [N] int64, the last accepted row of each sequence. Its token is the last committed one, x_n.
+        wants_confidences: Whether drafts are sent with confidences.
     """
 
     cache: KVCache
@@ -96,18 +84,13 @@ class DraftContext(ABC):
     def draw(self, offset: int, logits: torch.Tensor, confidences: torch.Tensor | None = None) -> torch.Tensor:
         """Draw the drafts at place `offset` of the step; places are drawn in order, each once.
 
-        Parameters
-        ----------
-        logits
-            [N, V_draft], q before the temperature.
-        confidences
-            [N] float32, the probability that the target accepts the draft given that it accepted those before it,
-            computed without the draft itself; None, of a head without an estimate of its own, takes the largest
-            probability of softmax(logits). Not read where `wants_confidences` is false.
+        Args:
+            logits: [N, V_draft], q before the temperature.
+            confidences: [N] float32, the probability that the target accepts the draft given that it accepted those
+                before it, computed without the draft itself; None, of a head without an estimate of its own, takes the
+                largest probability of softmax(logits). Not read where `wants_confidences` is false.
 
-        Returns
-        -------
-        torch.Tensor
+        Returns:
             [N] int64, target ids; 0 where the logits are no distribution.
         """
 
@@ -125,16 +108,11 @@ class DraftContext(ABC):
 class Head(ABC):
     """A draft head.
 
-    Attributes
-    ----------
-    spec
-        The head's shapes.
-    draft_token_ids
-        [V_draft] int64, the target's id of each draft id; None when both vocabularies are the same.
-    fingerprint
-        16 hexadecimal digits that change with the configuration or the weights.
-    fusion
-        What `fuse` does, where it needs the features alone, so that a verifier can do it; else None.
+    Attributes:
+        spec: The head's shapes.
+        draft_token_ids: [V_draft] int64, the target's id of each draft id; None when both vocabularies are the same.
+        fingerprint: 16 hexadecimal digits that change with the configuration or the weights.
+        fusion: What `fuse` does, where it needs the features alone, so that a verifier can do it; else None.
     """
 
     spec: HeadSpec
@@ -150,10 +128,8 @@ class Head(ABC):
     def enter(self, rows: Rows, states: torch.Tensor, cache: KVCache) -> None:
         """Write accepted rows, after which nothing is drafted, into the cache.
 
-        Parameters
-        ----------
-        states
-            [T, hidden], of `fuse`.
+        Args:
+            states: [T, hidden], of `fuse`.
         """
 
     @abstractmethod

@@ -52,12 +52,9 @@ class TensorSource(Protocol):
 class CheckpointTensors:
     """The tensors of a head's checkpoint, and those of its target that it shares.
 
-    Parameters
-    ----------
-    tensors
-        By canonical name.
-    originals
-        The checkpoint's own name of each, for errors.
+    Args:
+        tensors: By canonical name.
+        originals: The checkpoint's own name of each, for errors.
     """
 
     def __init__(
@@ -138,10 +135,8 @@ class CheckpointTensors:
     def finish(self) -> None:
         """Check that every tensor has been taken.
 
-        Raises
-        ------
-        CheckpointError
-            When there are tensors that the head, as its config.json describes it, has no place for.
+        Raises:
+            CheckpointError: If there are tensors that the head, as its config.json describes it, has no place for.
         """
         if self._tensors:
             names = sorted(self._originals[name] for name in self._tensors)
@@ -176,10 +171,8 @@ def load_mask_embedding(
 ) -> None:
     """Add the tensor of mask_embedding.pt, as vLLM reads it, where the head has that file.
 
-    Raises
-    ------
-    CheckpointError
-        When the file is damaged or of another mask token.
+    Raises:
+        CheckpointError: If the file is damaged or of another mask token.
     """
     path = head_dir / MASK_FILE
     if not path.is_file():

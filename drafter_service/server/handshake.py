@@ -25,12 +25,9 @@ from draftwire.v1 import draft_pb2 as pb
 def settle_terms(request: pb.DraftRequest, info: pb.GetDrafterInfoResponse) -> SessionTerms:
     """Return the terms of a session with the verifier that sent `request`.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the message is no hello, or its speculative config breaks the contract.
-    MismatchError
-        When verifier and drafter do not match; names the field and both values.
+    Raises:
+        InvalidArgumentError: If the message is no hello, or its speculative config breaks the contract.
+        MismatchError: If verifier and drafter do not match; names the field and both values.
     """
     if request.WhichOneof("message") != "hello":
         raise InvalidArgumentError("message", request.WhichOneof("message"), "the first message must be the hello")

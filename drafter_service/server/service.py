@@ -107,14 +107,10 @@ def feature_segment_bytes(features: pb.FeatureSpec, terms: SessionTerms) -> int:
 class DraftingService(draft_pb2_grpc.DraftingServicer):
     """Serves the streams of all verifiers with one engine.
 
-    Attributes
-    ----------
-    collector
-        The drafter's metrics.
-    interceptor
-        Counts the messages of gRPC. The server must have it.
-    reader
-        Reads the hellos of streams; the server reads the messages of other calls with it.
+    Attributes:
+        collector: The drafter's metrics.
+        interceptor: Counts the messages of gRPC. The server must have it.
+        reader: Reads the hellos of streams; the server reads the messages of other calls with it.
     """
 
     def __init__(

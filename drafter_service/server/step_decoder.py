@@ -51,10 +51,8 @@ class StepDecoder:
     def decode(self, request: pb.DraftRequest) -> Step:
         """Return the step of a DraftStep or of a Commit; its tensors lie in the message's bytes or in shared memory.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the malformed field.
+        Raises:
+            InvalidArgumentError: Names the malformed field.
         """
         kind = request.WhichOneof("message")
         if kind == "commit":
@@ -88,12 +86,9 @@ class StepDecoder:
     def decode_announce(self, announce: pb.Announce, body: Body | None) -> AnnouncedStep:
         """Return an announced step with the `body` of its record; numbers written there later are not checked yet.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the malformed field.
-        QueueFullError
-            When MAX_ANNOUNCED steps are neither committed nor dropped.
+        Raises:
+            InvalidArgumentError: Names the malformed field.
+            QueueFullError: If MAX_ANNOUNCED steps are neither committed nor dropped.
         """
         if len(self._announced) == MAX_ANNOUNCED:
             raise QueueFullError(f"{MAX_ANNOUNCED} announced steps are neither committed nor replaced")

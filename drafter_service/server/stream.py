@@ -101,16 +101,11 @@ class DraftStream:
     async def run(self, session: Session) -> None:
         """Serve until the verifier has sent its last step and got the answer.
 
-        Raises
-        ------
-        InvalidArgumentError
-            For a malformed message.
-        QueueFullError
-            When too many steps or bytes are unanswered.
-        EngineFailureError
-            When the engine ended the session.
-        TimeoutError
-            When no whole message came for SILENCE_S.
+        Raises:
+            InvalidArgumentError: For a malformed message.
+            QueueFullError: If too many steps or bytes are unanswered.
+            EngineFailureError: If the engine ended the session.
+            TimeoutError: If no whole message came for SILENCE_S.
         """
         self._session = session
         if self._channel is not None:

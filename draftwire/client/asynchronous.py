@@ -104,29 +104,23 @@ class AsyncStream(AsyncIterator[Chunk]):
 class AsyncClient:
     """Connections to one or several verifiers, for one event loop.
 
-    Examples
-    --------
-    >>> async with AsyncClient("localhost:50051") as client:  # doctest: +SKIP
-    ...     async for chunk in client.generate("def fibonacci(n):", max_tokens=64, temperature=0):
-    ...         print(chunk.text, end="")
+    Examples:
+        >>> async with AsyncClient("localhost:50051") as client:  # doctest: +SKIP
+        ...     async for chunk in client.generate("def fibonacci(n):", max_tokens=64, temperature=0):
+        ...         print(chunk.text, end="")
     """
 
     def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
         """
-        Parameters
-        ----------
-        address
-            HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to several
-            hosts, take requests in turn; those that cannot be reached or do not serve are left out meanwhile.
-        security
-            TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
+        Args:
+            address: HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to
+                several hosts, take requests in turn; those that cannot be reached or do not serve are left out
+                meanwhile.
+            security: TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When an address is not of that form, or would be plain text outside of loopback.
-        ServerError
-            When a file of `security` cannot be read.
+        Raises:
+            InvalidArgumentError: If an address is not of that form, or would be plain text outside of loopback.
+            ServerError: If a file of `security` cannot be read.
         """
         addresses = split_addresses(address, "address")
         self.address = ",".join(addresses)
@@ -146,21 +140,14 @@ class AsyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Send a request and return its stream of chunks. Called with a running event loop.
 
-        Parameters
-        ----------
-        prompt
-            Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
-        options
-            Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
+        Args:
+            prompt: Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
+            options: Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
 
-        Raises
-        ------
-        InvalidArgumentError
-            At once for what a client can see; from the stream for what only the server can.
-        QueueFullError
-            From the stream, when the server takes no further request now.
-        RequestError
-            From the stream, with the gRPC status.
+        Raises:
+            InvalidArgumentError: At once for what a client can see; from the stream for what only the server can.
+            QueueFullError: From the stream, if the server takes no further request now.
+            RequestError: From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
         span = CallSpan(self.address)

@@ -119,10 +119,8 @@ class Completion:
     def from_chunks(cls, chunks: Sequence[Chunk]) -> Completion:
         """Join the chunks of one output.
 
-        Raises
-        ------
-        RequestError
-            When the last chunk is missing.
+        Raises:
+            RequestError: If the last chunk is missing.
         """
         last = chunks[-1] if chunks else Chunk()
         if last.finish_reason is None or last.statistics is None:

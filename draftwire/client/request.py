@@ -107,10 +107,8 @@ class Options(SamplingOptions, ChatOptions, total=False):
 def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.GenerateRequest, float | None]:
     """Build the request and its timeout, checked as far as a client can.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the field, its value and what is allowed.
     """
     given = {name: value for name, value in options.items() if value is not None}
     sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
@@ -144,10 +142,8 @@ def build_tokenize_request(
 ) -> pb.TokenizeRequest:
     """Return the request of a prompt's token ids; `options` are those of `ChatOptions`.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the field, its value and what is allowed.
     """
     request, _ = build_request(prompt, options)
     if request.WhichOneof("prompt") == "token_ids":

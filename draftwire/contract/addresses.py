@@ -34,10 +34,8 @@ def receiving_at_most(num_bytes: int) -> list[tuple[str, int]]:
 def parse_address(address: str, field: str) -> tuple[str, int]:
     """(host, port) of `HOST:PORT`.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` when the address is not of that form.
+    Raises:
+        InvalidArgumentError: Names `field` if the address is not of that form.
     """
     scheme, is_url, rest = address.partition("://")
     if is_url:
@@ -56,10 +54,9 @@ def parse_address(address: str, field: str) -> tuple[str, int]:
 def split_addresses(given: str | Sequence[str], field: str) -> tuple[str, ...]:
     """Return the addresses of `HOST:PORT,HOST:PORT` or of a list of `HOST:PORT`.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` when there is none, when one is not of that form, or when one is given twice.
+    Raises:
+        InvalidArgumentError: Names `field` if there is none, if one is not of that form, or if one is given
+            twice.
     """
     entries = given.split(",") if isinstance(given, str) else list(given)
     if not entries or not all(isinstance(entry, str) for entry in entries):

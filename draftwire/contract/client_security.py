@@ -23,26 +23,17 @@ TOKEN_VARIABLE = "DRAFTWIRE_TOKEN"
 class ClientSecurity:
     """A client's certificate and token, and the servers that it trusts.
 
-    Attributes
-    ----------
-    tls
-        Whether the connection uses TLS; any of the files implies it.
-    ca
-        PEM file of the trusted authorities; None for those of the system.
-    certificate, key
-        PEM files of the client's own certificate and key, for mutual TLS; both or neither.
-    token_file
-        Text file whose first token is sent; the server's token file works too.
-    insecure
-        Whether plain text is allowed outside of the loopback interface.
-    token
-        The bearer token itself; not shown in the object's text. Without it and `token_file`, the token is that of the
-        environment variable DRAFTWIRE_TOKEN, if it is set and not empty.
+    Attributes:
+        tls: Whether the connection uses TLS; any of the files implies it.
+        ca: PEM file of the trusted authorities; None for those of the system.
+        certificate, key: PEM files of the client's own certificate and key, for mutual TLS; both or neither.
+        token_file: Text file whose first token is sent; the server's token file works too.
+        insecure: Whether plain text is allowed outside of the loopback interface.
+        token: The bearer token itself; not shown in the object's text. Without it and `token_file`, the token is that
+            of the environment variable DRAFTWIRE_TOKEN, if it is set and not empty.
 
-    Raises
-    ------
-    InvalidArgumentError
-        For a certificate without its key, the reverse, and for `token` beside `token_file`.
+    Raises:
+        InvalidArgumentError: For a certificate without its key, the reverse, and for `token` beside `token_file`.
     """
 
     tls: bool = False
@@ -67,12 +58,10 @@ class ClientSecurity:
     def credentials(self, address: str, name: str = "address") -> grpc.ChannelCredentials | None:
         """Return the credentials for a channel to `address`, read from the files now; None for plain text.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the field `name` when the address is outside of loopback, without TLS and without `insecure`.
-        ServerError
-            When a file cannot be read.
+        Raises:
+            InvalidArgumentError: Names the field `name` if the address is outside of loopback, without TLS and
+                without `insecure`.
+            ServerError: If a file cannot be read.
         """
         if not self.uses_tls:
             refuse_plain_text(name, address, self.insecure, "tls")
@@ -85,12 +74,9 @@ class ClientSecurity:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return metadata of a call: the bearer token, if there is one. File and environment are read now.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the file has no token, or a token cannot be sent.
-        ServerError
-            When the file cannot be read.
+        Raises:
+            InvalidArgumentError: If the file has no token, or a token cannot be sent.
+            ServerError: If the file cannot be read.
         """
         if self.token_file is not None:
             tokens = parse_tokens(self.token_file, read_file(self.token_file))
@@ -126,10 +112,8 @@ def open_async_channel(address: str, security: ClientSecurity, options: Sequence
 def parse_tokens(path: str | Path, text: bytes) -> list[str]:
     """Return the bearer tokens of a file, one a line, without empty lines and lines that begin with #.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When a token cannot be sent. The error does not quote it.
+    Raises:
+        InvalidArgumentError: If a token cannot be sent. The error does not quote it.
     """
     lines = [line.strip() for line in text.splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
@@ -156,10 +140,8 @@ def _bearer(token: str) -> tuple[tuple[str, str], ...]:
 def read_file(path: str | Path) -> bytes:
     """Return what a file of certificates, keys or tokens holds.
 
-    Raises
-    ------
-    ServerError
-        Names the file when it cannot be read.
+    Raises:
+        ServerError: Names the file if it cannot be read.
     """
     try:
         return Path(path).read_bytes()
@@ -170,10 +152,9 @@ def read_file(path: str | Path) -> bytes:
 def refuse_plain_text(name: str, address: str, insecure: bool, instead: str) -> None:
     """Check that plain text is allowed at an address.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field `name` when the address is outside of loopback and not `insecure`; recommends `instead`.
+    Raises:
+        InvalidArgumentError: Names the field `name` if the address is outside of loopback and not `insecure`;
+            recommends `instead`.
     """
     if not insecure and not is_loopback(address, name):
         raise InvalidArgumentError(

@@ -19,10 +19,8 @@ M = TypeVar("M", bound=Message)
 def check_limits(message: Message, prefix: str = "") -> None:
     """Check every set field, in depth, against the `limits` written in the contract.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field (with `prefix`), its value and its allowed range.
+    Raises:
+        InvalidArgumentError: Names the field (with `prefix`), its value and its allowed range.
     """
     for field, value in message.ListFields():
         path = prefix + field.name
@@ -117,10 +115,8 @@ def _cast(field: FieldDescriptor, value: float) -> float | int | bool:
 def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
     """Set fields of `message` by name; nested messages are mappings, enum values lower-case words.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field (with `prefix`) for an unknown name or a wrong type.
+    Raises:
+        InvalidArgumentError: Names the field (with `prefix`) for an unknown name or a wrong type.
     """
     fields = {field.name: field for field in _fields(message)}
     for name, value in options.items():

@@ -15,11 +15,9 @@ MAX_JSON_DEPTH = 128
 def parse_object(name: str, text: str) -> dict[str, Any]:
     """Return the object that a JSON text is; keys keep their order.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field or option `name`: for no JSON, no object, a key that occurs twice, a number that JSON does not
-        have, or more than MAX_JSON_DEPTH objects and lists in each other.
+    Raises:
+        InvalidArgumentError: Names the field or option `name`: for no JSON, no object, a key that occurs twice, a
+            number that JSON does not have, or more than MAX_JSON_DEPTH objects and lists in each other.
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

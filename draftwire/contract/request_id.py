@@ -19,10 +19,9 @@ _VISIBLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LENGTH}}}")
 def check_request_id(value: str, field: str) -> str:
     """Return the name, if it is one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` unless it is 1 to 128 visible ASCII characters: names go into logs and metadata.
+    Raises:
+        InvalidArgumentError: Names `field` unless it is 1 to 128 visible ASCII characters: names go into logs and
+            metadata.
     """
     if not _VISIBLE.fullmatch(value):
         raise InvalidArgumentError(field, value, f"allowed: 1 to {MAX_LENGTH} visible ASCII characters")
@@ -32,10 +31,8 @@ def check_request_id(value: str, field: str) -> str:
 def choose_request_id(given: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """Return the name of a request: the one in its message if `given`, else that of its metadata, else a new one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the name is not 1 to 128 visible ASCII characters.
+    Raises:
+        InvalidArgumentError: If the name is not 1 to 128 visible ASCII characters.
     """
     if given:
         return check_request_id(given, "request_id")

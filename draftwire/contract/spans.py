@@ -28,10 +28,8 @@ _FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 def check_traceparent(value: str, field: str) -> None:
     """Check a traceparent of a message.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names `field` unless the value is empty or of W3C's form.
+    Raises:
+        InvalidArgumentError: Names `field` unless the value is empty or of W3C's form.
     """
     if value and not _FORM.fullmatch(value):
         raise InvalidArgumentError(field, value, "must be a W3C traceparent, as 00-<32 hex>-<16 hex>-01, or empty")
@@ -47,16 +45,11 @@ def start_span(
 ) -> Span:
     """Start a span and return it. Needs the OpenTelemetry API.
 
-    Parameters
-    ----------
-    kind
-        SERVER, CLIENT or INTERNAL.
-    attributes
-        Attributes, whose names get the prefix `draftwire.`.
-    traceparent
-        The parent; empty or malformed begins a trace. None takes the current span of this thread or task.
-    start_ns
-        Unix time, ns; None is now.
+    Args:
+        kind: SERVER, CLIENT or INTERNAL.
+        attributes: Attributes, whose names get the prefix `draftwire.`.
+        traceparent: The parent; empty or malformed begins a trace. None takes the current span of this thread or task.
+        start_ns: Unix time, ns; None is now.
     """
     context = None if traceparent is None else _propagator.extract({TRACEPARENT: traceparent}, Context())
     tracer = trace.get_tracer("draftwire")

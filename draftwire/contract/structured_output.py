@@ -19,10 +19,8 @@ def to_structured_output(options: Any) -> pb.StructuredOutput:
 
     A JSON Schema and a structural tag are JSON text, or what `json.dumps` turns into such text.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the kind, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the kind, its value and what is allowed.
     """
     if not isinstance(options, Mapping) or len(options) != 1 or next(iter(options)) not in KINDS:
         raise InvalidArgumentError(FIELD, options, f"must be a mapping with one key of: {', '.join(KINDS)}")
@@ -55,10 +53,8 @@ def _to_json(field: str, value: Any) -> str:
 def check_structured_output(output: pb.StructuredOutput) -> None:
     """Check what no single field's limits say: that there is a kind, that JSON is JSON, that choices differ.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the kind, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the kind, its value and what is allowed.
     """
     kind = output.WhichOneof("kind")
     if kind is None:

@@ -35,19 +35,14 @@ def resolve_sampling_params(
 ) -> pb.SamplingParams:
     """Validate sampling parameters and fill in their defaults.
 
-    Parameters
-    ----------
-    params
-        As given by the user; left as it is.
-    vocab_size
-        Size of the target's vocabulary, to check token ids against; None where it is not known (on the client).
-    defaults
-        The server's own defaults, valid ones, in place of those of the contract.
+    Args:
+        params: As given by the user; left as it is.
+        vocab_size: Size of the target's vocabulary, to check token ids against; None where it is not known (on the
+            client).
+        defaults: The server's own defaults, valid ones, in place of those of the contract.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the field, its value and what is allowed.
     """
     check_limits(params, "sampling_params.")
     resolved = with_defaults(params, defaults)
@@ -83,15 +78,11 @@ def check_token_ids(
 ) -> None:
     """Refuse token ids for which a target of `vocab_size` tokens has no row.
 
-    Parameters
-    ----------
-    describe
-        Shows a token id as the value of the field; by default the id itself.
+    Args:
+        describe: Shows a token id as the value of the field; by default the id itself.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field, the largest id and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the field, the largest id and what is allowed.
     """
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
@@ -101,10 +92,8 @@ def check_token_ids(
 def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeConfig:
     """Validate speculation settings and fill in their defaults.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the field, its value and what is allowed.
     """
     prefix = "speculative_config."
     check_limits(config, prefix)
@@ -172,10 +161,8 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
 def build_sampling_params(**options: Any) -> pb.SamplingParams:
     """Return SamplingParams from keyword options; an option of None counts as not given.
 
-    Raises
-    ------
-    InvalidArgumentError
-        For an unknown name, a wrong type or a value out of range.
+    Raises:
+        InvalidArgumentError: For an unknown name, a wrong type or a value out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
     structured_output = given.pop("structured_output", None)
@@ -201,10 +188,8 @@ def speculative_config_from_mapping(options: Mapping[str, Any]) -> pb.Speculativ
     `draft_logits` is "none", "dense" or {"top_n": n}; enum values are lower-case names; `probabilistic` is read as
     gumbel in `draft_sample_method`, its newer spelling in vLLM.
 
-    Raises
-    ------
-    InvalidArgumentError
-        For an unknown or retired name, a wrong type or a broken rule.
+    Raises:
+        InvalidArgumentError: For an unknown or retired name, a wrong type or a broken rule.
     """
     prefix = "speculative_config."
     given = {name: value for name, value in options.items() if value is not None}
@@ -234,10 +219,8 @@ def _draft_logits_mapping(value: Any, path: str) -> dict[str, Any]:
 def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
     """Validated SpeculativeConfig from a JSON object or from the path of a file that holds one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        As `parse_json_object` and `speculative_config_from_mapping` do.
+    Raises:
+        InvalidArgumentError: As `parse_json_object` and `speculative_config_from_mapping` do.
     """
     return speculative_config_from_mapping(parse_json_object("speculative_config", argument))
 
@@ -245,10 +228,9 @@ def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
 def parse_json_object(name: str, argument: str) -> dict[str, Any]:
     """Return the options in a JSON object, or in a file of such a path that holds one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When there is no such file, when it is no JSON object, or when an option is given twice; it names `name`.
+    Raises:
+        InvalidArgumentError: If there is no such file, if it is no JSON object, or if an option is given twice;
+            it names `name`.
     """
 
     text = argument.strip()

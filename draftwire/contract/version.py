@@ -6,10 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 def _installed_version() -> str:
     """Return the version of `draftwire` or of `draftwire-client`, whose files are the same where both are installed.
 
-    Raises
-    ------
-    ImportError
-        When both are installed in different versions: one of them has overwritten files of the other.
+    Raises:
+        ImportError: If both are installed in different versions: one of them has overwritten files of the other.
     """
     found = {}
     for name in ("draftwire", "draftwire-client"):

@@ -11,10 +11,8 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class BlockPool:
     """Hands out block ids; the only owner of the free list.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When there is not even one block to hand out.
+    Raises:
+        InvalidArgumentError: If there is not even one block to hand out.
     """
 
     def __init__(self, num_blocks: int) -> None:

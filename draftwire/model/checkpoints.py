@@ -31,10 +31,8 @@ def reason_of(error: BaseException) -> str:
 def resolve_directory(name: str) -> Path:
     """Return the local directory of a model given as a directory or a hub id (`organisation/model`).
 
-    Raises
-    ------
-    CheckpointError
-        When there is neither such a directory nor such a model to be had.
+    Raises:
+        CheckpointError: If there is neither such a directory nor such a model to be had.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -53,10 +51,8 @@ def resolve_directory(name: str) -> Path:
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     """Return the contents of config.json, or of another such file of a model directory.
 
-    Raises
-    ------
-    CheckpointError
-        When the file is missing or not a JSON object.
+    Raises:
+        CheckpointError: If the file is missing or not a JSON object.
     """
     path = directory / name
     try:
@@ -79,10 +75,8 @@ _WEIGHT_PATTERNS = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
 
-    Raises
-    ------
-    CheckpointError
-        When there are none, or the index is damaged or names a file that is missing.
+    Raises:
+        CheckpointError: If there are none, or the index is damaged or names a file that is missing.
     """
     for suffix in ("safetensors", "bin"):
         for index in sorted(directory.glob(f"*.{suffix}.index.json")):
@@ -112,10 +106,8 @@ def _refuse_gguf(directory: Path) -> None:
 def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name, on the CPU, all of them or those among `names` that it has.
 
-    Raises
-    ------
-    CheckpointError
-        When a file is missing, may not be read, is truncated or not a checkpoint.
+    Raises:
+        CheckpointError: If a file is missing, may not be read, is truncated or not a checkpoint.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(directory):

@@ -20,12 +20,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def choose_device(name: str | None) -> torch.device:
     """Return the device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When it is not a name of a device.
-    ServerError
-        When this machine has no such device.
+    Raises:
+        InvalidArgumentError: If it is not a name of a device.
+        ServerError: If this machine has no such device.
     """
     if name is None:
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -56,10 +53,8 @@ def check_context(device: torch.device) -> None:
 def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dtype:
     """Return the compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When it is not a type that models compute in.
+    Raises:
+        InvalidArgumentError: If it is not a type that models compute in.
     """
     if name in DTYPES:
         return DTYPES[name]
@@ -87,18 +82,13 @@ class GpuMemory:
     def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
         """Return the bytes left for the cache after everything else was loaded, at most the free memory.
 
-        Parameters
-        ----------
-        utilization
-            Share of the GPU's memory that the process may take, (0, 1].
-        largest_step
-            Runs the largest step that the limits allow; its activations are kept free. They are counted twice, because
-            captured graphs have activations of their own.
+        Args:
+            utilization: Share of the GPU's memory that the process may take, (0, 1].
+            largest_step: Runs the largest step that the limits allow; its activations are kept free. They are counted
+                twice, because captured graphs have activations of their own.
 
-        Raises
-        ------
-        ServerError
-            When there is no memory for the step itself.
+        Raises:
+            ServerError: If there is no memory for the step itself.
         """
         torch.cuda.empty_cache()
         loaded = torch.cuda.memory_reserved(self._device)

@@ -28,14 +28,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class FeatureFusion:
     """A linear layer without bias, and perhaps root-mean-square norms before it: [T, in] -> [T, out].
 
-    Attributes
-    ----------
-    weight
-        [out, in], of the head's type.
-    norms
-        Weights of the norms, one over all features or one [in / n] for each of n layers' features; none.
-    eps
-        Of the norms.
+    Attributes:
+        weight: [out, in], of the head's type.
+        norms: Weights of the norms, one over all features or one [in / n] for each of n layers' features; none.
+        eps: Of the norms.
     """
 
     def __init__(
@@ -72,15 +68,11 @@ class FeatureFusion:
 def fusion_bytes(fusion: pb.FeatureFusion, features: pb.FeatureSpec) -> int:
     """Return the size of the weights.
 
-    Parameters
-    ----------
-    fusion, features
-        As a drafter describes them, not trusted but for the features' width and type.
+    Args:
+        fusion, features: As a drafter describes them, not trusted but for the features' width and type.
 
-    Raises
-    ------
-    MismatchError
-        When no head's fusion looks like that, with its values.
+    Raises:
+        MismatchError: If no head's fusion looks like that, with its values.
     """
     num_layers = len(features.layers)
     wrong = (
@@ -102,12 +94,9 @@ def load_fusion(
 ) -> FeatureFusion:
     """Return the fusion of weights that came from a drafter.
 
-    Raises
-    ------
-    MismatchError
-        When the description is no fusion's.
-    InvalidArgumentError
-        When size or digest of the weights are not those of the description.
+    Raises:
+        MismatchError: If the description is no fusion's.
+        InvalidArgumentError: If size or digest of the weights are not those of the description.
     """
     size = fusion_bytes(fusion, features)
     if len(data) != size:

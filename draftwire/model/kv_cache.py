@@ -38,10 +38,8 @@ def token_bytes(layer_shapes: LayerShapes, dtype: torch.dtype) -> int:
 def zeros_for_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros of a large cache. In host memory each page is taken when it is first written.
 
-    Raises
-    ------
-    RuntimeError, MemoryError
-        When there is no memory for it.
+    Raises:
+        RuntimeError, MemoryError: If there is no memory for it.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -52,10 +50,8 @@ def zeros_for_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def allocate_cache(layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
     """Allocate the cache of a service.
 
-    Raises
-    ------
-    ServerError
-        When there is no memory for it.
+    Raises:
+        ServerError: If there is no memory for it.
     """
     try:
         return KVCache(layer_shapes, num_blocks, dtype, device)
@@ -69,12 +65,9 @@ def allocate_cache(layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtyp
 class KVCache:
     """Keys and values of every layer: per layer one tensor [num_blocks * BLOCK_SIZE, kv_heads, head_size] each.
 
-    Attributes
-    ----------
-    token_bytes
-        Of one position in all layers.
-    num_tokens
-        Positions that sequences can have.
+    Attributes:
+        token_bytes: Of one position in all layers.
+        num_tokens: Positions that sequences can have.
     """
 
     def __init__(

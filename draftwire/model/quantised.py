@@ -24,10 +24,8 @@ _PACKED = re.compile(
 def refuse_quantised_config(config: Mapping[str, Any], where: object) -> None:
     """Refuse a configuration that says how weights are quantised; `where` names it.
 
-    Raises
-    ------
-    CheckpointError
-        Names the method, and what is served.
+    Raises:
+        CheckpointError: Names the method, and what is served.
     """
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, Mapping) else {}):
@@ -42,10 +40,8 @@ def refuse_quantised_config(config: Mapping[str, Any], where: object) -> None:
 def refuse_quantised_names(names: Iterable[str], where: object) -> None:
     """Refuse tensors by names that only packed weights have.
 
-    Raises
-    ------
-    CheckpointError
-        Names a tensor, and what is served.
+    Raises:
+        CheckpointError: Names a tensor, and what is served.
     """
     packed = next((name for name in sorted(names) if _PACKED.search(name)), None)
     if packed is not None:
@@ -58,10 +54,8 @@ def refuse_quantised_files(paths: Iterable[Path]) -> None:
 
     A damaged file is left to whoever loads it.
 
-    Raises
-    ------
-    CheckpointError
-        Names a tensor, and what is served.
+    Raises:
+        CheckpointError: Names a tensor, and what is served.
     """
     for path in paths:
         if path.suffix != ".safetensors":

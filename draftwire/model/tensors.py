@@ -63,10 +63,8 @@ def encode_floats(values: np.ndarray, message: pb.Tensor) -> None:
 def decode_probabilities(message: pb.Tensor, name: str, count: int) -> np.ndarray:
     """Return the values of a float32 tensor [count], all in [0, 1].
 
-    Raises
-    ------
-    InvalidArgumentError
-        As for `decode_tensor`, and when a value is no number or out of range.
+    Raises:
+        InvalidArgumentError: As for `decode_tensor`, and when a value is no number or out of range.
     """
     check_tensor(message, name, torch.float32, (count,))
     values = np.frombuffer(_checked_data(message, name, 4 * count), np.float32)
@@ -92,21 +90,14 @@ def decode_tensor(
 ) -> torch.Tensor:
     """Return a CPU tensor over one copy of the message's bytes; it must not be written to.
 
-    Parameters
-    ----------
-    message
-        From the wire, not trusted.
-    name
-        Field name for errors.
-    dtype
-        Required type.
-    shape
-        Required size of each dimension; None takes any.
+    Args:
+        message: From the wire, not trusted.
+        name: Field name for errors.
+        dtype: Required type.
+        shape: Required size of each dimension; None takes any.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When type, shape or number of bytes are not what is required.
+    Raises:
+        InvalidArgumentError: If type, shape or number of bytes are not what is required.
     """
     given = check_tensor(message, name, dtype, shape)
     size = math.prod(given) * dtype.itemsize

@@ -47,36 +47,23 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
 
-    Parameters
-    ----------
-    listen
-        HOST:PORT; port 0 takes a free one. The line `listening on HOST:PORT` on standard output names it.
-    service_names
-        Full names of the services that clients or verifiers call, for health and reflection.
-    register
-        Adds these services to the server.
-    security
-        TLS and tokens. Health and reflection need no token.
-    reader
-        Reads the messages of these services' unary calls.
-    stop
-        Set by the first signal; the caller may set it too.
-    drain
-        Called after the stop, when health says NOT_SERVING and clients may still call. Refuses new requests, and
-        returns when all requests have ended or the time to drain is over.
-    on_stop
-        Called after the last call has ended.
-    interceptors
-        Interceptors of the service.
-    health_listen
-        HOST:PORT of the health service alone, in plain text, for probes without a certificate; None opens no such port.
+    Args:
+        listen: HOST:PORT; port 0 takes a free one. The line `listening on HOST:PORT` on standard output names it.
+        service_names: Full names of the services that clients or verifiers call, for health and reflection.
+        register: Adds these services to the server.
+        security: TLS and tokens. Health and reflection need no token.
+        reader: Reads the messages of these services' unary calls.
+        stop: Set by the first signal; the caller may set it too.
+        drain: Called after the stop, when health says NOT_SERVING and clients may still call. Refuses new requests, and
+            returns when all requests have ended or the time to drain is over.
+        on_stop: Called after the last call has ended.
+        interceptors: Interceptors of the service.
+        health_listen: HOST:PORT of the health service alone, in plain text, for probes without a certificate; None
+            opens no such port.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the address is outside of loopback, without TLS and without `insecure`.
-    ServerError
-        When the address cannot be bound, or a certificate or token file cannot be read.
+    Raises:
+        InvalidArgumentError: If the address is outside of loopback, without TLS and without `insecure`.
+        ServerError: If the address cannot be bound, or a certificate or token file cannot be read.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)

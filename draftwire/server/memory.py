@@ -32,10 +32,8 @@ def peak_host_bytes() -> int:
 def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a number of cache positions that exceeds the whole memory of the device.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names `kv_cache_tokens`, the bytes needed and the bytes of the device.
+    Raises:
+        InvalidArgumentError: Names `kv_cache_tokens`, the bytes needed and the bytes of the device.
     """
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[1]

@@ -34,16 +34,13 @@ LOG_S = 1.0
 class ReadingLimits:
     """Limits of the unread messages that a server holds.
 
-    Attributes
-    ----------
-    max_message_bytes
-        Longest message, bytes; longer messages are refused unread with RESOURCE_EXHAUSTED.
-    max_readers, max_readers_of_peer
-        Most messages that are read at once, in all and of one peer; each takes up to `max_message_bytes`.
-    max_unread, max_unread_of_peer
-        Most calls whose message has not arrived, in all and of one peer; each takes up to `window_bytes`.
-    window_bytes
-        Bytes that a call may send before its message is read.
+    Attributes:
+        max_message_bytes: Longest message, bytes; longer messages are refused unread with RESOURCE_EXHAUSTED.
+        max_readers, max_readers_of_peer: Most messages that are read at once, in all and of one peer; each takes up to
+            `max_message_bytes`.
+        max_unread, max_unread_of_peer: Most calls whose message has not arrived, in all and of one peer; each takes up
+            to `window_bytes`.
+        window_bytes: Bytes that a call may send before its message is read.
     """
 
     max_message_bytes: int
@@ -111,14 +108,10 @@ class MessageReader:
     async def read(self, context: Readable) -> Any:
         """Return the next message of a call, or grpc.aio.EOF.
 
-        Raises
-        ------
-        QueueFullError
-            When too many calls wait for their message, or no reader was free in time.
-        TimeoutError
-            When the message did not arrive in time.
-        InvalidArgumentError
-            When the context's decoder cannot decode the message.
+        Raises:
+            QueueFullError: If too many calls wait for their message, or no reader was free in time.
+            TimeoutError: If the message did not arrive in time.
+            InvalidArgumentError: If the context's decoder cannot decode the message.
         """
         peer = context.peer()
         if self._by_host:

@@ -48,25 +48,17 @@ def serving_metrics(
 ) -> Iterator[int | None]:
     """Serve /metrics with the collectors' metrics and the process metrics while the context lasts.
 
-    Parameters
-    ----------
-    listen
-        HOST:PORT, port 0 for a free one; None serves nothing.
-    security
-        With a certificate the server speaks HTTPS, with `client_ca` only to clients of these authorities. Tokens are
-        not needed.
+    Args:
+        listen: HOST:PORT, port 0 for a free one; None serves nothing.
+        security: With a certificate the server speaks HTTPS, with `client_ca` only to clients of these authorities.
+            Tokens are not needed.
 
-    Yields
-    ------
-    int | None
+    Yields:
         The port.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the address is outside of loopback, without TLS and without `insecure`.
-    ServerError
-        When the address cannot be bound, or a file of `security` cannot be read.
+    Raises:
+        InvalidArgumentError: If the address is outside of loopback, without TLS and without `insecure`.
+        ServerError: If the address cannot be bound, or a file of `security` cannot be read.
     """
     if listen is None:
         yield None

@@ -12,12 +12,9 @@ from draftwire.contract.errors import ServerError
 def check_ports(**addresses: str | None) -> None:
     """Check that each address, by the name of its option, can be bound now; None is no address.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When an address is not HOST:PORT.
-    ServerError
-        When a port is in use, or a host is not of this machine.
+    Raises:
+        InvalidArgumentError: If an address is not HOST:PORT.
+        ServerError: If a port is in use, or a host is not of this machine.
     """
     for field, address in addresses.items():
         if address is None:

@@ -30,17 +30,12 @@ logger = logging.getLogger(__name__)
 class ServerSecurity:
     """A server's certificate, and the clients that it accepts.
 
-    Attributes
-    ----------
-    certificate, key
-        PEM files of the server's certificate chain and private key; both or neither.
-    client_ca
-        PEM file of the authorities of accepted clients (mutual TLS); needs `certificate`.
-    token_file
-        Text file with one accepted bearer token a line; empty lines and lines that begin with # are ignored. A file
-        without tokens is an error at start; later it leaves the previous tokens in force.
-    insecure
-        Whether plain text is allowed outside of the loopback interface.
+    Attributes:
+        certificate, key: PEM files of the server's certificate chain and private key; both or neither.
+        client_ca: PEM file of the authorities of accepted clients (mutual TLS); needs `certificate`.
+        token_file: Text file with one accepted bearer token a line; empty lines and lines that begin with # are
+            ignored. A file without tokens is an error at start; later it leaves the previous tokens in force.
+        insecure: Whether plain text is allowed outside of the loopback interface.
     """
 
     certificate: Path | None = None
@@ -58,12 +53,9 @@ class ServerSecurity:
     def check_tokens(self) -> None:
         """Check the token file, if there is one.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When no client could send a token of the file.
-        ServerError
-            When the file cannot be read or has no token.
+        Raises:
+            InvalidArgumentError: If no client could send a token of the file.
+            ServerError: If the file cannot be read or has no token.
         """
         if self.token_file is not None and not parse_tokens(self.token_file, read_file(self.token_file)):
             raise ServerError(f"token_file = {str(self.token_file)!r}: there is no token in it")
@@ -71,12 +63,9 @@ class ServerSecurity:
     def credentials(self, listen: str) -> grpc.ServerCredentials | None:
         """Return the credentials for a gRPC port at `listen`; None for plain text.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the address is outside of loopback, without TLS and without `insecure`.
-        ServerError
-            When a file cannot be read or has wrong contents.
+        Raises:
+            InvalidArgumentError: If the address is outside of loopback, without TLS and without `insecure`.
+            ServerError: If a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
             refuse_plain_text("listen", listen, self.insecure, "tls_cert and tls_key")
@@ -96,12 +85,10 @@ class ServerSecurity:
         """Return a function that gives the TLS context for the next connection to a port at `listen`; None for plain
         text.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names `field` when the address is outside of loopback, without TLS and without `insecure`.
-        ServerError
-            When a file cannot be read or has wrong contents.
+        Raises:
+            InvalidArgumentError: Names `field` if the address is outside of loopback, without TLS and without
+                `insecure`.
+            ServerError: If a file cannot be read or has wrong contents.
         """
         if self.certificate is None or self.key is None:
             refuse_plain_text(field, listen, self.insecure, "tls_cert and tls_key")
@@ -114,12 +101,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, token_file: Path, service_names: Sequence[str]) -> None:
         """
-        Raises
-        ------
-        InvalidArgumentError
-            When no client could send a token of the file.
-        ServerError
-            When the file cannot be read or has no token.
+        Raises:
+            InvalidArgumentError: If no client could send a token of the file.
+            ServerError: If the file cannot be read or has no token.
         """
         self._token_file = token_file
         self._watched = _Watched([token_file])

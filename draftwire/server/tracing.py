@@ -36,23 +36,17 @@ def is_exporting() -> bool:
 def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = False) -> Iterator[None]:
     """Export this process' traces over OTLP/gRPC while the context lasts; send the last spans within LAST_SPANS_S.
 
-    Parameters
-    ----------
-    service
-        Name of the service, unless OTEL_SERVICE_NAME gives one.
-    endpoint
-        http://HOST:PORT, or https for TLS. None takes what OpenTelemetry's variables name, and exports nothing if they
-        name none.
-    insecure
-        Whether http is allowed outside of the loopback interface.
+    Args:
+        service: Name of the service, unless OTEL_SERVICE_NAME gives one.
+        endpoint: http://HOST:PORT, or https for TLS. None takes what OpenTelemetry's variables name, and exports
+            nothing if they name none.
+        insecure: Whether http is allowed outside of the loopback interface.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the endpoint is not of that form, names a user, or would be plain text outside of loopback without having
-        been asked for; the last two for OpenTelemetry's variables too. The error shows no secret of the endpoint.
-    ServerError
-        When the libraries are missing.
+    Raises:
+        InvalidArgumentError: If the endpoint is not of that form, names a user, or would be plain text outside of
+            loopback without having been asked for; the last two for OpenTelemetry's variables too. The error shows no
+            secret of the endpoint.
+        ServerError: If the libraries are missing.
     """
     global _is_exporting
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):

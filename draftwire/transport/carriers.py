@@ -17,10 +17,8 @@ ALL_CARRIERS = tuple(_NAMES.values())
 def parse_carriers(text: str) -> tuple[pb.Carrier, ...]:
     """Return the carriers of "auto" or of a list such as "shm,bytes", best first, bytes in the message included.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the list names an unknown carrier.
+    Raises:
+        InvalidArgumentError: If the list names an unknown carrier.
     """
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in _NAMES]

@@ -35,10 +35,8 @@ class Channel:
 
     The peer's `send` wakes the thread that waits for the channel, with no thread between the two engines.
 
-    Attributes
-    ----------
-    takes_numbers
-        Whether numbers can be sent; false after the device failed to write numbers.
+    Attributes:
+        takes_numbers: Whether numbers can be sent; false after the device failed to write numbers.
     """
 
     def __init__(self, connection: socket.socket, writer: RingWriter, reader: RingReader) -> None:
@@ -82,10 +80,8 @@ class Channel:
     def receive(self) -> list[Record]:
         """Return the records that have arrived, and leave the channel readable if there may be more.
 
-        Raises
-        ------
-        ConnectionError
-            When the peer is gone or has broken the protocol, after all earlier records were received.
+        Raises:
+            ConnectionError: If the peer is gone or has broken the protocol, after all earlier records were received.
         """
         is_gone, records = self._drain(), self._reader.read()
         if is_gone and not records:

@@ -84,10 +84,8 @@ class CudaDriver:
 
     An allocation is held by its handle, by every file descriptor of it and by every mapping.
 
-    Raises
-    ------
-    SegmentError
-        By every function, with its name and the driver's message.
+    Raises:
+        SegmentError: By every function, with its name and the driver's message.
     """
 
     def __init__(self, library: Any = None) -> None:

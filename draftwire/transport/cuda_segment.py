@@ -20,10 +20,8 @@ from draftwire.v1 import draft_pb2 as pb
 def cuda_driver() -> CudaDriver:
     """Return the driver of this process.
 
-    Raises
-    ------
-    SegmentError
-        When there is no driver.
+    Raises:
+        SegmentError: If there is no driver.
     """
     return CudaDriver()
 

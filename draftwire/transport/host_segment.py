@@ -26,10 +26,8 @@ class HostSegment(Segment):
 
     Sealed, because a process that reads past the end of a file that another has cut is killed.
 
-    Attributes
-    ----------
-    mapping
-        The memory as bytes.
+    Attributes:
+        mapping: The memory as bytes.
     """
 
     carrier = pb.CARRIER_SHM

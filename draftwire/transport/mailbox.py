@@ -54,10 +54,8 @@ class Mailbox(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Return the next item or message within `timeout_s` seconds; None waits without limit.
 
-        Raises
-        ------
-        queue.Empty
-            When nothing arrived in time.
+        Raises:
+            queue.Empty: If nothing arrived in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

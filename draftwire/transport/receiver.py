@@ -17,12 +17,10 @@ from draftwire.v1 import draft_pb2 as pb
 class Incoming:
     """A tensor of a checked message. Call `load` for a copy, or read `tensor` and then call `finish`.
 
-    Attributes
-    ----------
-    tensor
-        The elements where they have arrived, on the device of the segment or, in the message's bytes, on the CPU. They
-        must not be written to, and the sender may change those in shared memory at any time: what is checked must be a
-        copy.
+    Attributes:
+        tensor: The elements where they have arrived, on the device of the segment or, in the message's bytes, on the
+            CPU. They must not be written to, and the sender may change those in shared memory at any time: what is
+            checked must be a copy.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, segment: Segment | None = None) -> None:

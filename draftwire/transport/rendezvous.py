@@ -53,8 +53,7 @@ class SharedSegments:
 
 
 def check_rendezvous_dir(directory: Path | None) -> None:
-    """Raise ------ InvalidArgumentError When sockets cannot be in `directory`.
-    """
+    """Raise InvalidArgumentError if sockets cannot be in `directory`."""
     if directory is None:
         return
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
@@ -97,12 +96,9 @@ class Rendezvous:
         """Wait for the drafter and settle both directions; return no segments if the drafter does not come before
         `close`.
 
-        Parameters
-        ----------
-        carriers, logits_carriers
-            Carriers that the verifier allows for features and for draft logits, best first.
-        logits_bytes
-            Size of the segment for draft logits; 0 for none.
+        Args:
+            carriers, logits_carriers: Carriers that the verifier allows for features and for draft logits, best first.
+            logits_bytes: Size of the segment for draft logits; 0 for none.
         """
         make_current(device)
         while (connection := self._accept()) is not None:
@@ -155,18 +151,12 @@ def meet(
 ) -> SharedSegments:
     """Return the drafter's segments; none if the verifier is not on this host.
 
-    Parameters
-    ----------
-    rendezvous
-        The rendezvous of the verifier's hello; untrusted.
-    carriers
-        Carriers that verifier and drafter allow, best first.
-    features_bytes
-        Size of the segment for features.
-    directory
-        Directory of the verifier's socket; the verifier sends only the file name.
-    num_ring_bytes
-        Size of the rings; 0 for none, so that all messages go over the stream.
+    Args:
+        rendezvous: The rendezvous of the verifier's hello; untrusted.
+        carriers: Carriers that verifier and drafter allow, best first.
+        features_bytes: Size of the segment for features.
+        directory: Directory of the verifier's socket; the verifier sends only the file name.
+        num_ring_bytes: Size of the rings; 0 for none, so that all messages go over the stream.
     """
     if not _SOCKET_NAME.fullmatch(rendezvous.socket) or len(rendezvous.token) != _TOKEN_BYTES:
         return SharedSegments()

@@ -48,10 +48,8 @@ class _Ring:
     def __init__(self, segment: Segment, number: int) -> None:
         """`number` is 0 for the ring from verifier to drafter, 1 for the other.
 
-        Raises
-        ------
-        SegmentError
-            When the segment is too small.
+        Raises:
+            SegmentError: If the segment is too small.
         """
         whole = (segment.size - _FIRST) // 2 // ALIGNMENT * ALIGNMENT
         self.segment = segment
@@ -98,12 +96,9 @@ class RingWriter(_Ring):
 
         The current stream writes `numbers`, int32 on the device, and then their mark.
 
-        Raises
-        ------
-        ConnectionError
-            When the reader claims to have read records that were not written.
-        SegmentError
-            When the device cannot write to the ring. Nothing has been written then.
+        Raises:
+            ConnectionError: If the reader claims to have read records that were not written.
+            SegmentError: If the device cannot write to the ring. Nothing has been written then.
         """
         body = 0 if numbers is None else ALIGNMENT + _padded(numbers.nbytes)
         size = ALIGNMENT + _padded(len(message)) + body
@@ -167,10 +162,8 @@ class RingWriter(_Ring):
 class Body:
     """Numbers that the writer's device writes behind a message.
 
-    Attributes
-    ----------
-    num_numbers
-        How many there are; int32 each.
+    Attributes:
+        num_numbers: How many there are; int32 each.
     """
 
     def __init__(self, ring: RingReader, record: int, mark: int, stamp: int, num_numbers: int) -> None:
@@ -214,10 +207,8 @@ class RingReader(_Ring):
     def read(self) -> list[Record]:
         """Return the records that have arrived, at most as many as fit into the ring.
 
-        Raises
-        ------
-        ConnectionError
-            When the writer has broken the format.
+        Raises:
+            ConnectionError: If the writer has broken the format.
         """
         records: list[Record] = []
         begin = self._position

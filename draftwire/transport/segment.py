@@ -40,9 +40,7 @@ class SegmentError(Exception):
 
 
 def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> None:
-    """Raise ------ InvalidArgumentError Names the field when a segment of that size cannot have a span of so many bytes
-    there.
-    """
+    """Raise InvalidArgumentError, which names the field `name`, if a segment has no such span."""
     if offset % ALIGNMENT or offset < 2 * ALIGNMENT or offset + num_bytes > segment_bytes or num_bytes == 0:
         allowed = f"{num_bytes} bytes must lie in [{2 * ALIGNMENT}, {segment_bytes}), from a multiple of {ALIGNMENT} on"
         raise InvalidArgumentError(name, offset, allowed)
@@ -51,12 +49,9 @@ def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> No
 class Segment(ABC):
     """Shared memory, as mapped in one process.
 
-    Attributes
-    ----------
-    carrier
-        Kind of memory.
-    memory
-        The whole memory, uint8 [size]. Views of the memory are valid while the segment is referenced.
+    Attributes:
+        carrier: Kind of memory.
+        memory: The whole memory, uint8 [size]. Views of the memory are valid while the segment is referenced.
     """
 
     carrier: pb.Carrier
@@ -67,10 +62,8 @@ class Segment(ABC):
     def create(cls, size: int, device: torch.device) -> tuple[Self, list[int]]:
         """Return a new segment and the file descriptors that describe it, which the caller closes.
 
-        Raises
-        ------
-        SegmentError
-            When there is no such memory, or not enough.
+        Raises:
+            SegmentError: If there is no such memory, or not enough.
         """
 
     @classmethod
@@ -78,10 +71,8 @@ class Segment(ABC):
     def attach(cls, fds: Sequence[int], size: int, device: torch.device) -> Self:
         """Map the segment that another process describes by `fds`, which the caller closes. Its contents are untrusted.
 
-        Raises
-        ------
-        SegmentError
-            When the memory cannot be mapped, or could vanish while mapped.
+        Raises:
+            SegmentError: If the memory cannot be mapped, or could vanish while mapped.
         """
 
     @cached_property
@@ -107,10 +98,8 @@ class Segment(ABC):
     def read_nonce(self) -> bytes:
         """Return the bytes at the start of the segment.
 
-        Raises
-        ------
-        SegmentError
-            When the GPU cannot read the memory.
+        Raises:
+            SegmentError: If the GPU cannot read the memory.
         """
         try:
             return self.memory[:NONCE_BYTES].clone().cpu().numpy().tobytes()
@@ -120,10 +109,8 @@ class Segment(ABC):
     def write_nonce(self, nonce: bytes) -> None:
         """Write `nonce` to the start of the segment, visible to the other process on return.
 
-        Raises
-        ------
-        SegmentError
-            When the GPU cannot write the memory.
+        Raises:
+            SegmentError: If the GPU cannot write the memory.
         """
         try:
             self.memory[:NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self.memory.device)

@@ -19,12 +19,9 @@ class Outgoing:
 
     Call `give_up` in place of `finish` if the tensor is not sent.
 
-    Attributes
-    ----------
-    tensor
-        Where the elements go: in the segment, or in private memory, pinned where the sender computes on a GPU.
-    carrier
-        The carrier of the elements.
+    Attributes:
+        tensor: Where the elements go: in the segment, or in private memory, pinned where the sender computes on a GPU.
+        carrier: The carrier of the elements.
     """
 
     def __init__(
@@ -84,9 +81,8 @@ class Outgoing:
         Call in the thread that sends the message, so that the engine's thread does not wait, and in the order in which
         the receiver claims the tensors.
 
-        Returns
-        -------
-        The elements to be inserted into `message.data`, see `encoding`; None if they are in shared memory.
+        Returns:
+            The elements to be inserted into `message.data`, see `encoding`; None if they are in shared memory.
         """
         self.wait()
         message.dtype = WIRE_DTYPES[self.tensor.dtype]
@@ -129,10 +125,8 @@ class TensorSender:
     def release(self, generation: int, name: str) -> None:
         """Record that the receiver has read all spans up to `generation`.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the field `name` if the generation is impossible.
+        Raises:
+            InvalidArgumentError: Names the field `name` if the generation is impossible.
         """
         if self._segment is None and generation:
             raise InvalidArgumentError(name, generation, "no tensor was sent in shared memory")

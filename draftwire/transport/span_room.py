@@ -80,15 +80,11 @@ class SpanRoom:
     def release(self, generation: int, name: str) -> None:
         """Free all spans up to `generation`, which the other side has read.
 
-        Parameters
-        ----------
-        name
-            Field name for errors.
+        Args:
+            name: Field name for errors.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When no such span was sent, or it was freed long ago.
+        Raises:
+            InvalidArgumentError: If no such span was sent, or it was freed long ago.
         """
         with self._lock:
             if not self._released <= generation <= self._generation:

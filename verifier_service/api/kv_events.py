@@ -44,10 +44,8 @@ class KvEventHub:
     async def subscribe(self, start_sequence: int) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Yield batches: a snapshot first, unless `start_sequence` is the number of the next batch.
 
-        Raises
-        ------
-        StalledClientError
-            When `max_waiting` batches wait for the subscriber.
+        Raises:
+            StalledClientError: If `max_waiting` batches wait for the subscriber.
         """
         waiting: asyncio.Queue[common_pb2.KvEventBatch | None] = asyncio.Queue()
         snapshot = [] if start_sequence == self._sequence + 1 else list(self._snapshot())

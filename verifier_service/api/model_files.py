@@ -39,10 +39,8 @@ class ModelFiles:
     def archive(self) -> bytes:
         """Return a zip archive of the tokenizer's files, the same for the same files.
 
-        Raises
-        ------
-        UnavailableError
-            When the directory has no such file.
+        Raises:
+            UnavailableError: If the directory has no such file.
         """
         names = [name for name in _FILES if (self.directory / name).is_file()]
         names += sorted({path.name for pattern in _PATTERNS for path in self.directory.glob(pattern)})
@@ -66,10 +64,8 @@ class ModelFiles:
     def config(self) -> dict[str, Any]:
         """Return config.json.
 
-        Raises
-        ------
-        CheckpointError
-            When the file is missing or not a JSON object.
+        Raises:
+            CheckpointError: If the file is missing or not a JSON object.
         """
         return read_config(self.directory)
 

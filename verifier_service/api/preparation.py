@@ -37,10 +37,8 @@ DEFAULT_RULES = RequestRules()
 class RequestPreparer:
     """Checks requests against the engine's facts and tokenises their prompts. Keeps nothing of a request.
 
-    Attributes
-    ----------
-    prompts
-        Reads their prompts.
+    Attributes:
+        prompts: Reads their prompts.
     """
 
     def __init__(
@@ -60,10 +58,8 @@ class RequestPreparer:
     def prepare(self, request: GenerateRequest, request_id: str, traceparent: str) -> Submission:
         """Return the validated request; may be called in any thread.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the field, its value and what is allowed.
+        Raises:
+            InvalidArgumentError: Names the field, its value and what is allowed.
         """
         check_limits(request)
         params = self._sampling_params(request.sampling_params)
@@ -86,10 +82,9 @@ class RequestPreparer:
     def num_outputs(self, request: GenerateRequest) -> int:
         """Return the outputs that a request wants.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When there is never room for so many, or when the number is not allowed by the contract.
+        Raises:
+            InvalidArgumentError: If there is never room for so many, or if the number is not allowed by the
+                contract.
         """
         if not request.HasField("n"):
             return 1

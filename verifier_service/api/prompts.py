@@ -28,10 +28,8 @@ class PromptReader:
     def check_message_size(self, request: GenerateRequest | TokenizeRequest | DetokenizeRequest) -> None:
         """Refuse at once what no prompt can need: such messages must not wait in memory until they are checked.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the message is larger than any prompt of this context can be.
+        Raises:
+            InvalidArgumentError: If the message is larger than any prompt of this context can be.
         """
         per_token = max(MAX_ID_BYTES, 0 if self._codec is None else self._codec.longest_token_bytes)
         if (num_bytes := request.ByteSize()) > self._longest * per_token + OTHER_FIELDS_BYTES:
@@ -40,11 +38,9 @@ class PromptReader:
     def read(self, request: GenerateRequest) -> list[int]:
         """Return the prompt's token ids, cut to the last `truncate_prompt_tokens`; may be called in any thread.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Names the field: for no prompt, an empty one, one that the context does not hold, one that the tokenizer or
-            the chat template refuses, and a token for which the target has no row.
+        Raises:
+            InvalidArgumentError: Names the field: for no prompt, an empty one, one that the context does not hold, one
+                that the tokenizer or the chat template refuses, and a token for which the target has no row.
         """
         is_cut = request.HasField("truncate_prompt_tokens")
         if request.WhichOneof("prompt") == "token_ids":
@@ -67,10 +63,9 @@ class PromptReader:
     def text_of(self, request: DetokenizeRequest) -> str:
         """Return the text of tokens.
 
-        Raises
-        ------
-        InvalidArgumentError
-            Without a tokenizer, and for token ids that are too many, outside of the vocabulary or without a text.
+        Raises:
+            InvalidArgumentError: Without a tokenizer, and for token ids that are too many, outside of the vocabulary or
+                without a text.
         """
         token_ids = list(request.token_ids)
         given = Described(f"{len(token_ids)} tokens")

@@ -60,10 +60,8 @@ class _OpenOutput:
 class RequestHandler:
     """Takes requests of all services, hands them to the engine and writes what it gives back. Used on one event loop.
 
-    Attributes
-    ----------
-    codec
-        The target's tokenizer, or None.
+    Attributes:
+        codec: The target's tokenizer, or None.
     """
 
     def __init__(
@@ -131,10 +129,8 @@ class RequestHandler:
     async def info(self) -> GetVerifierInfoResponse:
         """Return what the server serves.
 
-        Raises
-        ------
-        UnavailableError
-            When there is no engine any more.
+        Raises:
+            UnavailableError: If there is no engine any more.
         """
         info = await self._engine.info()
         info.has_tokenizer = self.codec is not None
@@ -145,12 +141,9 @@ class RequestHandler:
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """Return the token ids of a prompt.
 
-        Raises
-        ------
-        InvalidArgumentError
-            As for the prompt of a request, but for its length in tokens.
-        QueueFullError
-            When too many requests are being checked.
+        Raises:
+            InvalidArgumentError: As for the prompt of a request, but for its length in tokens.
+            QueueFullError: If too many requests are being checked.
         """
         token_ids = await self._check(request, self._preparer.prompts.tokenise)
         return TokenizeResponse(token_ids=token_ids, max_model_len=self.facts.max_model_len)
@@ -177,10 +170,8 @@ class RequestHandler:
     async def flush_cache(self) -> int:
         """Forget the prefixes that no request uses; return how many blocks can still be found.
 
-        Raises
-        ------
-        UnavailableError
-            When there is no engine any more.
+        Raises:
+            UnavailableError: If there is no engine any more.
         """
         return await self._engine.flush_cache()
 
@@ -196,16 +187,11 @@ class RequestHandler:
         Cancelling this call ends the request within a step. No error is raised: gRPC would keep it for as long as the
         client does not read, and all that it refers to.
 
-        Parameters
-        ----------
-        request
-            As the client sent it; `request_id` is not read.
-        name
-            Name of the request in logs and in the first response.
-        metadata
-            Of the call, with the client's traceparent if it has a trace.
-        write
-            Called with each response, in order; awaited before the next one.
+        Args:
+            request: As the client sent it; `request_id` is not read.
+            name: Name of the request in logs and in the first response.
+            metadata: Of the call, with the client's traceparent if it has a trace.
+            write: Called with each response, in order; awaited before the next one.
         """
         watch = RequestWatch(name, metadata)
         num_outputs = 0

@@ -25,10 +25,8 @@ READ_S = 600.0
 class ResponseStream:
     """Messages of one request, those of each output in order, until they are written. Used on the event loop alone.
 
-    Attributes
-    ----------
-    num_tokens
-        Output tokens of all messages.
+    Attributes:
+        num_tokens: Output tokens of all messages.
     """
 
     def __init__(self, num_outputs: int = 1) -> None:
@@ -73,10 +71,8 @@ class ResponseStream:
     async def next_message(self) -> pb.GenerateResponse:
         """Return the next message, once there is one.
 
-        Raises
-        ------
-        DraftwireError
-            The one that has ended the output, after its last message.
+        Raises:
+            DraftwireError: The one that has ended the output, after its last message.
         """
         await self._is_there.wait()
         if not self._messages:
@@ -90,11 +86,9 @@ class ResponseStream:
     async def write_to(self, write: Write, request_id: str) -> list[pb.GenerateResponse]:
         """Write everything, `request_id` with the first message; return the last message of each output.
 
-        Raises
-        ------
-        DraftwireError
-            The one that has ended the output; StalledClientError when the client has stopped to read, or reads on for
-            too long.
+        Raises:
+            DraftwireError: The one that has ended the output; StalledClientError when the client has stopped to read,
+                or reads on for too long.
         """
         # One timer watches all writes: nearly all of them end long before it would be due.
         self._writer = asyncio.current_task()

@@ -15,11 +15,9 @@ class ResponseText:
     It works where the clients are served, so that no text costs the engine time. The engine learns of a stop text late
     and computes a few tokens more; the caller drops what comes after the message that ends the output.
 
-    Attributes
-    ----------
-    request_id
-    num_tokens
-        Output tokens of all messages, without those behind a stop text.
+    Attributes:
+        request_id:
+        num_tokens: Output tokens of all messages, without those behind a stop text.
     """
 
     def __init__(

@@ -24,17 +24,13 @@ KEYS = {
 def read_sampling_defaults(choice: str, target: Path) -> config_pb2.SamplingParams | None:
     """Return the defaults of requests that stand in a generation_config.json; None for those of the contract.
 
-    Parameters
-    ----------
-    choice
-        "auto" for the file of the target, "none", or the directory of another file.
-    target
-        The target's directory.
+    Args:
+        choice: "auto" for the file of the target, "none", or the directory of another file.
+        target: The target's directory.
 
-    Raises
-    ------
-    CheckpointError
-        When the file of a named directory is missing, or a value in a file is not allowed by the contract.
+    Raises:
+        CheckpointError: If the file of a named directory is missing, or a value in a file is not allowed by the
+            contract.
     """
     if choice == "none":
         return None

@@ -31,17 +31,12 @@ _ALL = -1  # of logprobs, prompt_logprobs and truncate_prompt_tokens
 def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.GenerateRequest:
     """Return the same request in draftwire.v1, still to be checked against the contract's limits.
 
-    Parameters
-    ----------
-    request
-        A `vllm.grpc.engine.GenerateRequest`.
-    max_model_len
-        Positions of the context; `truncate_prompt_tokens` -1 keeps one fewer.
+    Args:
+        request: A `vllm.grpc.engine.GenerateRequest`.
+        max_model_len: Positions of the context; `truncate_prompt_tokens` -1 keeps one fewer.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names a field that is set and not served.
+    Raises:
+        InvalidArgumentError: Names a field that is set and not served.
     """
     for name, allowed in _NOT_SERVED.items():
         field = getattr(request, name)

@@ -26,11 +26,9 @@ def texts_of(chat: pb.Chat) -> list[str]:
 def template_inputs(chat: pb.Chat) -> dict[str, Any]:
     """Return the arguments of transformers' `apply_chat_template` for a conversation.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the field: for no message, a message without a role, JSON that is no object, a reserved name among the
-        template's arguments, or a last message that cannot be continued.
+    Raises:
+        InvalidArgumentError: Names the field: for no message, a message without a role, JSON that is no object, a
+            reserved name among the template's arguments, or a last message that cannot be continued.
     """
     if not chat.messages:
         raise InvalidArgumentError("chat.messages", [], "at least one message is required")

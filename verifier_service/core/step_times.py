@@ -53,12 +53,9 @@ class StepTimes:
     meanwhile. The rest of the wait for drafts counts as the wire's. HOST is the remaining time, when both devices were
     idle.
 
-    Attributes
-    ----------
-    histogram
-        Times of the steps by phase.
-    traffic
-        Bytes to and from drafters; this object counts only tensors in shared memory.
+    Attributes:
+        histogram: Times of the steps by phase.
+        traffic: Bytes to and from drafters; this object counts only tensors in shared memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,9 +99,7 @@ class StepTimes:
         """Count the step that was finished, or finish it now; on a GPU with the step's marks, unless the step failed.
         Call before the next step is finished.
 
-        Returns
-        -------
-        tuple[float, float]
+        Returns:
             Seconds of the step (VERIFY and SAMPLE), and of HOST before it.
         """
         if self._landed is None:

@@ -28,25 +28,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 class TextCodec:
     """The tokenizer of a model directory.
 
-    Attributes
-    ----------
-    longest_token_bytes
-        Most bytes of text of one token.
-    largest_token_id
-        Largest id, added tokens included.
-    silent_ids
-        Ids of special tokens, which decoding leaves out.
-    special_tokens
-        Ids of special tokens, by their text.
+    Attributes:
+        longest_token_bytes: Most bytes of text of one token.
+        largest_token_id: Largest id, added tokens included.
+        silent_ids: Ids of special tokens, which decoding leaves out.
+        special_tokens: Ids of special tokens, by their text.
     """
 
     def __init__(self, directory: Path) -> None:
         """Loads it.
 
-        Raises
-        ------
-        CheckpointError
-            When there is no tokenizer or it cannot be read.
+        Raises:
+            CheckpointError: If there is no tokenizer or it cannot be read.
         """
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -73,10 +66,8 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, special tokens as the tokenizer adds them.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the tokenizer fails on the text.
+        Raises:
+            InvalidArgumentError: If the tokenizer fails on the text.
         """
         return self._encode(text, "text", add_special_tokens=True)
 
@@ -95,10 +86,8 @@ class TextCodec:
 
         As vLLM's `SamplingParams.update_from_tokenizer`.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the tokenizer fails on the word.
+        Raises:
+            InvalidArgumentError: If the tokenizer fails on the word.
         """
         plain, spaced = (
             self._encode(space + word.lstrip(), "sampling_params.bad_words", add_special_tokens=False)
@@ -110,10 +99,8 @@ class TextCodec:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens, without special ones.
 
-        Raises
-        ------
-        ValueError
-            When the tokenizer fails on the tokens.
+        Raises:
+            ValueError: If the tokenizer fails on the tokens.
         """
         return self._decode(token_ids, skip_special_tokens=True)
 
@@ -157,10 +144,9 @@ class TextCodec:
 
         They end with the opening of the assistant's answer, or with the last message where that is continued.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When there is no chat template, the template refuses the messages, or they are wrong in themselves.
+        Raises:
+            InvalidArgumentError: If there is no chat template, the template refuses the messages, or they are wrong
+                in themselves.
         """
         if not self._tokenizer.chat_template:
             given = Described(f"{len(chat.messages)} messages")

@@ -79,9 +79,7 @@ class Executor:
     def execute(self, step: Step, in_flight: Step | None) -> Step:
         """Launch a planned step after the step in flight.
 
-        Returns
-        -------
-        Step
+        Returns:
             The step that runs: the prepared one with the planned rows if its forward pass computes them, else `step`.
         """
         with self._on_steps():

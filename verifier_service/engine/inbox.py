@@ -69,12 +69,9 @@ _EARLY_DRAFTS = _EarlyDrafts()
 class Inbox:
     """Takes events from any thread and applies them in the engine's thread.
 
-    Attributes
-    ----------
-    has_received
-        Whether the last `receive` found an event.
-    stop_reason
-        Why the engine was asked to stop; empty before.
+    Attributes:
+        has_received: Whether the last `receive` found an event.
+        stop_reason: Why the engine was asked to stop; empty before.
     """
 
     def __init__(
@@ -174,10 +171,8 @@ class Inbox:
     def _next(self) -> _Event:
         """Wait for an event, and deliver output if none comes soon; a step that starts soon hides the delivery.
 
-        Raises
-        ------
-        queue.Empty
-            When a deadline passes first.
+        Raises:
+            queue.Empty: If a deadline passes first.
         """
         deadline = self._drafting.next_deadline()
         prepared = self._executor.deadline

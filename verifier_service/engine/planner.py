@@ -19,10 +19,8 @@ class Planner:
     With asynchronous scheduling a step may be planned while another step is in flight: with other requests, with
     further rows of the same prompts, and, without drafts, with the tokens that the step in flight samples.
 
-    Attributes
-    ----------
-    is_async
-        Whether steps are planned while another one is in flight.
+    Attributes:
+        is_async: Whether steps are planned while another one is in flight.
     """
 
     def __init__(
@@ -37,12 +35,10 @@ class Planner:
     def plan(self, in_flight: Step | None, prepared: Step | None = None) -> Step | None:
         """Return the next step; None if there is nothing to compute, or waiting for drafts is faster.
 
-        Parameters
-        ----------
-        in_flight
-            The step that the device computes.
-        prepared
-            The step whose drafts the executor waits for: the next step takes no prompts and has the same limit.
+        Args:
+            in_flight: The step that the device computes.
+            prepared: The step whose drafts the executor waits for: the next step takes no prompts and has the same
+                limit.
         """
         waits = self._drafting.wait_policy
         following = self._following(in_flight) if in_flight is not None else {}

@@ -24,19 +24,15 @@ class PrefixCache:
     Hashes are keyed with a secret of the process, so that no client can construct two prefixes with the same hash. A
     salt is part of the hashes: only requests with equal salts share blocks.
 
-    Attributes
-    ----------
-    events
-        Blocks that can be found, or cannot be found any more, for those who ask.
+    Attributes:
+        events: Blocks that can be found, or cannot be found any more, for those who ask.
     """
 
     def __init__(self, num_blocks: int, *, is_enabled: bool = True) -> None:
         """If not enabled, no block is ever found.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When there is no block to allocate.
+        Raises:
+            InvalidArgumentError: If there is no block to allocate.
         """
         self.is_enabled = is_enabled
         self.events = CacheEventLog()

@@ -70,10 +70,8 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         """Put requests into the queue, all or none.
 
-        Raises
-        ------
-        QueueFullError
-            When more than max_queue requests would wait beyond the max_num_seqs that may run.
+        Raises:
+            QueueFullError: If more than max_queue requests would wait beyond the max_num_seqs that may run.
         """
         if len(self.running) + len(self.waiting) + len(requests) > self._max_num_seqs + self._max_queue:
             raise queue_full(self._max_queue, self._pace.retry_after_s())
@@ -109,19 +107,14 @@ class Scheduler:
 
         No row of a prompt, and no draft, takes the place of a row of a decoding request.
 
-        Parameters
-        ----------
-        is_ready
-            Returns False for a request that waits for its drafts.
-        following
-            Requests in flight that get exactly one more token from the running step, and its place in the sample. They
-            continue with a row of this token; other requests in flight are left out.
-        continuing_prefills
-            Requests in flight with further rows of their prompts, and the first of these rows.
-        takes_prompts
-            False leaves the rows of prompts to a later step.
-        choose
-            Returns of those of the step's decoding requests that verify fewer drafts than came how many they verify.
+        Args:
+            is_ready: Returns False for a request that waits for its drafts.
+            following: Requests in flight that get exactly one more token from the running step, and its place in the
+                sample. They continue with a row of this token; other requests in flight are left out.
+            continuing_prefills: Requests in flight with further rows of their prompts, and the first of these rows.
+            takes_prompts: False leaves the rows of prompts to a later step.
+            choose: Returns of those of the step's decoding requests that verify fewer drafts than came how many they
+                verify.
         """
         for request in self.running:
             if request.num_computed // BLOCK_SIZE > request.num_published:

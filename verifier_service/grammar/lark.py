@@ -16,10 +16,8 @@ EBNF_ARROW = "::="
 def regex_to_lark(field: str, pattern: str) -> str:
     """Return the grammar of texts that match a pattern from their beginning to their end.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the pattern has a line break that is not escaped, or is none; names `field`.
+    Raises:
+        InvalidArgumentError: If the pattern has a line break that is not escaped, or is none; names `field`.
     """
     if "\n" in pattern:
         raise InvalidArgumentError(field, pattern, r"must have line breaks written as \n")
@@ -34,10 +32,8 @@ def ebnf_to_lark(field: str, grammar: str) -> str:
 
     EBNF is that of GBNF (llama.cpp) and xgrammar: rules `name ::= ...`, of which `root` is the first.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When EBNF cannot be converted; names `field`.
+    Raises:
+        InvalidArgumentError: If EBNF cannot be converted; names `field`.
     """
     if EBNF_ARROW not in grammar:
         return grammar

@@ -31,12 +31,9 @@ class Matcher:
       accepted of q makes up for the difference. To cut x where its value is outside would bias the output. So x stays,
       and is rejected; the drafts behind it are cut, since their number may depend on earlier drafts.
 
-    Attributes
-    ----------
-    error
-        Why the request cannot continue; None while it can.
-    num_words
-        32-bit words of a row's mask.
+    Attributes:
+        error: Why the request cannot continue; None while it can.
+        num_words: 32-bit words of a row's mask.
     """
 
     def __init__(
@@ -51,17 +48,12 @@ class Matcher:
     ) -> None:
         """Begin before the first token of the output.
 
-        Parameters
-        ----------
-        matcher
-            Of the compiled grammar; used by nobody else.
-        end_ids
-            Token ids that may end the output where its text is complete; at least one.
-        min_tokens
-            Output tokens before which these ids are drawn only where nothing else can follow.
-        keeps_rejected
-            Whether the first draft outside of the grammar is verified where it has logits. False for synthetic
-            acceptance, which would accept it.
+        Args:
+            matcher: Of the compiled grammar; used by nobody else.
+            end_ids: Token ids that may end the output where its text is complete; at least one.
+            min_tokens: Output tokens before which these ids are drawn only where nothing else can follow.
+            keeps_rejected: Whether the first draft outside of the grammar is verified where it has logits. False for
+                synthetic acceptance, which would accept it.
         """
         self.error: DraftwireError | None = None
         self.num_words = vocabulary.num_words

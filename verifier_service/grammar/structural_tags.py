@@ -27,17 +27,13 @@ def structural_tag_grammar(
 ) -> tuple[str, list[dict[str, str]]]:
     """Return the Lark grammar of a structural tag, and llguidance's grammars that the Lark grammar refers to.
 
-    Parameters
-    ----------
-    tag
-        The parsed JSON object.
-    special_tokens
-        Ids of special tokens, by their text: where a literal contains such a text, the output has the token.
+    Args:
+        tag: The parsed JSON object.
+        special_tokens: Ids of special tokens, by their text: where a literal contains such a text, the output has the
+            token.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the part that is wrong.
+    Raises:
+        InvalidArgumentError: Names the part that is wrong.
     """
     writer = _Writer(special_tokens)
     if "structures" in tag:

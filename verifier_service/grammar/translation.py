@@ -33,15 +33,11 @@ class GrammarSource:
 def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, int]) -> GrammarSource:
     """Return the grammar of a structured output; nothing is compiled here.
 
-    Parameters
-    ----------
-    special_tokens
-        Ids of the tokenizer's special tokens, by their text. Structural tags may contain them.
+    Args:
+        special_tokens: Ids of the tokenizer's special tokens, by their text. Structural tags may contain them.
 
-    Raises
-    ------
-    InvalidArgumentError
-        Names the kind of output, its value and what is allowed.
+    Raises:
+        InvalidArgumentError: Names the kind of output, its value and what is allowed.
     """
     check_structured_output(output)
     kind = str(output.WhichOneof("kind"))

@@ -52,10 +52,8 @@ class Trial:
     def error_of(self, grammar: str, limit_s: float) -> str:
         """Compile a grammar; return what is wrong with it, empty if nothing is.
 
-        Raises
-        ------
-        TimeoutError
-            When that takes longer than `limit_s` seconds.
+        Raises:
+            TimeoutError: If that takes longer than `limit_s` seconds.
         """
         connection = self._start() if self._connection is None else self._connection
         try:

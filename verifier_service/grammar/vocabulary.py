@@ -18,23 +18,18 @@ END_TOKEN = "<|draftwire: the text may end|>"
 class Vocabulary:
     """Made once for each target.
 
-    Attributes
-    ----------
-    tokenizer
-        llguidance's. Ids of the target without a token of the tokenizer stand for no text, so no grammar allows them.
-    num_words
-        32-bit words of a row's bit mask; bit i of word w is the token 32 w + i.
-    end_bit
-        Id of the token that stands for the end of a text.
+    Attributes:
+        tokenizer: llguidance's. Ids of the target without a token of the tokenizer stand for no text, so no grammar
+            allows them.
+        num_words: 32-bit words of a row's bit mask; bit i of word w is the token 32 w + i.
+        end_bit: Id of the token that stands for the end of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Read a copy of a tokenizer for a target of `vocab_size` ids.
 
-        Raises
-        ------
-        ValueError
-            When llguidance cannot tell the bytes of the tokenizer's tokens.
+        Raises:
+            ValueError: If llguidance cannot tell the bytes of the tokenizer's tokens.
         """
         own = Tokenizer.from_str(tokenizer.to_str())
         own.no_truncation()

@@ -36,17 +36,12 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of cache blocks, the padding block included: at most what all requests at full length need.
 
-    Parameters
-    ----------
-    memory
-        Memory of the target's GPU before the target was loaded; None on a CPU.
+    Args:
+        memory: Memory of the target's GPU before the target was loaded; None on a CPU.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When not even one request of full length fits.
-    ServerError
-        When there is no memory for the largest step.
+    Raises:
+        InvalidArgumentError: If not even one request of full length fits.
+        ServerError: If there is no memory for the largest step.
     """
     longest = target.max_model_len
     if options.kv_cache_tokens is not None:

@@ -85,10 +85,9 @@ class EngineProcess:
     def wait_until_ready(self) -> EngineFacts:
         """Wait until the target is loaded.
 
-        Raises
-        ------
-        DraftwireError
-            When the checkpoint, the device or the address of the metrics is wrong, or the process has ended.
+        Raises:
+            DraftwireError: If the checkpoint, the device or the address of the metrics is wrong, or the process has
+                ended.
         """
         try:
             kind, content = receive(self.connection)

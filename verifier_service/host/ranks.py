@@ -52,10 +52,8 @@ RunStep = Callable[[ForwardInput], ForwardOutput]
 def rank_device(first: torch.device, rank: Rank) -> torch.device:
     """Return the rank's device: GPUs from `first` on, one a rank.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When this machine has fewer GPUs.
+    Raises:
+        InvalidArgumentError: If this machine has fewer GPUs.
     """
     if first.type != "cuda":
         return first
@@ -77,10 +75,8 @@ class Workers:
         """Start the workers on the GPUs after `device`, and join their group. Workers then call `start_target` and
         `start_runner` with the same `options`, as this process must too.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When there are too few GPUs.
+        Raises:
+            InvalidArgumentError: If there are too few GPUs.
         """
         self.rank = Rank(0, options.tensor_parallel_size)
         rank_device(device, self.rank)

@@ -33,10 +33,8 @@ logger = logging.getLogger(__name__)
 def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[EngineHost]:
     """Load the target, create its engine, and serve the metrics while the context lasts; the caller starts the engine.
 
-    Raises
-    ------
-    DraftwireError
-        When an option, the checkpoint, the device or the address of the metrics is wrong.
+    Raises:
+        DraftwireError: If an option, the checkpoint, the device or the address of the metrics is wrong.
     """
     with _start_workers(options, settings.device) as workers:
         rank = ALONE if workers is None else workers.rank

@@ -27,10 +27,8 @@ def start_target(
 ) -> tuple[Target, int]:
     """Return the target on `device`, compiled on a GPU, and the number of its cache blocks, equal on every rank.
 
-    Raises
-    ------
-    DraftwireError
-        When an option or the checkpoint is wrong.
+    Raises:
+        DraftwireError: If an option or the checkpoint is wrong.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()  # transformers' progress bar

@@ -22,12 +22,9 @@ ROWS_AT_ONCE = 64
 def pack_logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
     """Return [R * (2 + 2 * most)] int64: ranks of `tokens` [R], likeliest tokens and the bits of all log probabilities.
 
-    Parameters
-    ----------
-    logits
-        [R, V].
-    most
-        Likely tokens of each row.
+    Args:
+        logits: [R, V].
+        most: Likely tokens of each row.
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
@@ -56,10 +53,9 @@ class PromptLogprobs:
     def launch(cls, rows: Sequence[ScheduledRows], logits: torch.Tensor) -> PromptLogprobs | None:
         """Compute them behind a forward pass; None where no row of a prompt is told.
 
-        Parameters
-        ----------
-        logits
-            [R, V], the rows of `rows` one after another: first `num_prompt_logit_rows` of each, then `num_logit_rows`.
+        Args:
+            logits: [R, V], the rows of `rows` one after another: first `num_prompt_logit_rows` of each, then
+                `num_logit_rows`.
         """
         told = [row for row in rows if row.num_prompt_logit_rows > 0]
         if not told:

@@ -156,13 +156,10 @@ class TokenSampler:
     ) -> SamplerOutput:
         """Start to draw tokens for all items of a batch; on a GPU without waiting.
 
-        Parameters
-        ----------
-        logits
-            [R, V], the rows of all items one after another, num_logit_rows each. Only later work of the same stream may
-            overwrite them.
-        masks
-            Tokens that the rows of requests with structured output may draw.
+        Args:
+            logits: [R, V], the rows of all items one after another, num_logit_rows each. Only later work of the same
+                stream may overwrite them.
+            masks: Tokens that the rows of requests with structured output may draw.
         """
         specs = [self._processor.spec(item.request) for item in batch]
         processed = self._processor.process(batch, specs, logits, masks)

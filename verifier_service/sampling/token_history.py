@@ -60,10 +60,8 @@ class TokenHistory:
     def count(self, batch: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
         """Add the drawn tokens of a batch to its requests' outputs.
 
-        Parameters
-        ----------
-        drawn
-            [len(batch), 1 + k] int64 on the device, -1 for none.
+        Args:
+            drawn: [len(batch), 1 + k] int64 on the device, -1 for none.
         """
         users = [(place, self._slots[item.request]) for place, item in enumerate(batch) if item.request in self._slots]
         if not users:

@@ -29,12 +29,9 @@ class TokenLists:
     def add(self, request: Request, tokens: np.ndarray, values: np.ndarray | None = None) -> None:
         """Copy a request's list to the device, if it is not there.
 
-        Parameters
-        ----------
-        tokens
-            int64, at least one.
-        values
-            float32, one for each token; 0 by default.
+        Args:
+            tokens: int64, at least one.
+            values: float32, one for each token; 0 by default.
         """
         if request in self._slots:
             return

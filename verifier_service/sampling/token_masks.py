@@ -133,10 +133,8 @@ class BadWords:
     def count(self, batch: Sequence[ScheduledRows], drawn: torch.Tensor) -> None:
         """Append the drawn tokens of a batch to the ends of its requests' outputs.
 
-        Parameters
-        ----------
-        drawn
-            [len(batch), 1 + k] int64 on the device, -1 for none behind the drawn tokens.
+        Args:
+            drawn: [len(batch), 1 + k] int64 on the device, -1 for none behind the drawn tokens.
         """
         slots = self._slots.of([item.request for item in batch])
         users = [(place, slot) for place, slot in enumerate(slots) if slot >= 0]

@@ -47,10 +47,8 @@ class Buckets:
     in which few sequences have drafts or all have few. A step with more rows of a sequence has prompts: its bucket
     depends only on its rows, and has the most logits that a step needs.
 
-    Attributes
-    ----------
-    decoding, with_prompts
-        Largest first, so that smaller graphs reuse the memory of larger ones.
+    Attributes:
+        decoding, with_prompts: Largest first, so that smaller graphs reuse the memory of larger ones.
     """
 
     def __init__(self, max_num_seqs: int, rows_per_sequence: int, max_rows: int) -> None:

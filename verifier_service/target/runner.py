@@ -30,18 +30,12 @@ class TargetRunner:
     A graph covers the pass from token ids to logits and hidden states. Graphs share their memory: a graph's results are
     valid until the next replay. A step that fits no graph runs eagerly.
 
-    Attributes
-    ----------
-    cache
-        Keys and values; of a split target, those of this rank's heads.
-    buckets
-        The sizes of steps that graphs are captured for.
-    max_blocks
-        Most blocks of the cache that a sequence has.
-    graphs
-        The captured graphs, by size. A step without a graph is computed eagerly.
-    seconds
-        Of each bucket's graph, the time of padding alone; empty before the graphs are captured.
+    Attributes:
+        cache: Keys and values; of a split target, those of this rank's heads.
+        buckets: The sizes of steps that graphs are captured for.
+        max_blocks: Most blocks of the cache that a sequence has.
+        graphs: The captured graphs, by size. A step without a graph is computed eagerly.
+        seconds: Of each bucket's graph, the time of padding alone; empty before the graphs are captured.
     """
 
     def __init__(
@@ -54,14 +48,11 @@ class TargetRunner:
         max_blocks_per_sequence: int,
     ) -> None:
         """
-        Parameters
-        ----------
-        max_num_seqs, rows_per_sequence
-            Most sequences of a step, and most rows of one that decodes: its last token and the drafts.
-        max_prefill_rows
-            Most rows of prompts in a step.
-        max_blocks_per_sequence
-            Most blocks of the cache that a sequence has.
+        Args:
+            max_num_seqs, rows_per_sequence: Most sequences of a step, and most rows of one that decodes: its last token
+                and the drafts.
+            max_prefill_rows: Most rows of prompts in a step.
+            max_blocks_per_sequence: Most blocks of the cache that a sequence has.
         """
         self._target = target
         self.cache = cache
@@ -78,10 +69,8 @@ class TargetRunner:
     def capture(self) -> None:
         """Capture the graphs, with a progress bar; does nothing on a CPU. Compile the target before.
 
-        Raises
-        ------
-        CheckpointError
-            When the forward pass reads numbers from the device, which no graph can.
+        Raises:
+            CheckpointError: If the forward pass reads numbers from the device, which no graph can.
         """
         if self._target.device.type != "cuda":
             return

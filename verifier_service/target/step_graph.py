@@ -43,16 +43,11 @@ class StepGraph:
 
     def __init__(self, inputs: GraphInputs, bucket: Bucket, slots: Tensor, replay: Callable[[], TargetOutput]) -> None:
         """
-        Parameters
-        ----------
-        inputs
-            The memory that the graph reads.
-        bucket
-            The size.
-        slots
-            Slots of the cache that the graph writes, int64 [rows], on the device.
-        replay
-            Launches the graph on the current stream, and returns the memory of its logits and states.
+        Args:
+            inputs: The memory that the graph reads.
+            bucket: The size.
+            slots: Slots of the cache that the graph writes, int64 [rows], on the device.
+            replay: Launches the graph on the current stream, and returns the memory of its logits and states.
         """
         self._inputs = inputs
         self._bucket = bucket
@@ -139,10 +134,8 @@ def capture_graph(
 ) -> StepGraph:
     """Capture the forward pass over one size of batch.
 
-    Raises
-    ------
-    CheckpointError
-        When the forward pass reads numbers from the device, which no graph can.
+    Raises:
+        CheckpointError: If the forward pass reads numbers from the device, which no graph can.
     """
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

@@ -27,19 +27,15 @@ class StreamHold:
 
     Source: CUDA Driver API, "Stream Memory Operations".
 
-    Attributes
-    ----------
-    word
-        The awaited word, int32 [1], pinned if the device is a GPU.
+    Attributes:
+        word: The awaited word, int32 [1], pinned if the device is a GPU.
     """
 
     def __init__(self, device: torch.device, wait_for_value: WaitForValue | None = None) -> None:
         """`wait_for_value` replaces the driver's function in tests.
 
-        Raises
-        ------
-        SegmentError
-            When the driver lacks the function.
+        Raises:
+            SegmentError: If the driver lacks the function.
         """
         self._device = device
         self._wait_for_value = wait_for_value or cuda_driver().wait_for_value

@@ -42,23 +42,19 @@ class TargetOutput(NamedTuple):
 class Target:
     """A decoder-only model of transformers over a paged cache.
 
-    Attributes
-    ----------
-    vocab_size, hidden_size, num_layers, max_model_len
-        Sizes of the model; max_model_len in positions.
-    layer_shapes
-        (kv_heads, key head size, value head size) of each layer; of a split target, this rank's own heads.
-    eos_token_ids
-        Tokens that end an output.
+    Attributes:
+        vocab_size, hidden_size, num_layers, max_model_len: Sizes of the model; max_model_len in positions.
+        layer_shapes: (kv_heads, key head size, value head size) of each layer; of a split target, this rank's own
+            heads.
+        eos_token_ids: Tokens that end an output.
     """
 
     def __init__(self, model: Any, name: str, eos_token_ids: frozenset[int], max_model_len: int | None = None) -> None:
         """Take a model in evaluation mode with our attention hook, and merge its projections; see `load_target`.
 
-        Raises
-        ------
-        CheckpointError
-            When the model keeps state other than attention keys and values, or max_model_len is too large.
+        Raises:
+            CheckpointError: If the model keeps state other than attention keys and values, or max_model_len is too
+                large.
         """
         config = model.config
         self.name = name
@@ -159,10 +155,8 @@ class Target:
         The compiler treats sizes 0 and 1 as constants. So `forward` must get at least two rows, and at least two rows
         with logits, as tensors made in inference mode.
 
-        Raises
-        ------
-        CheckpointError
-            When the model cannot be compiled as a whole, or would not run as a CUDA graph.
+        Raises:
+            CheckpointError: If the model cannot be compiled as a whole, or would not run as a CUDA graph.
         """
         if self.device.type == "cuda" and self.dtype != torch.bfloat16 and has_experts(self._model):
             # With other dtypes transformers reads the rows of each expert from the device, which no graph can.
@@ -178,14 +172,10 @@ class Target:
     ) -> TargetOutput:
         """Run a step's rows and fill the cache.
 
-        Parameters
-        ----------
-        token_ids, positions
-            [T] int64, sequence after sequence.
-        cache, batch
-            Where the rows' keys and values go and what they attend to.
-        rows
-            [R] int64, the rows with logits.
+        Args:
+            token_ids, positions: [T] int64, sequence after sequence.
+            cache, batch: Where the rows' keys and values go and what they attend to.
+            rows: [R] int64, the rows with logits.
         """
         with attention_hook.attending(cache, batch):
             return self._run(token_ids, positions, rows)
@@ -244,25 +234,17 @@ def load_target(
 ) -> Target:
     """Load the target from a model directory, or one rank's part of a split target.
 
-    Parameters
-    ----------
-    directory
-        With config.json and, unless `dummy`, weights.
-    name
-        As the operator gave it; for messages and information.
-    max_model_len
-        Most positions of a sequence; None for the model's limit.
-    dummy
-        Random weights by config.json, to measure a size without its weights; created whole before they are split.
-    rank
-        This process among those that share the target; their process group exists.
+    Args:
+        directory: With config.json and, unless `dummy`, weights.
+        name: As the operator gave it; for messages and information.
+        max_model_len: Most positions of a sequence; None for the model's limit.
+        dummy: Random weights by config.json, to measure a size without its weights; created whole before they are
+            split.
+        rank: This process among those that share the target; their process group exists.
 
-    Raises
-    ------
-    CheckpointError
-        When the checkpoint is missing, damaged or of a kind that is not served.
-    InvalidArgumentError
-        When the target cannot be split over this number of ranks.
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged or of a kind that is not served.
+        InvalidArgumentError: If the target cannot be split over this number of ranks.
     """
     config = _read_served_config(directory, name)
     generation = _read_generation_config(directory)  # first, because transformers' errors do not name the file
@@ -293,10 +275,8 @@ def load_target(
 def check_split(directory: Path, name: str, rank: Rank) -> None:
     """Check by config.json that the target can be split over this number of ranks, before ranks are started.
 
-    Raises
-    ------
-    CheckpointError, InvalidArgumentError
-        As `load_target`.
+    Raises:
+        CheckpointError, InvalidArgumentError: As `load_target`.
     """
     device = torch.device("meta")
     config = _read_served_config(directory, name)

@@ -51,19 +51,14 @@ def split_target(model: Any, name: str, rank: Rank, device: torch.device) -> Non
     Query, key and value are split by heads, so that a rank has whole heads. The states between layers and the logits
     are whole on every rank.
 
-    Parameters
-    ----------
-    model
-        The model with all its weights, on any device; on the meta device this only checks that the model can be split.
-    name
-        As the operator gave it; for messages.
+    Args:
+        model: The model with all its weights, on any device; on the meta device this only checks that the model can be
+            split.
+        name: As the operator gave it; for messages.
 
-    Raises
-    ------
-    CheckpointError
-        When transformers has no tensor-parallel plan for the model, or a plan with unsupported styles.
-    InvalidArgumentError
-        When a size of the model is not a multiple of the number of ranks.
+    Raises:
+        CheckpointError: If transformers has no tensor-parallel plan for the model, or a plan with unsupported styles.
+        InvalidArgumentError: If a size of the model is not a multiple of the number of ranks.
     """
     if rank.size == 1:
         return
@@ -194,10 +189,8 @@ def _gathered_product(states: Tensor, weight: Tensor, size: int) -> Tensor:
 def exchange(collective: Callable[..., object], *args: object) -> None:
     """Run a collective of all ranks.
 
-    Raises
-    ------
-    ServerError
-        When the collective fails, for example because another rank has ended.
+    Raises:
+        ServerError: If the collective fails, for example because another rank has ended.
     """
     try:
         collective(*args)

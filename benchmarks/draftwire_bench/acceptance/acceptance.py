@@ -172,10 +172,8 @@ def continue_prompts(
 ) -> list[Continuation]:
     """Return the verifier's answers to the prompts; the seed of a prompt is `seed` + its index.
 
-    Raises
-    ------
-    BenchmarkError
-        When the verifier went on without drafts anywhere, so that not all steps were drafted alike.
+    Raises:
+        BenchmarkError: If the verifier went on without drafts anywhere, so that not all steps were drafted alike.
     """
     requests = [
         _request(prompt, temperature=temperature, max_tokens=output_tokens, seed=seed + index)

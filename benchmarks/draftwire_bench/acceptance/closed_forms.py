@@ -17,12 +17,9 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
 def draft_probabilities(logits: Tensor, temperature: float, token_ids: Tensor | None, vocab_size: int) -> Tensor:
     """q over the target's vocabulary, [..., vocab_size].
 
-    Parameters
-    ----------
-    logits
-        [..., V_draft], -inf where a token is never drafted.
-    token_ids
-        [V_draft] int64, target ids of the columns; None when both vocabularies are the same.
+    Args:
+        logits: [..., V_draft], -inf where a token is never drafted.
+        token_ids: [V_draft] int64, target ids of the columns; None when both vocabularies are the same.
     """
     own = probabilities(logits, temperature)
     if token_ids is None:

@@ -73,10 +73,8 @@ class HeadWalk:
 class _Step(DraftContext):
     """One step: the last accepted row of each sequence once more, and its drafts.
 
-    Attributes
-    ----------
-    logits, drafts
-        [S, V_draft] and [S] of each draft.
+    Attributes:
+        logits, drafts: [S, V_draft] and [S] of each draft.
     """
 
     def __init__(

@@ -101,11 +101,9 @@ class Models:
     ) -> Iterator[StepRows]:
         """Yield the whole steps of all continuations, many at a time.
 
-        Parameters
-        ----------
-        config
-            The verifier's settings when they were served: drafts are drawn as it says, with the same noise. For block
-            verification the target is asked along rejected drafts as well, at a sequence for each step.
+        Args:
+            config: The verifier's settings when they were served: drafts are drawn as it says, with the same noise. For
+                block verification the target is asked along rejected drafts as well, at a sequence for each step.
         """
         longest = max(len(continuation.tokens) for continuation in continuations) + 1
         size = min(MAX_BATCH, max(1, MAX_LOGITS // (longest * self.vocab_size)))

@@ -67,10 +67,8 @@ def pair_options(command: F) -> F:
 def pair_from(given: dict[str, Any]) -> PairOptions:
     """Take the options of `pair_options` out of `given`.
 
-    Raises
-    ------
-    UsageError
-        When target or head is missing.
+    Raises:
+        UsageError: If target or head is missing.
     """
     if not (given["target"] and given["head"]):
         raise click.UsageError("needs --target and --head")

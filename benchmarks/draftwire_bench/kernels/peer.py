@@ -37,10 +37,8 @@ class Peer:
 def load_peer(folder: Path) -> Peer:
     """Return the peer's two files with stand-ins for what they import and these calls do not use.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When they are not there.
+    Raises:
+        InvalidArgumentError: If they are not there.
     """
     from triton.language.extra import libdevice
 

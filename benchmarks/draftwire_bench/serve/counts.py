@@ -57,16 +57,11 @@ def find_skipped(
 ) -> list[str]:
     """Return missing or repeated steps; empty if there are none.
 
-    Parameters
-    ----------
-    k
-        Draft tokens per verify step of requests that ask for no number.
-    max_tokens
-        Tokens of each output, which no end of sequence cuts short.
-    counters
-        Of the verifier's engine, for these requests alone.
-    feature_row_bytes
-        Features of one row as its drafters take them.
+    Args:
+        k: Draft tokens per verify step of requests that ask for no number.
+        max_tokens: Tokens of each output, which no end of sequence cuts short.
+        counters: Of the verifier's engine, for these requests alone.
+        feature_row_bytes: Features of one row as its drafters take them.
     """
     ks = [k if timeline.num_speculative_tokens is None else timeline.num_speculative_tokens for timeline in timelines]
     works = [expected_work(timeline, own, max_tokens) for timeline, own in zip(timelines, ks, strict=True)]

@@ -103,15 +103,11 @@ class ClientPool:
     ) -> tuple[list[Timeline], list[ClientLoad]]:
         """Send all requests, the requests of a slot one after another, and return the timelines, slot after slot.
 
-        Parameters
-        ----------
-        on_poll
-            Called every POLL_S seconds while requests run.
+        Args:
+            on_poll: Called every POLL_S seconds while requests run.
 
-        Raises
-        ------
-        BenchmarkError
-            When a request fails or a process dies.
+        Raises:
+            BenchmarkError: If a request fails or a process dies.
         """
         numbers = iter(range(sum(map(len, slots))))
         numbered = [[(next(numbers), planned) for planned in slot] for slot in slots]

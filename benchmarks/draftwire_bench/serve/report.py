@@ -223,10 +223,8 @@ def clients_text(loads: Sequence[tuple[str, ClientLoad]]) -> str:
 def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
     """Throughput against load as a PNG.
 
-    Raises
-    ------
-    BenchmarkError
-        Without matplotlib.
+    Raises:
+        BenchmarkError: Without matplotlib.
     """
     figure_class = load_matplotlib()
     figure = figure_class(figsize=(7, 4.5), layout="constrained")
@@ -254,10 +252,8 @@ def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
 def load_matplotlib() -> Any:
     """matplotlib's Figure.
 
-    Raises
-    ------
-    BenchmarkError
-        Without matplotlib.
+    Raises:
+        BenchmarkError: Without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

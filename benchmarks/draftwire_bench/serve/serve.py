@@ -98,23 +98,15 @@ def measure(
 ) -> tuple[pb.GetVerifierInfoResponse, list[LevelResult]]:
     """Run all levels against the verifier at `address`; return its description and the results.
 
-    Parameters
-    ----------
-    prompts
-        Makes the prompts for a verifier, without end.
-    announce
-        Told what comes next.
-    security
-        Of the clients' connections.
+    Args:
+        prompts: Makes the prompts for a verifier, without end.
+        announce: Told what comes next.
+        security: Of the clients' connections.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the verifier cannot take a level.
-    BenchmarkError
-        When a request fails, others use the verifier, or work was skipped under synthetic acceptance.
-    MeasurementInterrupted
-        On Ctrl-C.
+    Raises:
+        InvalidArgumentError: If the verifier cannot take a level.
+        BenchmarkError: If a request fails, others use the verifier, or work was skipped under synthetic acceptance.
+        MeasurementInterrupted: On Ctrl-C.
     """
     with Client(address, security) as client:
         info = wait_for_drafters(client)

@@ -68,11 +68,9 @@ class Shape:
 def parse_sampling(argument: str) -> dict[str, Any]:
     """Return the parameters of all requests, from a JSON object or the path of a file with one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        For no such object, for parameters that are wrong, and for those that a measurement sets itself or that could
-        end an output early.
+    Raises:
+        InvalidArgumentError: For no such object, for parameters that are wrong, and for those that a measurement sets
+            itself or that could end an output early.
     """
     options = parse_json_object("sampling_params", argument)
     for name in sorted(OWN_PARAMETERS & options.keys()):
@@ -91,10 +89,8 @@ def random_prompts(length: int, vocab_size: int, seed: int) -> Iterator[list[int
 def read_prompts(path: Path) -> list[Prompt]:
     """Return the prompts of a file of JSON lines, each with `token_ids` or `text`.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When the file cannot be read, or a line is not such an object.
+    Raises:
+        InvalidArgumentError: If the file cannot be read, or a line is not such an object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -86,12 +86,9 @@ async def _read(context: Context, loader: _Loader) -> None:
 class _Loader:
     """Loads the features of steps in a thread of its own, which the channel wakes, as a drafter's engine does.
 
-    Attributes
-    ----------
-    arrivals
-        Times at which the features were on the device, step after step, monotonic seconds.
-    answers
-        To be written to the stream; a text says what is wrong, None that all is done.
+    Attributes:
+        arrivals: Times at which the features were on the device, step after step, monotonic seconds.
+        answers: To be written to the stream; a text says what is wrong, None that all is done.
     """
 
     def __init__(self, device: torch.device, shared: SharedSegments, num_elements: int) -> None:

@@ -105,10 +105,8 @@ class Row:
 def measure_transport(options: TransportOptions, announce: Callable[[str], object] = lambda _: None) -> list[Row]:
     """Measure all sizes by all ways; `announce` is called with each next one.
 
-    Raises
-    ------
-    BenchmarkError
-        When other bytes arrive than were sent, or none do.
+    Raises:
+        BenchmarkError: If other bytes arrive than were sent, or none do.
     """
     make_current(options.sender_device)
     rows = []
@@ -270,10 +268,8 @@ class _Stream:
     def next(self) -> pb.DraftResponse:
         """Return the next answer.
 
-        Raises
-        ------
-        BenchmarkError
-            When there is none.
+        Raises:
+            BenchmarkError: If there is none.
         """
         try:
             answer = self._inbox.get(TIMEOUT_S)
