@@ -194,13 +194,13 @@ class RandomTensors:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """See `TensorSource`; norms are ones, the rest is normal with deviation 0.02."""
         if len(shape) == 1 and name.endswith("weight"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=self._dtype, device=self.device)
+        drawn = torch.empty(shape, dtype=self._dtype, device=self.device)
         return drawn.normal_(std=0.02, generator=self._generator)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
@@ -223,4 +223,4 @@ class RandomTensors:
         """See `TensorSource`; the draft ids spread evenly over the target's."""
         if draft_size == target_size:
             return None
-        return torch.arange(draft_size, device=self._device) * target_size // draft_size
+        return torch.arange(draft_size, device=self.device) * target_size // draft_size

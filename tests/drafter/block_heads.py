@@ -55,17 +55,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class LargeTensors(RandomTensors):
-    """Weights so large that a draft depends on everything that it may depend on."""
+    """Weights so large that a draft depends on everything that it may depend on, the same on every device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, torch.float32, device)
+        self.drawn = RandomTensors(seed, torch.float32, torch.device("cpu"))
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = super().take(name, *shape)
+        tensor = self.drawn.take(name, *shape).to(self.device)
         return tensor if len(shape) == 1 and name.endswith("weight") else tensor * (20 if len(shape) == 1 else 14)
 
 
 def block_head(kind: str, device: str = "cpu") -> Head:
     """One of the heads of `CONFIGS`."""
     raw, target = {**_LAYER, **CONFIGS[kind]}, Reader(_TARGET, "target")
-    source = LargeTensors(5, torch.float32, torch.device(device))
+    source = LargeTensors(5, torch.device(device))
     arguments = (source, "0123456789abcdef", torch.float32, torch.device(device))
     if kind == "peagle":
         return PEagleHead(read_eagle_config(raw, "head", target), *arguments)
