@@ -1,1 +1,1 @@
-"""The drafter: heads, draft engine and the Drafting service."""
+"""The drafter: heads, draft engine and the `Drafting` service."""

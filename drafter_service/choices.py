@@ -1,4 +1,4 @@
-"""The limits that follow from the options, the head, the target and the machine."""
+"""Choice of the engine's limits from the options, the head, the target and the device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def choose_limits(
     target_dir: Path,
     memory: GpuMemory | None,
 ) -> EngineLimits:
-    """Return the limits that were asked for, the others such that the head's and the device's are kept.
+    """Return the requested limits; limits left open follow from the head, the target and the device.
 
     Args:
-        memory: Of the device, made before the head was loaded; None on a CPU.
+        memory: The device's memory, created before the head was loaded; None on a CPU.
 
     Raises:
         InvalidArgumentError: Names the limit that is out of range.
-        ServerError: If there is no memory for the largest step.
+        ServerError: If there is not enough memory for the largest step.
     """
     max_model_len = _choose_max_model_len(options, head.spec, target_dir)
     # Room for a last, partly filled block of each sequence and for its speculative rows.
@@ -61,14 +61,7 @@ def choose_limits(
                 f"leaves a cache of {max(tokens, 0)} positions, which must hold a sequence of max_model_len = "
                 f"{max_model_len}; free memory of the GPU, or lower max_model_len, max_num_seqs or max_batch_rows",
             )
-    return EngineLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        kv_cache_tokens=tokens,
-        max_num_speculative_tokens=options.max_num_speculative_tokens,
-        max_batch_rows=options.max_batch_rows,
-        max_sessions=options.max_sessions,
-    )
+    return EngineLimits.from_options(options, max_model_len=max_model_len, kv_cache_tokens=tokens)
 
 
 def _choose_max_model_len(options: DrafterOptions, spec: HeadSpec, target_dir: Path) -> int:
@@ -86,13 +79,7 @@ def run_largest_step(
     head: Head, options: DrafterOptions, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Compute as many rows as a batch may have, then a step of the most sequences with the default number of drafts."""
-    limits = EngineLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_speculative_tokens=options.max_num_speculative_tokens,
-        max_batch_rows=options.max_batch_rows,
-        max_sessions=options.max_sessions,
-    ).fit(head.spec.max_drafts)
+    limits = EngineLimits.from_options(options, max_model_len=max_model_len).fit(head.spec.max_drafts)
     cache = KVCache(head.spec.layer_shapes, 2, dtype, device)
     _enter_most_rows(head, cache, limits, dtype, device)
     k = min(DEFAULT_SPECULATIVE_TOKENS, limits.max_num_speculative_tokens)
@@ -113,7 +100,7 @@ def _enter_most_rows(
     most = max(limits.max_batch_rows, limits.max_num_seqs * (limits.max_num_speculative_tokens + 1))
     whole, rest = divmod(most, limits.max_model_len)
     counts = [limits.max_model_len] * whole + [rest] * (rest > 0)
-    # All write to the same block: what the rows hold is of no interest.
+    # All rows write to one block, because their contents do not matter.
     batch = RaggedBatch([SequenceRows([1] * blocks_for(rows), 0, rows) for rows in counts], device)
     positions = np.concatenate([np.arange(rows) for rows in counts])
     tokens, given_positions = upload([np.zeros(len(positions), np.int64), positions], device)

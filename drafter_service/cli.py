@@ -17,13 +17,13 @@ from draftwire.server.tracing import exporting_traces
 @click.command()
 @click.option("--head", required=True, metavar="DIR|ID", help="Head: a directory, or a hub id organisation/model.")
 @click.option("--target", required=True, metavar="DIR|ID", help="Target of the head: a directory or hub id.")
-@click.option("--listen", default="127.0.0.1:50052", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option("--listen", default="127.0.0.1:50052", show_default=True, metavar="HOST:PORT", help="Port 0: any port.")
 @click.option("--max-num-seqs", default=256, show_default=True, help="Sequences open at once, over all verifiers.")
-@click.option("--max-model-len", type=int, help="Positions of a sequence. Default: what head and target allow.")
+@click.option("--max-model-len", type=int, help="Positions of a sequence. Default: the limit of head and target.")
 @click.option(
     "--kv-cache-tokens",
     type=int,
-    help="Positions of all sequences together. Default: what they may need, as far as memory allows; on a CPU at most "
+    help="Cache positions of all sequences. Default: as many as they may need and memory allows; on a CPU at most "
     "65536.",
 )
 @click.option(
@@ -51,9 +51,9 @@ from draftwire.server.tracing import exporting_traces
 @service_options
 @server_security_options
 def drafter(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
-    """Serve drafts from an EAGLE head to verifiers."""
+    """Serve drafts of a head to verifiers."""
     if is_first_process():
-        end_at_signals()  # while it starts
+        end_at_signals()  # during the start
     start_logging(log_level, log_format)
     # Loading torch takes seconds; --help does not wait for it.
     with importing():

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drafter_service.options import MAX_SPECULATIVE_TOKENS
+from drafter_service.options import MAX_SPECULATIVE_TOKENS, DrafterOptions
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.model.kv_cache import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the operator allows.
+    """Limits that the operator sets.
 
     Attributes:
         max_num_seqs: Sequences open at once, over all sessions.
         max_model_len: Rows of one sequence.
         kv_cache_tokens: Rows of all sequences together, speculative ones included.
         max_num_speculative_tokens: Drafts of one sequence in one step.
-        max_batch_rows: Rows of one forward; longer steps are computed in pieces.
+        max_batch_rows: Rows of one forward pass; longer steps are computed in several passes.
         max_sessions: Streams open at once.
     """
 
@@ -29,8 +29,19 @@ class EngineLimits:
     max_batch_rows: int = 2048
     max_sessions: int = 64
 
+    @classmethod
+    def from_options(cls, options: DrafterOptions, **chosen: int) -> EngineLimits:
+        """Return the limits of the options, with the chosen lengths."""
+        return cls(
+            max_num_seqs=options.max_num_seqs,
+            max_num_speculative_tokens=options.max_num_speculative_tokens,
+            max_batch_rows=options.max_batch_rows,
+            max_sessions=options.max_sessions,
+            **chosen,
+        )
+
     def fit(self, max_drafts: int | None) -> EngineLimits:
-        """Return the limits with no more drafts than a head makes; None is a head without a bound."""
+        """Return the limits with no more drafts than a head makes; None is a head without a limit."""
         most = self.max_num_speculative_tokens
         return self if max_drafts is None else replace(self, max_num_speculative_tokens=min(most, max_drafts))
 

@@ -43,18 +43,10 @@ def run(options: DrafterOptions) -> None:
     security.credentials(options.listen)
     if options.metrics_listen is not None:
         security.tls_context(options.metrics_listen, "metrics_listen")
-    check_ports(
-        listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen
-    )
+    check_ports(listen=options.listen, metrics_listen=options.metrics_listen, health_listen=options.health_listen)
     parse_carriers(options.carriers)
     check_rendezvous_dir(options.rendezvous_dir)
-    # Limits that are out of range on their own are refused before anything is loaded.
-    EngineLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_num_speculative_tokens=options.max_num_speculative_tokens,
-        max_batch_rows=options.max_batch_rows,
-        max_sessions=options.max_sessions,
-    )
+    EngineLimits.from_options(options)  # refuses limits out of range before anything is loaded
     device = choose_device(options.device)
     make_current(device)
     engine, dtype = _load_engine(options, device)
@@ -81,14 +73,12 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
 
 
 def head_name(name: str) -> str:
-    """Return the name of a head: the name of its directory, or its hub id."""
+    """Return the name of a head: its directory's name, or its hub id."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name
 
 
-async def _serve(
-    options: DrafterOptions, security: ServerSecurity, engine: DraftEngine, dtype: torch.dtype
-) -> None:
+async def _serve(options: DrafterOptions, security: ServerSecurity, engine: DraftEngine, dtype: torch.dtype) -> None:
     failed, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -16,7 +16,7 @@ DEFAULT_SPECULATIVE_TOKENS = int(_K_LIMITS.default)
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Options of `draftwire drafter`; None chooses a value for the head, the target and the device."""
+    """Options of `draftwire drafter`; None lets the drafter choose a value."""
 
     head: str
     target: str

@@ -1,4 +1,4 @@
-"""How sure a head is of a draft, without a look at the draft itself."""
+"""The confidence of a draft, which is independent of the drafted token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from drafter_service.heads.operations import uses_triton
 def max_probability(logits: torch.Tensor) -> torch.Tensor:
     """Return the highest probability of each row's distribution, at temperature 1.
 
-    Whether a draft is verified may depend on this: it is a function of the distribution that the draft is drawn from,
-    not of the draft (DSpark, arXiv 2607.05147, appendix A).
+    Whether a draft is verified may depend on this value: it is a function of the draft's distribution, not of the draft
+    (DSpark, arXiv 2607.05147, appendix A).
 
     Args:
         logits: [N, V_draft] of any floating-point type.
 
     Returns:
-        [N] float32 in [0, 1]; 0 where the logits are no distribution.
+        [N] float32 in [0, 1]; 0 for logits that are no distribution.
     """
     if uses_triton(logits):
         from drafter_service.draft_loop import kernels

@@ -1,4 +1,4 @@
-"""What a head drafts from in one step, on the device."""
+"""The context of one draft step, on the device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
 class LoopMemory(NamedTuple):
-    """What every step of a loop uses."""
+    """Objects that all steps of a loop share."""
 
     cache: KVCache
     sampler: DraftSampler
     draft_token_ids: torch.Tensor | None  # of the head
     row_ends: torch.Tensor  # [max_num_seqs + 1] int32, 0, 1, 2, ...
-    max_length: int  # bound of a sequence's rows
+    max_length: int  # most rows of a sequence
 
 
 class LoopContext(DraftContext):
@@ -38,7 +38,7 @@ class LoopContext(DraftContext):
         states: torch.Tensor,
         max_rows: int,
     ) -> None:
-        """`state` has been begun with `inputs`; `states` and `max_rows` are of the accepted rows."""
+        """`state` was set by `state.begin`; `states` and `max_rows` are those of the accepted rows."""
         self._memory, self._mode, self._inputs, self._state = memory, mode, inputs, state
         self.cache = memory.cache
         self.states = states
@@ -69,9 +69,7 @@ class LoopContext(DraftContext):
         batch = self._batch(block.slots, ends, block.lengths, num_rows)
         return Rows(block.tokens, block.positions, batch)
 
-    def _batch(
-        self, slots: torch.Tensor, ends: torch.Tensor, lengths: torch.Tensor, max_rows: int
-    ) -> RaggedBatch:
+    def _batch(self, slots: torch.Tensor, ends: torch.Tensor, lengths: torch.Tensor, max_rows: int) -> RaggedBatch:
         return RaggedBatch.from_tensors(
             slots, ends, lengths, self._state.block_tables, max_rows=max_rows, max_length=self._memory.max_length
         )

@@ -22,9 +22,9 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class LoopGraphs:
-    """For each mode in use, the step for every batch size and number of drafts.
+    """Graphs of the step for each mode in use, every batch size and every number of drafts.
 
-    Sequences bring up to k + 1 rows, k being the most drafts that the mode's sessions ask for.
+    A sequence has up to k + 1 rows, where k is the most drafts that the mode's sessions want.
     """
 
     def __init__(self, loop: DraftLoop, buffers: LogitsBuffers, max_num_seqs: int) -> None:
@@ -34,17 +34,17 @@ class LoopGraphs:
         self._stream = torch.cuda.Stream()
         self._most_drafts: dict[SamplingMode, int] = {}
         self._graphs: dict[LoopShape, torch.cuda.CUDAGraph] = {}
-        self._written: dict[SamplingMode, list[torch.Tensor]] = {}  # the buffers of logits that a mode's graphs fill
+        self._written: dict[SamplingMode, list[torch.Tensor]] = {}  # logits buffers that a mode's graphs write
 
     def capture(self, mode: SamplingMode, k: int, track: Track = iter) -> None:
         """Capture the steps of sessions of this mode with up to `k` drafts, unless they are captured.
 
-        `track` is given what is captured, and shows how far it has come.
+        `track` wraps the shapes to capture, and shows the progress.
         """
         if self._most_drafts.get(mode, 0) >= k:
             return
         self._drop(mode)
-        # They share their memory, which goes with the last of them. The largest first: it is enough for the others.
+        # The graphs share a pool of memory. The largest graph is captured first, so that its memory suffices for all.
         pool = torch.cuda.graph_pool_handle()
         shapes = [self._shape(mode, size, k, drafts) for size in reversed(self._sizes) for drafts in range(k, 0, -1)]
         graphs = {shape: self._captured(shape, pool) for shape in track(shapes)}
@@ -54,7 +54,7 @@ class LoopGraphs:
 
     @property
     def shapes(self) -> list[LoopShape]:
-        """The captured shapes."""
+        """Return the captured shapes."""
         return list(self._graphs)
 
     def drop_stale(self) -> None:
@@ -65,7 +65,7 @@ class LoopGraphs:
                 self._drop(mode)
 
     def shape_for(self, mode: SamplingMode, num_sequences: int, num_rows: int, num_drafts: int) -> LoopShape | None:
-        """Return the captured shape that a step fits into; None where there is none."""
+        """Return the captured shape that a step fits into; None if there is none."""
         k = self._most_drafts.get(mode, 0)
         if num_drafts > k:
             return None
@@ -82,20 +82,20 @@ class LoopGraphs:
 
     @torch.inference_mode()
     def _captured(self, shape: LoopShape, pool: Any) -> torch.cuda.CUDAGraph:
-        """Capture a step over padding, which writes only block 0."""
+        """Capture a step over padding, which writes to block 0 only."""
         self._loop.inputs.clear(shape.num_sequences, shape.num_rows)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Kernels are compiled and libraries set up outside of the capture.
+            # Compile kernels and set up libraries outside of the capture.
             self._loop.run(shape)
-            # Other threads may use the device in the meantime, and their calls must not end the capture.
+            # Other threads may use the device during the capture, and their calls must not end it.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._loop.run(shape)
             finally:
                 graph.capture_end()
-        self._stream.synchronize()  # the host's inputs are free again
+        self._stream.synchronize()  # the host may write its inputs again
         return graph
 
     def _drop(self, mode: SamplingMode) -> None:
@@ -103,9 +103,9 @@ class LoopGraphs:
             return
         self._written.pop(mode, None)
         self._graphs = {shape: graph for shape, graph in self._graphs.items() if shape.mode != mode}
-        torch.cuda.empty_cache()  # no other graph can have the memory of these
+        torch.cuda.empty_cache()  # no other graph can reuse the memory of the dropped graphs
 
 
 def make_graphs(loop: DraftLoop, buffers: LogitsBuffers, max_num_seqs: int) -> LoopGraphs | None:
-    """Return the graphs of a loop on a GPU; None on a CPU, which has none."""
+    """Return the graphs of a loop on a GPU; None on a CPU."""
     return LoopGraphs(loop, buffers, max_num_seqs) if loop.states.is_cuda else None

@@ -16,13 +16,13 @@ _ALIGNMENT = 4  # int32; kernels load vectors of 16 bytes
 class LoopInputs(NamedTuple):
     """N sequences with T rows, padding included; numpy arrays on the host, tensors on the device.
 
-    Padding has any values where nothing else is said.
+    Values of padding are arbitrary unless stated below.
     """
 
     proposal_keys: Any  # [N] int64
-    tokens: Any  # [T] int32, x_{i+1} of every row, sequence after sequence
+    tokens: Any  # [T] int32, x_{i+1} of every row, grouped by sequence
     cu_rows: Any  # [N + 1] int32, prefix sums of the sequences' rows; rows past the last sum are padding
-    first_positions: Any  # [N] int32, position of each sequence's first row here
+    first_positions: Any  # [N] int32, position of each sequence's first row in the step
     first_places: Any  # [N] int32, its place in the sequence's blocks
     slots: Any  # [N] int32, the sequence's row of the block tables; -1 for padding
     num_drafts: Any  # [N] int32, drafts wanted; 0 for padding
@@ -31,15 +31,15 @@ class LoopInputs(NamedTuple):
 
 
 def num_new_blocks(rows_each: int) -> int:
-    """Return how many blocks hold so many rows, from any place of the first one on."""
+    """Return the most blocks that `rows_each` consecutive rows of a sequence can touch."""
     return (BLOCK_SIZE - 1 + rows_each - 1) // BLOCK_SIZE + 1
 
 
 class PackedInputs:
-    """The same memory for every step; what a step uses of it depends on N and T alone, so that it can be captured."""
+    """Inputs at fixed addresses, which depend on N and T only, so that a step can be captured."""
 
     def __init__(self, max_sequences: int, max_rows: int, rows_each: int, device: torch.device) -> None:
-        """Make room for so many sequences and accepted rows; `rows_each` as of `HeadSpec.rows_of_step`."""
+        """`max_rows` is for accepted rows; `rows_each` as of `HeadSpec.rows_of_step`."""
         self.num_new_blocks = num_new_blocks(rows_each)
         size = self._layout(max_sequences, max_rows)[-1]
         is_cuda = device.type == "cuda"
@@ -48,7 +48,7 @@ class PackedInputs:
         self._views = lru_cache(self._make_views)
 
     def host(self, num_sequences: int, num_rows: int) -> LoopInputs:
-        """Return the arrays to be filled."""
+        """Return the arrays to fill."""
         return self._views(num_sequences, num_rows)[0]
 
     def device(self, num_sequences: int, num_rows: int) -> LoopInputs:
@@ -56,7 +56,7 @@ class PackedInputs:
         return self._views(num_sequences, num_rows)[1]
 
     def send(self, num_sequences: int, num_rows: int) -> None:
-        """Copy the arrays of `host`, which must not change before the copy is done."""
+        """Copy the arrays of `host` to the device; they must not change before the end of the copy."""
         if self._device is not self._host:
             size = self._layout(num_sequences, num_rows)[-1]
             self._device[:size].copy_(self._host[:size], non_blocking=True)
@@ -69,7 +69,7 @@ class PackedInputs:
         host.num_drafts[:] = 0
 
     def _layout(self, num_sequences: int, num_rows: int) -> list[int]:
-        """Return where each input begins, and the end, in int32."""
+        """Return the offset of each input, and the end, in int32 elements."""
         n = num_sequences
         ends = [0]
         for size in (2 * n, num_rows, n + 1, n, n, n, n, n, n * self.num_new_blocks):
@@ -125,7 +125,7 @@ def fill(
 
 
 def fill_rows(host: LoopInputs, counts: np.ndarray, tokens: np.ndarray) -> None:
-    """Write the rows of S sequences: `counts` [S] of each and their tokens [T]; the rest is padding."""
+    """Write the rows of S sequences: their counts [S] and tokens [T]; all other rows become padding."""
     count, num_rows = len(counts), len(tokens)
     host.tokens[:num_rows] = tokens
     np.add.accumulate(counts, out=host.cu_rows[1 : count + 1])

@@ -1,4 +1,4 @@
-"""Kernels between the passes of a draft step, one launch each; `drafter_service.draft_loop.state` says what."""
+"""Kernels between the passes of a draft step, one launch each; `drafter_service.draft_loop.state` documents them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftwire_kernels.gpu.batch import is_last
 BLOCK_SIZE = tl.constexpr(_BLOCK_SIZE)
 _TABLE_BLOCK = 256
 _RECORD_BLOCK = 64
-# Programs of a row of logits, and logits that one reads at a time: a vocabulary of 150,000 takes each ten reads.
+# Programs per row of logits, and logits per read: with 150,000 logits each program reads ten times.
 _SPLITS, _LOGITS_BLOCK = 16, 1024
 
 
@@ -63,7 +63,7 @@ def _begin_kernel(
         tl.store(state.last_rows + sequence, tl.maximum(first_row + count - 1, 0).to(tl.int64))
         tl.store(state.draw_positions + sequence, (first_position + count + 1).to(tl.int64))
 
-        # The blocks known from earlier steps, and the new ones, which the tables keep for later steps.
+        # Blocks of earlier steps, and new blocks, which are also stored in the tables for later steps.
         first_block = first_place // BLOCK_SIZE
         end = tl.where(slot >= 0, tl.minimum(first_block + NEW_BLOCKS, tables_width), 1)
         first_column = end * 0
@@ -166,7 +166,7 @@ def _max_probability_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SPLITS programs a row, each over every SPLITS-th block of its logits; the last to arrive adds them up."""
+    """Grid: SPLITS programs a row, each over every SPLITS-th block of logits; the last to arrive combines the sums."""
     split = tl.program_id(0) % SPLITS
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -176,7 +176,7 @@ def _max_probability_kernel(
         column = first + tl.arange(0, BLOCK)
         x = tl.load(logits + row * logits_stride + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
         above = tl.maximum(top, x)
-        # exp(-inf - -inf) is no number; such a place has no mass yet.
+        # exp(-inf - -inf) is NaN; such a column has no mass yet.
         total = tl.where(above == -float("inf"), 0.0, total * tl.exp(top - above) + tl.exp(x - above))
         top = above
         first += SPLITS * BLOCK

@@ -9,7 +9,7 @@ from drafter_service.draft_loop.session_terms import SessionTerms
 
 
 class LogitsBuffers:
-    """Per width one buffer [max_num_seqs, k, width]; the same memory at every step, so that it can be captured."""
+    """One buffer [max_num_seqs, k, width] per width, at a fixed address, so that steps can be captured."""
 
     def __init__(self, max_num_seqs: int, draft_vocab_size: int, device: torch.device) -> None:
         self._max_num_seqs = max_num_seqs
@@ -44,7 +44,7 @@ class LogitsBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated, bytes."""
+        """Return the allocated memory in bytes."""
         return sum(buffer.nbytes for buffer in (*self._logits.values(), *self._token_ids.values()))
 
     def of(self, mode: SamplingMode) -> list[torch.Tensor]:
@@ -53,9 +53,9 @@ class LogitsBuffers:
         return [buffer for buffer in buffers if buffer is not None]
 
     def logits(self, mode: SamplingMode) -> torch.Tensor:
-        """float32 [max_num_seqs, k, width]."""
+        """Return the logits buffer of a mode, float32 [max_num_seqs, k, width]."""
         return self._logits[mode.logits_width(self._draft_vocab_size)]
 
     def token_ids(self, mode: SamplingMode) -> torch.Tensor:
-        """int32 [max_num_seqs, k, n], target ids."""
+        """Return the buffer of target ids of a top_n mode, int32 [max_num_seqs, k, n]."""
         return self._token_ids[mode.top_n]

@@ -1,4 +1,4 @@
-"""A draft step on the device: its accepted rows enter the head's cache, and the head drafts."""
+"""A draft step on the device: accepted rows enter the head's cache, and the head drafts."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ class LoopShape(NamedTuple):
     num_sequences: int  # padding included
     num_rows: int  # padding included
     max_rows: int  # most rows of a sequence
-    num_drafts: int  # drafts of the sequence that wants most
+    num_drafts: int  # most drafts of a sequence
 
 
 class DraftLoop:
-    """Inputs and results lie at fixed addresses: `inputs` and `states` in, `drafts` and the logits' buffers out.
+    """Runs draft steps. Inputs (`inputs`, `states`) and results (`drafts`, the logits buffers) have fixed addresses.
 
     Attributes:
-        inputs: The step's sequences and rows; must not change before the step is done.
+        inputs: The step's sequences and rows; must not change before the step has ended.
         states: [rows, hidden], g of each accepted row, on the device.
-        tables: [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps have needed them, on the
-            device.
-        drafts: [max_num_seqs, k] int32, target ids of the last step's drafts, on the host once the step is done; -1
-            from a sequence's first draft on that is not wanted or had nothing to be drawn from.
-        confidences: [max_num_seqs, k] float32, of the same drafts, where the step's mode has confidences.
+        tables: [max_num_seqs, W] int32, blocks of the sequences by slot, as far as steps needed them, on the device.
+        drafts: [max_num_seqs, k] int32, target ids of the last step's drafts, on the host after the step; -1 from the
+            first draft on that is not wanted or had no distribution.
+        confidences: [max_num_seqs, k] float32 of the same drafts, if the step's mode has confidences.
     """
 
     def __init__(
@@ -71,18 +70,17 @@ class DraftLoop:
         self._state_rows = lru_cache(maxsize=4096)(lambda begin, end: self.states[begin:end])
 
     def state_rows(self, begin: int, end: int) -> torch.Tensor:
-        """Some of `states`; most steps have as many rows as one before, and to make a view takes long."""
+        """Return rows of `states`. Views are cached, because creating one takes long."""
         return self._state_rows(begin, end)
 
     def drafts_on_device(self, num_sequences: int, num_drafts: int, *, confidences: bool) -> torch.Tensor:
-        """[S, num_drafts] int32, what `drafts` will have of the step that was launched last; with `confidences`
-        [S, num_drafts, 2], the bits of each draft's behind it."""
+        """Return the drafts of the step that was launched last, [S, num_drafts] int32; with `confidences`
+        [S, num_drafts, 2], each draft and the bits of its confidence."""
         results = self._state.results[:num_sequences, :num_drafts]
         return results if confidences else results[..., 0]
 
     def keep_blocks(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Record the blocks int32 [n, >= W] of sequences int64 [n] whose rows have been computed outside of the
-        loop."""
+        """Record the blocks int32 [n, >= W] of sequences int64 [n] whose rows were computed outside of the loop."""
         self.tables[slots] = blocks[:, : self.tables.shape[1]]
 
     def run(self, shape: LoopShape) -> None:

@@ -1,4 +1,4 @@
-"""Rows without drafts after them: of prompts, of backlogs, and of late steps."""
+"""Rows without drafts after them: those of prompts, backlogs and late steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 class RowFeed:
-    """Fills the head's cache. On a GPU batches are padded to a few sizes, whose kernels `warm_up` compiles."""
+    """Fills the head's cache. On a GPU batches are padded to few sizes, whose kernels `warm_up` compiles."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RowFeed:
         *,
         is_padded: bool | None = None,
     ) -> None:
-        """`is_padded`: whether batches are padded; None pads them on a GPU alone."""
+        """`is_padded`: whether batches are padded; None pads them on a GPU only."""
         self._head = head
         self._cache = cache
         self._dtype = dtype
@@ -45,7 +45,7 @@ class RowFeed:
             self._buffers = BatchBuffers(limits.max_batch_rows, limits.max_num_seqs, blocks, device)
 
     def states(self, num_rows: int) -> Tensor:
-        """[>= num_rows, hidden]: room for the states g of so many rows, at most max_batch_rows."""
+        """Return zeros [>= num_rows, hidden] for the states g of at most max_batch_rows rows."""
         shape = (self._padded(num_rows), self._head.spec.hidden_size)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
@@ -53,9 +53,9 @@ class RowFeed:
         """Launch the computation of rows, without waiting for the device.
 
         Args:
-            tokens, positions: [T] int64: x_{i+1} and i of each row, sequence after sequence.
-            states: What `states` gave for T rows, filled.
-            sequences: Where the rows are written and what they attend to; each sequence once.
+            tokens, positions: [T] int64: x_{i+1} and i of each row, grouped by sequence.
+            states: The tensor of `states` for T rows, filled.
+            sequences: The sequences of the rows and their blocks; each sequence once.
         """
         missing = (0, len(states) - len(tokens))
         arrays = [np.pad(tokens, missing), np.pad(positions, missing)] if missing[1] else [tokens, positions]

@@ -1,4 +1,4 @@
-"""Drawing one draft token for each sequence of a mode, and keeping what is sent of the logits."""
+"""Draw one draft of each sequence, and keep the logits that are sent."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class DraftSampler:
     def draw(
         self, logits: torch.Tensor, mode: SamplingMode, offset: int, inputs: LoopInputs, state: LoopState
     ) -> torch.Tensor:
-        """Draw the drafts at place `offset` of the step from `logits` [N, V_draft].
+        """Draw the drafts at offset `offset` of the step from `logits` [N, V_draft].
 
         Returns:
-            [N] int64, ids of the draft vocabulary; -1 where the logits are no distribution.
+            [N] int64, ids of the draft vocabulary; -1 for logits that are no distribution.
         """
         if not mode.gumbel:
             temperatures = self._zeros[: len(logits)]
@@ -47,7 +47,7 @@ class DraftSampler:
         )
 
     def _keep_largest(self, logits: torch.Tensor, mode: SamplingMode, offset: int) -> torch.Tensor:
-        """Return the logits that are sent, and -inf elsewhere."""
+        """Return the logits with -inf in place of those that are not sent."""
         largest, columns = logits.topk(mode.top_n, dim=-1)
         self._buffers.logits(mode)[: len(logits), offset] = largest
         ids = columns if self._draft_token_ids is None else self._draft_token_ids[columns]

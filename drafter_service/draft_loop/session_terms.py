@@ -9,7 +9,7 @@ from drafter_service.draft_loop.sampling_mode import SamplingMode
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """Result of the handshake."""
+    """The result of the handshake."""
 
     verifier: str  # name for the logs
     mode: SamplingMode

@@ -1,6 +1,6 @@
-"""What a draft step computes on the device before, between and after the head's passes.
+"""The device's work of a draft step before, between and after the head's passes.
 
-Torch on the CPU; on CUDA one Triton kernel in front of the first pass and one behind each draft.
+On CPUs it is torch code; on CUDA it is one Triton kernel before the first pass and one after each draft.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class LoopState(NamedTuple):
     """N sequences with T rows, padding included; fixed addresses, so that a step can be captured.
 
-    The first group is for the pass over the accepted rows, the second for the next pass over one row of each sequence,
-    the third for drawing.
+    The first group of fields is for the pass over the accepted rows, the second for the next pass over one row of each
+    sequence, the third for drawing.
     """
 
     tokens: Any  # [T] int64
@@ -40,7 +40,7 @@ class LoopState(NamedTuple):
     def allocate(
         cls, max_sequences: int, max_rows: int, max_blocks: int, max_drafts: int, device: torch.device
     ) -> LoopState:
-        """Return the room for so many sequences, rows, blocks of a sequence and drafts of a sequence."""
+        """Allocate the state for steps of at most this size; `max_blocks` and `max_drafts` are per sequence."""
         n = max_sequences
 
         def wide(size: int) -> torch.Tensor:
@@ -56,37 +56,37 @@ class LoopState(NamedTuple):
 
     @property
     def drafts(self) -> torch.Tensor:
-        """[N, K] int32, target ids; -1 from a sequence's first draft on that is not wanted or had nothing to be drawn
-        from."""
+        """Return the drafts, [N, K] int32 target ids; -1 from the first draft on that is not wanted or had no
+        distribution."""
         return self.results[..., 0]
 
     @property
     def confidences(self) -> torch.Tensor:
-        """[N, K] float32, see `Drafts.confidences` in draft.proto; of modes without confidences, anything."""
+        """Return the confidences, [N, K] float32 (`Drafts.confidences` in draft.proto); undefined in other modes."""
         return self.results.view(torch.float32)[..., 1]
 
     def view(self, num_sequences: int, num_rows: int) -> LoopState:
-        """Return the first sequences and rows."""
+        """Return the state of the first sequences and rows."""
         return LoopState(*(part[:num_rows] for part in self[:3]), *(part[:num_sequences] for part in self[3:]))
 
 
 class BlockState(NamedTuple):
-    """R rows of each of N sequences, behind their accepted rows."""
+    """R rows of each of N sequences, after their accepted rows."""
 
     tokens: Any  # [N * R] int64, 0
     positions: Any  # [N * R] int64
     slots: Any  # [N * R] int64
-    lengths: Any  # [N] int32, rows in the cache, these included
+    lengths: Any  # [N] int32, rows in the cache, including these
 
 
 def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
     """Set the state for the pass over the accepted rows.
 
     Args:
-        tables: [slots, W] int32, the blocks of all sequences as far as earlier steps needed them; the new ones are
-            added.
-        state: Written: all of `lengths`, `last_rows`, `draw_positions` and of what rows have; of `block_tables` as much
-            as the step needs. Rows of padding get token and position 0 and a slot of block 0.
+        tables: [slots, W] int32, the blocks of all sequences, as far as earlier steps needed them; the step's new
+            blocks are added.
+        state: Output: all of `lengths`, `last_rows`, `draw_positions` and the fields of rows, and `block_tables` as far
+            as the step needs them. Rows of padding get token and position 0 and a slot of block 0.
     """
     if uses_triton(tables):
         from drafter_service.draft_loop import kernels
@@ -119,11 +119,11 @@ def begin(inputs: LoopInputs, tables: torch.Tensor, state: LoopState) -> None:
 
 
 def begin_block(inputs: LoopInputs, state: LoopState, num_rows: int) -> BlockState:
-    """Return `num_rows` rows of each sequence behind its accepted rows.
+    """Return `num_rows` rows of each sequence after its accepted rows.
 
     Args:
-        state: What `begin` has set. A sequence that wants drafts has room for the rows; those of a sequence that wants
-            none are padding, in block 0: nothing reads what they get.
+        state: As set by `begin`. A sequence that wants drafts has room for the rows. Rows of other sequences are
+            padding in block 0, which is never read.
     """
     columns = torch.empty(3, len(inputs.slots) * num_rows, dtype=torch.int64, device=state.lengths.device)
     block = BlockState(columns[0], columns[1], columns[2], torch.empty_like(state.lengths))
@@ -157,10 +157,10 @@ def record(
     """Record drafts, and set the state for the pass over their rows.
 
     Args:
-        columns: [N] int64, what was drawn: ids of the draft vocabulary, or -1.
-        offset: Place of these drafts within the step.
-        draft_token_ids: [V_draft] int64, target ids; None when they are the same.
-        confidences: [N] float32 of these drafts, where they are wanted.
+        columns: [N] int64, the drawn ids of the draft vocabulary, or -1.
+        offset: Offset of these drafts in the step.
+        draft_token_ids: [V_draft] int64, target ids; None if both vocabularies are the same.
+        confidences: [N] float32 of these drafts, if wanted.
     """
     if uses_triton(columns):
         from drafter_service.draft_loop import kernels
@@ -188,7 +188,7 @@ def record(
 
 
 def _slots_of(places: torch.Tensor, owner: torch.Tensor, inputs: LoopInputs) -> torch.Tensor:
-    """int64 slots of the cache of places of sequences `owner`; anything where there is no such place."""
+    """Return the cache slots (int64) of places in sequences `owner`; undefined for places without a block."""
     index = places // BLOCK_SIZE - inputs.first_places[owner] // BLOCK_SIZE
     last = inputs.new_blocks.shape[1] - 1
     return inputs.new_blocks[owner, index.clamp(0, last).long()].long() * BLOCK_SIZE + places % BLOCK_SIZE

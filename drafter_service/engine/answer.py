@@ -34,9 +34,9 @@ class Answer:
     """The contract's Drafts, one entry for each sequence that wanted drafts or failed, filled while the step runs.
 
     Attributes:
-        drafts: The message as far as known; fields that do not depend on the drafts are filled first.
+        drafts: The message so far; fields that do not depend on the drafts are filled first.
         tokens: Pieces of int32 [D], D = sum of num_drafts.
-        confidences: Pieces of float32 [D], or none where they are not sent.
+        confidences: Pieces of float32 [D]; none if they are not sent.
         logits, logits_token_ids: Pieces of float32 [D, n] and int32 [D, n], on any device.
         compute_time_s: Seconds in batches with rows of the step.
     """
@@ -76,7 +76,7 @@ class Answer:
         self.tokens.append(tokens)
 
     def begin_sending(self, sender: TensorSender, traffic: Traffic) -> None:
-        """Copy the logits to the memory that they are sent from, on the engine's stream; does not wait for the copy."""
+        """Copy the logits to memory for sending, on the engine's stream; does not wait for the copy."""
         self._outgoing = [_begin(self.logits, sender), _begin(self.logits_token_ids, sender)]
         for outgoing in self._outgoing:
             if outgoing is not None:

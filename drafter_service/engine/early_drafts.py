@@ -39,7 +39,7 @@ class PreparedBatch(NamedTuple):
 
 @dataclass(eq=False)
 class EarlyBatch:
-    """An announced step that the device computes before its Commit."""
+    """An announced step that the device computes before the Commit."""
 
     session: Session
     step: AnnouncedStep
@@ -49,7 +49,7 @@ class EarlyBatch:
     ended: float = math.inf  # monotonic time of that copy
 
     def seconds_before(self, now: float) -> float:
-        """Return the seconds of computation before a monotonic time."""
+        """Return the seconds of computation before `now`, a monotonic time."""
         return max(0.0, min(self.ended, now) - self.begun)
 
 
@@ -99,7 +99,7 @@ class EarlyDrafts:
         """Return whether the device computes the early batch."""
         return self._begun is not None and not self.is_done(self._begun)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether an early batch can begin, because its tokens have been written.
 
         Otherwise prepare the first announced step with room, once after each change. Call when no step waits, because

@@ -158,17 +158,17 @@ class DraftEngine:
         if session in self._sessions:
             self.early.announce(session, step)
 
-    def look_early(self) -> bool:
+    def poll_early(self) -> bool:
         """Return whether early drafts can begin: no step waits, and an announced step's tokens have been written.
 
         Otherwise prepare the step.
         """
-        return not self.has_work and self.early.look()
+        return not self.has_work and self.early.poll()
 
     @torch.inference_mode()
     def warm_up(self, track: Track = iter) -> None:
-        """Capture greedy steps, compile the kernels of prompts, and draft once from zeros, so that no verifier waits
-        for it.
+        """Capture greedy steps, compile the kernels of prompts, and draft once from zeros, so that no verifier has to
+        wait.
 
         `track` wraps the shapes to capture, and shows the progress.
         """
@@ -260,11 +260,7 @@ class DraftEngine:
             self._loop.keep_blocks(*upload((slots, table.blocks[slots]), self.device))
 
     def _draft(
-        self,
-        mode: SamplingMode,
-        parts: list[StepRows],
-        began: float,
-        meanwhile: Callable[[], None],
+        self, mode: SamplingMode, parts: list[StepRows], began: float, meanwhile: Callable[[], None]
     ) -> None:
         """Draft after the last rows of sequences of one mode, and add the drafts to their steps' answers."""
         found = self.early.claim(parts)
@@ -302,8 +298,7 @@ class DraftEngine:
         meanwhile()
 
     def _load(self, parts: list[StepRows], states: Callable[[int, int], torch.Tensor]) -> np.ndarray:
-        """Return the tokens int32 [T] of rows, and write their states g to rows `begin` to `end` of the loop's
-        states."""
+        """Return the tokens int32 [T] of rows, and write their states g to the rows that `states(begin, end)` gives."""
         tokens, begin = [], 0
         for part in parts:
             given_tokens, given = part.work.read(part)
@@ -327,7 +322,7 @@ def _plan(batch: Batch) -> tuple[list[StepRows], dict[SamplingMode, list[StepRow
     for session, rows in batch.rows:
         most, mode = session.terms.num_speculative_tokens + 1, session.terms.mode
         # Lists: Python finds the largest of a few numbers faster than NumPy.
-        if min(rows.num_drafts.tolist()) > 0 and max(rows.counts.tolist()) <= most:  # a step like any other
+        if min(rows.num_drafts.tolist()) > 0 and max(rows.counts.tolist()) <= most:  # the usual step
             drafting.setdefault(mode, []).append(rows)
             continue
         wants_drafts = rows.num_drafts > 0

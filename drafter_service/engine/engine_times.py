@@ -36,11 +36,11 @@ class EngineTimes:
 
     @property
     def phase(self) -> Phase:
-        """The current one."""
+        """Return the current phase."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """End the current phase and begin another, or continue the same."""
+        """Begin a phase, unless it is the current one."""
         if phase is self._phase:
             return
         with self._lock:

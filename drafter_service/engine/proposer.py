@@ -21,14 +21,14 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 class DraftRows(NamedTuple):
     """Rows of S sequences that want drafts after them; room for their speculative rows is reserved.
 
-    Their states are in the loop's.
+    Their states are in `DraftLoop.states`.
     """
 
     slots: np.ndarray  # int64 [S]
     first_rows: np.ndarray  # int64 [S], position of the first row
     counts: np.ndarray  # int64 [S], rows
     num_drafts: np.ndarray  # int64 [S], at least 1
-    tokens: np.ndarray  # int32 [T], sequence after sequence
+    tokens: np.ndarray  # int32 [T], grouped by sequence
 
 
 class Proposal(NamedTuple):
@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
     tokens: np.ndarray  # int32 [S, k] target ids; valid until the next launch
     is_draft: np.ndarray  # bool [S, k], which of the tokens are drafts: the first ones of each sequence
     logits: list[torch.Tensor]  # float32 [S, k, n] and, for top_n, their token ids int32 [S, k, n]; may be empty
-    confidences: np.ndarray | None  # float32 [S, k], valid as long as the tokens; None where they are not sent
+    confidences: np.ndarray | None  # float32 [S, k], valid as long as the tokens; None if they are not sent
 
     def select(self, chosen: slice | np.ndarray) -> Proposal:
         """Return the drafts of some of the sequences."""
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     """A step whose inputs are written, except its rows."""
 
     host: LoopInputs
-    run: Callable[[], None]  # launches it on the device
+    run: Callable[[], None]  # launches the step on the device
     mode: SamplingMode
     num_sequences: int
     num_drafts: int  # most drafts of a sequence
@@ -74,13 +74,9 @@ class Proposer:
     """Fills the loop's inputs, runs the loop and returns its drafts; one step at a time."""
 
     def __init__(
-        self,
-        loop: DraftLoop,
-        graphs: LoopGraphs | None,
-        table: SequenceTable,
-        buffers: LogitsBuffers,
+        self, loop: DraftLoop, graphs: LoopGraphs | None, table: SequenceTable, buffers: LogitsBuffers
     ) -> None:
-        """`graphs` are None where there are none, and every step is run anew."""
+        """Without `graphs`, and for shapes without a graph, a step is launched kernel by kernel."""
         self._loop = loop
         self._graphs = graphs
         self._table = table
@@ -109,7 +105,7 @@ class Proposer:
             slots, first_rows, num_drafts: As in `DraftRows`.
             num_rows, max_rows: Most rows of all sequences, and of one sequence.
         """
-        # No sequence may have room for a block: then one draft is computed that nobody wants.
+        # If no sequence has room for a block, one unwanted draft is computed.
         count, most = len(slots), max(1, *num_drafts.tolist())
         shape = None
         if self._graphs is not None:
@@ -124,8 +120,8 @@ class Proposer:
         return Prepared(host, run, mode, count, most)
 
     def start(self, prepared: Prepared, counts: np.ndarray, tokens: np.ndarray) -> Launched:
-        """Start the prepared step with its rows; counts [S] and tokens int32 [T] as in `DraftRows`.
-        Does not wait for the device. Call `finish` before the next `prepare`."""
+        """Start a prepared step with its rows, without waiting for the device; counts [S] and tokens int32 [T] as in
+        `DraftRows`. Call `finish` before the next `prepare`."""
         fill_rows(prepared.host, counts, tokens)
         prepared.run()
         count = prepared.num_sequences
@@ -141,7 +137,7 @@ class Proposer:
         """Wait for the device and return the drafts."""
         if self._loop.states.is_cuda:
             torch.cuda.current_stream().synchronize()
-        # A state with NaN has no distribution to draw from: only its own sequence's drafts end.
+        # A state with NaN gives no distribution, which ends the drafts of its sequence only.
         size = slice(launched.num_sequences), slice(launched.num_drafts)
         tokens = self._drafts[size]
         confidences = self._confidences[size] if launched.mode.confidences else None

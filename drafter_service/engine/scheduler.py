@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Batch:
-    """Rows to compute, and the steps that end with these rows. A sequence may have rows of several steps, in order."""
+    """Rows to compute, and the steps that these rows complete. A sequence may have rows of several steps, in order."""
 
     rows: list[tuple[Session, StepRows]] = field(default_factory=list)
     finished: list[tuple[Session, StepWork]] = field(default_factory=list)
@@ -47,8 +47,8 @@ class Scheduler:
     def next_batch(self, sessions: Sequence[Session]) -> Batch:
         """Return the next batch: max_batch_rows shared evenly; sessions with more waiting rows share the unused rows.
 
-        So drafts never wait for another session's prefill, and no prefill starves. Compute the batch and call
-        `end_batch` before the next call.
+        So drafts never wait for another session's prefill, and no prefill starves. Call `end_batch` after the batch was
+        computed, before the next call.
         """
         batch = Batch()
         waiting = [session for session in sessions if session.waiting_steps]
@@ -59,7 +59,7 @@ class Scheduler:
         return batch
 
     def end_batch(self) -> None:
-        """Free slots and blocks that only the computed batch used."""
+        """Free the slots and blocks that only the computed batch used."""
         for slot in self._dropped:
             self._table.close(slot)
         self._dropped.clear()
@@ -107,8 +107,8 @@ class Scheduler:
         return bool(slots) and bool(self._is_busy[slots].any())
 
     def _claim(self, session: Session, sessions: Sequence[Session], step: Step) -> bool:
-        """Make room for a step at the cost of sessions that hold more, and return whether the room is free only after
-        this batch.
+        """Make room for a step by evictions from sessions that hold more, and return whether the room is free only
+        after this batch.
 
         An evicted sequence is answered as unknown at its next rows, and its verifier opens it again.
         """
@@ -135,8 +135,8 @@ class Scheduler:
         return evicted_busy
 
     def _num_missing_blocks(self, session: Session, step: Step) -> int:
-        """Return the number of blocks that a step's rows need beyond their sequences' blocks; 0 if enough are free in
-        any case."""
+        """Return the number of blocks that a step's rows need beyond their sequences' blocks; 0 if certainly enough
+        blocks are free."""
         if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= self._table.num_free_blocks:
             return 0
         known = (session.slots.get(sequence_id) for sequence_id in step.sequence_ids)
@@ -160,7 +160,7 @@ class Scheduler:
         return is_busy
 
     def _drop_superseded(self, session: Session, parts: list[StepRows]) -> None:
-        """Drop the drafts of older steps: draft only after a sequence's newest rows."""
+        """Drop the drafts of older steps, so that drafts follow only a sequence's newest rows."""
         named = [
             sequence_id for work in session.waiting_steps if not work.is_admitted for sequence_id in _named(work.step)
         ]

@@ -1,4 +1,4 @@
-"""State of every open sequence, as a structure of arrays, so that a batch needs no loop over sequences."""
+"""State of all open sequences as a structure of arrays, so that a batch needs no loop over sequences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SequenceTable:
 
     Attributes:
         first_row: [max_num_seqs] int64, position of the first row.
-        next_row: [max_num_seqs + 1] int64, position after the last accepted row: the number of accepted rows counted
-            from position 0. The last entry is -1, which no row follows: slot -1 stands for an unknown sequence.
+        next_row: [max_num_seqs + 1] int64, position after the last accepted row. The last entry is -1, which no first
+            row equals: slot -1 is an unknown sequence.
         temperature, proposal_key: [max_num_seqs] float32 and int64.
-        end_row: [max_num_seqs] int64, position past the last one that a sequence's blocks and context hold.
+        end_row: [max_num_seqs] int64, end of the positions for which a sequence's blocks and context have room.
         blocks: [max_num_seqs, W] int32, ids of each sequence's blocks; 0 beyond its `num_blocks`. W is enough for a
             step's new blocks (`loop_inputs.num_new_blocks`) to be read from any block of the longest sequence on.
     """
@@ -82,18 +82,16 @@ class SequenceTable:
         return self.blocks[slot, : self.num_blocks[slot]]
 
     def num_missing_blocks(self, slot: int, num_rows: int) -> int:
-        """Return the blocks that a sequence needs for `num_rows` rows after its accepted ones, beside those that it
-        has."""
+        """Return how many more blocks a sequence needs for `num_rows` rows after its accepted rows."""
         end = self.next_row.item(slot) + num_rows
         return max(0, blocks_for(end - self.first_row.item(slot)) - self.num_blocks.item(slot))
 
     def has_room(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return whether each sequence's blocks and context hold rows up to the position `ends`, exclusive; [n]
-        bool."""
+        """Return whether each sequence has room for rows before the position `ends`; [n] bool."""
         return ends <= self.end_row[slots]
 
     def reserve(self, slot: int, num_rows: int) -> bool:
-        """Make room for `num_rows` rows after a sequence's accepted ones, if the context and the pool have it."""
+        """Reserve room for `num_rows` rows after a sequence's accepted rows; return False without enough room."""
         if self.next_row.item(slot) + num_rows > self._max_model_len:
             return False
         missing = self.num_missing_blocks(slot, num_rows)
@@ -111,11 +109,11 @@ class SequenceTable:
     def reserve_drafts(
         self, slots: np.ndarray, num_drafts: np.ndarray, rows_before: np.ndarray | int = 0
     ) -> np.ndarray:
-        """Make room for the rows that up to `num_drafts` drafts write; return for how many there is room, int64 [n].
+        """Reserve room for the rows of up to `num_drafts` drafts; return the number of drafts with room, int64 [n].
 
         Args:
-            num_drafts: Int64 [n], at least 1 each.
-            rows_before: Rows that come between a sequence's accepted ones and those of its drafts.
+            num_drafts: int64 [n], at least 1 each.
+            rows_before: Rows between a sequence's accepted rows and those of its drafts.
         """
         behind = rows_before + self._rows_behind(num_drafts)
         has_room = self.has_room(slots, self.next_row[slots] + behind)
@@ -125,17 +123,17 @@ class SequenceTable:
         left = self.end_row[slots] - self.next_row[slots] - rows_before
         if self._block_rows:
             return np.where(left >= self._block_rows, num_drafts, 0)
-        # A sequence's first draft needs no row of its own: its last accepted row predicts it.
+        # The first draft needs no row: the last accepted row predicts it.
         return np.minimum(num_drafts, left + 1)
 
     def reserve_next_step(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
-        """Make room for a next step that accepts and wants as many drafts; see `reserve_ahead`."""
+        """Reserve room for a next step that accepts and wants as many drafts; see `reserve_ahead`."""
         self.reserve_ahead(slots, num_drafts + 1 + self._rows_behind(num_drafts))
 
     def has_draft_room(self, slots: np.ndarray, first_rows: np.ndarray, counts: np.ndarray, num_drafts: int) -> bool:
-        """Return whether all sequences have, or can get, room for accepted rows from `first_rows` on and their drafts.
+        """Return whether all sequences have room for accepted rows from `first_rows` on and for their drafts.
 
-        Rows that may not come take no blocks that other sequences need.
+        Missing blocks are reserved as by `reserve_ahead`.
         """
         num_rows = counts + self._rows_behind(np.full(len(slots), num_drafts))
         self.reserve_ahead(slots, num_rows)
@@ -146,9 +144,9 @@ class SequenceTable:
         return np.full(len(num_drafts), self._block_rows) if self._block_rows else num_drafts - 1
 
     def reserve_ahead(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
-        """Make room for so many rows after the sequences' accepted ones; one block for each open sequence stays free.
+        """Reserve room for `num_rows` rows after the sequences' accepted rows; one block per open sequence stays free.
 
-        A step for which there is room is taken with no look at each of its sequences.
+        The scheduler takes a step with room without a loop over its sequences.
         """
         end_rows = self.end_row[slots]
         lacks = (self.next_row[slots] + num_rows > end_rows) & (end_rows < self._max_model_len)
@@ -156,7 +154,7 @@ class SequenceTable:
             self._extend(slots[lacks], num_rows[lacks], spare=self.num_open)
 
     def _extend(self, slots: np.ndarray, num_rows: np.ndarray, spare: int = 0) -> None:
-        """Give sequences the blocks for so many rows after their accepted ones, in order; `spare` blocks stay free."""
+        """Give sequences blocks for `num_rows` rows after their accepted rows, in order; `spare` blocks stay free."""
         first_rows, held = self.first_row[slots], self.num_blocks[slots]
         ends = np.minimum(self.next_row[slots] + num_rows, self._max_model_len)
         missing = -(-(ends - first_rows) // BLOCK_SIZE) - held

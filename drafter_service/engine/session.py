@@ -22,4 +22,4 @@ class Session:
     waiting_rows: int = 0
     # Early batches that may begin: one for each arrived step. Negative after a dropped early batch.
     steps_ahead: int = 0
-    has_claimed: bool = False  # room that other sessions gave up is free in the next batch
+    has_claimed: bool = False  # room of evicted sequences is free in the next batch

@@ -84,12 +84,12 @@ class Step(NamedTuple):
     first_rows: np.ndarray  # int64 [S]
     num_rows: np.ndarray  # int64 [S]
     num_drafts: np.ndarray  # int64 [S]
-    tokens: np.ndarray  # int32 [T], x_{i+1} of every row, sequence after sequence
-    features: Incoming  # [T, width], g_i of every row, which the engine reads and finishes; of a Commit see `rows`
+    tokens: np.ndarray  # int32 [T], x_{i+1} of every row, grouped by sequence
+    features: Incoming  # [T, width], g_i of every row, which the engine reads and finishes; for a Commit see `rows`
     is_fused: bool = False  # the features are the head's states
     announced: AnnouncedStep | None = None  # the committed announced step
     places: np.ndarray | None = None  # int64 [S], of the sequences among the announced ones
-    rows: np.ndarray | None = None  # int64 [T], of the step's rows in the features; None where they are those
+    rows: np.ndarray | None = None  # int64 [T], the step's rows in the features; None for all
 
     def features_at(self, places: slice | np.ndarray) -> torch.Tensor:
         """Return the features of rows at some places of the step's tokens."""

@@ -16,7 +16,7 @@ from draftwire.v1 import draft_pb2 as pb
 
 @dataclass(eq=False)
 class StepRows:
-    """Rows of a step in one batch: int64 [n] each, one entry for each sequence."""
+    """Rows of a step in one batch; arrays are int64 [n], one entry for each sequence."""
 
     work: StepWork
     indices: np.ndarray  # of the sequence in the step
@@ -36,23 +36,23 @@ class StepRows:
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Ids of the sequences."""
+        """Return the ids of the sequences."""
         ids = self.work.step.sequence_ids
         return [ids[index] for index in self.indices.tolist()]
 
     @property
     def committed_lengths(self) -> np.ndarray:
-        """Committed length of each sequence, counted up to its last row here."""
+        """Return the committed length of each sequence up to its last row in the batch."""
         return self.first_rows + self.counts + 1
 
     @property
     def last_tokens(self) -> np.ndarray:
-        """Token of each last row."""
+        """Return the token of each last row."""
         return self.work.tokens[self.ends - 1]
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [num_rows], those of the rows."""
+        """Return the tokens of the rows, int32 [num_rows]."""
         return self.work.tokens if self.num_rows == len(self.work.tokens) else self.work.tokens[self.places()]
 
     def places(self) -> slice | np.ndarray:
@@ -63,7 +63,7 @@ class StepRows:
         return np.repeat(self.ends - self.counts.cumsum(), self.counts) + np.arange(self.num_rows)
 
     def announce(self) -> None:
-        """Answer the sequences without their drafts, which `Answer.add_drafts` must add."""
+        """Add the sequences to the answer; `Answer.add_drafts` must add their drafts."""
         self.work.answer.add_sequences(self.sequence_ids, self.committed_lengths, self.last_tokens)
 
     def withdraw(self, chosen: np.ndarray) -> None:
@@ -118,7 +118,7 @@ class StepWork:
 
     @cached_property
     def answer(self) -> Answer:
-        """Return the finished answer."""
+        """Return the answer of the step."""
         return Answer(self.step.step_id)
 
     def read(self, rows: StepRows) -> tuple[np.ndarray, torch.Tensor]:

@@ -35,7 +35,7 @@ MAX_BLOCK_SIZE = 32
 _FLAT = ("Qwen3DSparkModel",)
 _NESTED = ("DFlashDraftModel", "DSparkDraftModel")
 _SPECULATORS = {"DFlashSpeculator": "dflash", "DSparkSpeculator": "dspark"}
-# Of the library's configurations, for keys that are not there.
+# The library's defaults for missing keys.
 _SPECULATORS_DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 8},
     "dspark": {
@@ -58,19 +58,21 @@ _REFUSED = {
     "kv_lora_rank": None,  # latent attention
     "hidden_act": "silu",
 }
+
+
 @dataclass(frozen=True)
 class BlockConfig:
-    """A block head's arithmetic, whatever its layout.
+    """A block head's arithmetic, in any layout.
 
     Attributes:
-        spans: What each layer sees.
+        spans: The rows that each layer sees.
         block_size: Query slots of a block, the anchor's included.
-        samples_anchor: Whether slot i predicts the token behind it, so that the anchor predicts the first draft; else
-            slot i predicts the token at its own place, and the anchor predicts none.
-        mask_token_id: Token of the slots behind the anchor; None leaves them to a mask embedding of the checkpoint.
-        markov_rank, markov_type: Of the Markov head; rank 0 for none.
+        samples_anchor: Whether slot i predicts the token at i + 1, so that the anchor predicts the first draft. Else
+            slot i predicts the token at i, and the anchor predicts none.
+        mask_token_id: Token of the slots after the anchor; None if the checkpoint has a mask embedding.
+        markov_rank, markov_type: Rank and type of the Markov head; rank 0 for none.
         has_confidence, confidence_with_markov: Whether there is a confidence head, and whether it reads the Markov
-            embedding of the token before.
+            embedding of the previous token.
     """
 
     spec: HeadSpec
@@ -87,7 +89,7 @@ class BlockConfig:
 
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:
-    """Return whether a head's raw configuration is of this family."""
+    """Return whether a raw configuration is that of a DFlash or DSpark head."""
     names = architectures(raw)
     known = (*_FLAT, *_NESTED, *_SPECULATORS, "DominoDraftModel", "Gemma4DSparkModel")
     return (
@@ -174,7 +176,7 @@ def _layout(raw: Mapping[str, Any], where: str) -> Literal["flat", "nested", "sp
 
 
 def _is_dspark(raw: Mapping[str, Any], kind: str) -> bool:
-    """Return whether the anchor predicts the first draft where the configuration does not say."""
+    """Return whether the anchor predicts the first draft by default."""
     if kind == "speculators":
         return raw.get("speculators_model_type") == "dspark" or "DSparkSpeculator" in architectures(raw)
     nested = raw.get("dflash_config") or {}
@@ -212,7 +214,7 @@ def _speculators_spans(head: Reader, layer: Reader) -> tuple[Span, ...]:
     layer.get("sliding_window")
     if not layer.flag("use_sliding_window") and "sliding_attention" in kinds:
         raise CheckpointError(f"{layer.where}: use_sliding_window = False, but layer_types = {kinds!r}")
-    # The context of a block is the window's size of rows before the anchor, and the anchor is in the window too.
+    # A window has `sliding_window` rows before the anchor, and the anchor.
     return tuple(
         Span(layer.integer("sliding_window") + 1, causal, anchored=True)
         if kind == "sliding_attention"
@@ -224,7 +226,7 @@ def _speculators_spans(head: Reader, layer: Reader) -> tuple[Span, ...]:
 def _spec(
     head: Reader, layer: Reader, layer_config: LayerConfig, rope: RopeConfig, target: Reader, kind: str
 ) -> dict[str, Any]:
-    """Return what the head's shapes have to do with the target's."""
+    """Return the fields of `HeadSpec` that depend on both head and target."""
     num_layers, vocab_size = target.integer("num_hidden_layers"), layer.integer("vocab_size")
     made_for = head.integer("num_target_layers", num_layers)
     if made_for != num_layers:
@@ -251,10 +253,10 @@ def _spec(
 
 
 def _feature_layers(head: Reader, layer: Reader, num_layers: int, kind: str) -> tuple[int, ...]:
-    """Return the layers whose entering state is taken.
+    """Return the layers whose input states are the features.
 
-    `target_layer_ids` name a layer whose leaving state is taken, -1 the embedding. The state that leaves the last layer
-    is refused: some trainers take it before the final norm, others behind it.
+    `target_layer_ids` name layers by their output states, -1 the embedding. The output of the last layer is refused,
+    because some trainers take it before the final norm and others after it.
     """
     if kind == "speculators":
         ids = head.layers("aux_hidden_state_layer_ids", 0, num_layers - 1)

@@ -11,10 +11,10 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
 class ChainHead(Head):
-    """A head whose row takes a token and the state before it, and gives the next token's logits and the next state.
+    """A head whose rows map a token and the state before it to the next token's logits and the next state.
 
-    Row i of a sequence takes the token at position i + 1 and the state g at position i, at rotary position i; its
-    logits predict the token at position i + 2. The row of a draft takes the head's own state of the row before.
+    Row i of a sequence takes the token at position i + 1 and the state g at position i, at rotary position i. Its
+    logits predict the token at position i + 2. The row of a draft takes the head's state of the previous row.
     """
 
     @abstractmethod
@@ -29,7 +29,7 @@ class ChainHead(Head):
             positions: [T] int64, rotary positions.
 
         Returns:
-            [T, hidden], the state that `logits` takes and that the next draft row takes as its g.
+            [T, hidden], the input of `logits`, and g of the next draft row.
         """
 
     @abstractmethod

@@ -12,13 +12,11 @@ from draftwire.model.checkpoints import read_config
 from draftwire.model.quantised import refuse_quantised_config
 
 
-def read_head_config(
-    head_dir: Path, target_dir: Path, tensor_names: Collection[str] = ()
-) -> EagleConfig | BlockConfig:
+def read_head_config(head_dir: Path, target_dir: Path, tensor_names: Collection[str] = ()) -> EagleConfig | BlockConfig:
     """Read and check config.json of a head.
 
     Args:
-        tensor_names: Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the
+        tensor_names: Canonical names of the checkpoint's tensors, which distinguish EAGLE-3 from EAGLE-1 if the
             configuration does not.
 
     Raises:

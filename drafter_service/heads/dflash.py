@@ -1,4 +1,4 @@
-"""DFlash and DSpark: a block of drafts in one pass over mask tokens that see the target's features and each other."""
+"""DFlash and DSpark: a block of drafts in one pass over mask tokens, which see the target's features and each other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch
 
 
 class DFlashHead(Head):
-    """A DFlash head (arXiv 2602.06036), or a DSpark head (arXiv 2607.05147) with what `markov` adds.
+    """A DFlash head (arXiv 2602.06036), or a DSpark head (arXiv 2607.05147) with the parts in `markov`.
 
-    The keys and values of row i are made of g_i alone, by each layer's own projections: no token, no attention. A
-    block has `block_size` query slots from position n on: the anchor x_n, then mask tokens. They see the rows 0 to
-    n - 1 and, where `Span` says so, each other.
+    The keys and values of row i are projections of g_i only; no token and no attention enters them. A block has
+    `block_size` query slots from position n on: the anchor x_n, then mask tokens. The slots see rows 0 to n - 1 and, as
+    `Span` says, each other.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DFlashHead(Head):
         self.draft_token_ids = source.draft_vocabulary(spec.draft_vocab_size, spec.target_vocab_size)
         self._markov = MarkovHead(config, source) if config.markov_rank else None
         self._confidence = ConfidenceHead(config, source) if config.has_confidence else None
-        # The context's keys and values of all layers are one product.
+        # One product gives the context's keys and values of all layers.
         queries = config.layer.num_heads * config.layer.head_dim
         projections = [layer.attention.qkv for layer in self._layers]
         self._kv_weight = torch.cat([projection.weight[queries:] for projection in projections])
@@ -55,7 +55,7 @@ class DFlashHead(Head):
         self._kv_bias = torch.cat(biases) if biases else None
 
     def _take_mask(self, source: TensorSource) -> torch.Tensor:
-        """[hidden], the embedding of a mask token: the checkpoint's own, else that of the token."""
+        """Return the embedding of a mask token, [hidden]: the checkpoint's mask embedding, else that of the token."""
         own = source.mask_embedding(self.spec.hidden_size)
         if own is not None:
             return own
@@ -95,7 +95,7 @@ class DFlashHead(Head):
             positions: [N * block_size] int64, rotary positions of the slots.
 
         Returns:
-            [N, block_size, hidden], behind the final norm.
+            [N, block_size, hidden], after the final norm.
         """
         size = self._config.block_size
         slots = self._mask.repeat(len(anchors), size, 1)
@@ -106,7 +106,7 @@ class DFlashHead(Head):
         return rms_norm(hidden, self._norm.weight, self._norm.eps).unflatten(0, (-1, size))
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[num_drafts, N, hidden] -> [num_drafts, N, V_draft], as one product.
+        """Return the logits of states as one product, [num_drafts, N, hidden] -> [num_drafts, N, V_draft].
 
         The product has a multiple of 8 rows: for 7 rows of 151936 logits cuBLAS takes 2.0 ms on an H200.
         """
@@ -115,7 +115,7 @@ class DFlashHead(Head):
         return logits[: len(flat)].unflatten(0, states.shape[:2])
 
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """See `Head.draft`: the block has all its slots, however many drafts are drawn."""
+        """See `Head.draft`. The block always has all slots, even if fewer drafts are drawn."""
         self.enter(context.rows, context.states, context.cache)
         anchors = context.rows.tokens[context.last_rows]
         block = context.block(self._config.block_size)
@@ -126,7 +126,7 @@ class DFlashHead(Head):
         token, latent_state = anchors, None
         if self._markov is not None:
             latent_state = self._markov.start(len(anchors))
-            if first:  # the recurrent state passes the anchor's slot too, which predicts nothing
+            if first:  # the recurrent state also passes the anchor's slot, which predicts nothing
                 latent_state = self._markov.step(self._markov.embed(anchors), hidden[0], latent_state)[1]
         for offset in range(num_drafts):
             own, embedded = logits[offset], None

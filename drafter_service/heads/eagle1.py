@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: the state is the target's last one, joined with the embedding before the first layer."""
+"""EAGLE-1 and EAGLE-2: the state is the target's last, joined with the embedding before the first layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch
 class Eagle1Head(ChainHead):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858).
 
-    The first layer has no input norm and there is no final norm: the head predicts the target's normed state, so the
-    target's lm_head reads it as it is.
+    The first layer has no input norm and there is no final norm: the head predicts the target's normed state, which the
+    target's lm_head reads directly.
     """
 
     def __init__(

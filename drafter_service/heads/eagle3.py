@@ -18,7 +18,7 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch
 class Eagle3Head(ChainHead):
     """An EAGLE-3 head (arXiv 2503.01840), with the options of `EagleConfig`.
 
-    The state that a pass returns has not gone through the final norm, and skips `fuse` in the next pass.
+    A pass returns the state before the final norm. That state skips `fuse` in the next pass.
     """
 
     def __init__(

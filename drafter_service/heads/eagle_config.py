@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE head, from any published layout and checked against its target.
+"""The configuration of an EAGLE head, from any published layout, checked against its target.
 
 Sources: SafeAILab/EAGLE (model/cnets.py, model/cnets1.py, model/ea_model.py), vLLM (models/llama_eagle3.py) for the
 keys of `eagle_config`, and the library `speculators` (models/eagle3/config.py, models/eagle.py).
@@ -47,15 +47,15 @@ MAX_PARALLEL_DRAFTS = 16
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """An EAGLE head's arithmetic, whatever its layout.
+    """An EAGLE head's arithmetic, in any layout.
 
     Attributes:
         windows: Size of each layer's sliding window, None for full attention.
-        fc_bias: None when the configuration does not say, which leaves it to the checkpoint.
+        fc_bias: Whether the first projection has a bias; None if only the checkpoint says.
         norm_before_residual: EAGLE-3: the first layer's residual is the normed g.
         norm_before_fc, fc_norm: EAGLE-3: one norm over all features, or one for each feature layer.
         norm_output: EAGLE-3.1: the next g is the output of the final norm.
-        mask_token_id: P-EAGLE: the token of a row whose own is not known yet.
+        mask_token_id: P-EAGLE: the token of rows whose token is unknown.
     """
 
     spec: HeadSpec
@@ -78,7 +78,7 @@ def read_eagle_config(
     Args:
         raw, where: config.json of the head, and its name in errors.
         target: Configuration of the target.
-        tensor_names: Canonical names of the checkpoint's tensors; they tell EAGLE-3 from EAGLE-1 where the
+        tensor_names: Canonical names of the checkpoint's tensors, which distinguish EAGLE-3 from EAGLE-1 if the
             configuration does not.
 
     Raises:
@@ -91,7 +91,7 @@ def read_eagle_config(
     if kind is not None:
         values = speculators_layer_values(raw, "llama" if kind == "eagle" else "qwen3", where)  # the library's defaults
         is_qwen3 = values["model_type"] == "qwen3"
-        # EagleSpeculator has one layer, whatever the configuration, often the target's own, says
+        # EagleSpeculator has one layer, although the configuration, often a copy of the target's, may say more.
         one_layer = {"num_hidden_layers": 1, "layer_types": None} if kind == "eagle" else {}
         layer = Reader(values | one_layer, where)
     for key, allowed in _REFUSED.items():
@@ -120,9 +120,9 @@ def read_eagle_config(
 
 
 def _warn_of_unknown_keys(head: Reader, layer: Reader, *, is_one: bool) -> None:
-    """Log the keys that nothing has been made of; `is_one`: both readers are of the same configuration.
+    """Log the keys that were not read; with `is_one` both readers have the same configuration.
 
-    Configurations of EAGLE heads are often copies of their target's, so such keys are no error.
+    Configurations of EAGLE heads are often copies of their target's, so unknown keys are no error.
     """
     unknown = set(head.unknown())
     unknown = unknown & set(layer.unknown()) if is_one else unknown | set(layer.unknown())
@@ -131,7 +131,7 @@ def _warn_of_unknown_keys(head: Reader, layer: Reader, *, is_one: bool) -> None:
 
 
 def _speculators_kind(raw: Mapping[str, Any], where: str) -> Method | None:
-    """Return what a head in the layout of speculators is; None for the published layouts."""
+    """Return the method of a head in the layout of speculators; None for other layouts."""
     kind = raw.get("speculators_model_type")
     if kind is None and "transformer_layer_config" in raw:
         kind = next((_SPECULATORS_KINDS[name] for name in architectures(raw) if name in _SPECULATORS_KINDS), "unknown")
@@ -144,7 +144,7 @@ def _speculators_kind(raw: Mapping[str, Any], where: str) -> Method | None:
 
 
 def _published_method(head: Reader, tensor_names: Collection[str]) -> Method:
-    """EAGLE-3 or EAGLE-1/2; SafeAILab's configurations do not say, but only EAGLE-3 has these keys and tensors."""
+    """Return the method. SafeAILab's configurations do not name it, but only EAGLE-3 has certain keys and tensors."""
     names = " ".join(architectures(head.values)).lower()
     if "peagle" in names or head.flag("parallel_drafting"):
         return "peagle"
@@ -195,7 +195,7 @@ def _spec(
 
 
 def _feature_layers(head: Reader, num_layers: int) -> tuple[int, ...]:
-    """Return the ids as vLLM counts them: L is the state that enters layer L, features always in ascending order."""
+    """Return ascending layer ids as in vLLM: L is the input state of layer L."""
     if not head.flag("use_aux_hidden_state", True):
         raise CheckpointError(f"{head.where}: use_aux_hidden_state = False is not supported; must be true or absent")
     ids = head.get("eagle_aux_hidden_state_layer_ids")

@@ -1,6 +1,6 @@
-"""The small operations of a head's layer, one launch each: `drafter_service.heads.operations` says what they compute.
+"""The small operations of a head's layer, one launch each; `drafter_service.heads.operations` documents them.
 
-Sums are float32; values are rounded to the tensors' type where the torch reference rounds them.
+Sums are float32; values are rounded to the tensors' dtype where the torch reference rounds them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _norm_kernel(x, x_stride, added, added_stride, total, weight, out, size, eps
 def _first_input_kernel(
     tokens, embedding, embedding_weight, g, g_stride, g_weight, out, size, eps_embedding, eps_g, BLOCK: tl.constexpr
 ):
-    """Two programs a row: the embedding's half and the state's."""
+    """Grid: two programs a row, for the embedding's half and the state's half."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer over ragged rows. Projections of one input are merged into one product."""
+"""Parts of a decoder layer over ragged rows. Projections with the same input are one product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class Span:
-    """What the rows of a layer see; as of `draftwire_kernels.paged_attention`."""
+    """The rows that a row of a layer sees; arguments of `draftwire_kernels.paged_attention`."""
 
     window: int | None = None
     causal: bool = True
@@ -50,10 +50,10 @@ class RMSNorm:
 
 
 class Linear:
-    """A projection, its parts stacked along the output: x @ cat(weights).T + cat(biases).
+    """A projection whose parts are stacked along the output: x @ cat(weights).T + cat(biases).
 
     Attributes:
-        weight, bias: [out, in] and [out], or None.
+        weight, bias: [out, in], and [out] or None.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Attention:
 
     Attributes:
         qkv: The projection of queries, keys and values.
-        qk_norms: Weights of the norms of queries and keys, [D] each, and their eps; None where there are none.
+        qk_norms: Weights [D] of the norms of queries and keys, and their epsilon; None without norms.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """Attention and MLP with their residuals; what attention reads is the caller's choice.
+    """Attention and MLP with their residuals. The caller norms the input of attention.
 
     Attributes:
         attention: The layer's attention.
@@ -154,14 +154,9 @@ class DecoderLayer:
         self._mlp = GatedMLP(source, f"{prefix}.mlp", config)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        cache: KVCache,
-        batch: RaggedBatch,
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """[T, in_features] normed input of attention and [T, hidden] residual -> [T, hidden]."""
+        """Return [T, hidden] of the normed input `x` [T, in_features] and `residual` [T, hidden]."""
         attended = self.attention(x, positions, cache, batch)
         hidden, normed = add_rms_norm(residual, attended, self._mlp_norm.weight, self._mlp_norm.eps)
         return hidden + self._mlp(normed)

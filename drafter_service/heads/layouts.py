@@ -1,7 +1,7 @@
-"""Tensor names of the published layouts, brought to one set of names.
+"""Canonical tensor names for all published layouts.
 
-The names used here are those of the `speculators` EAGLE-3 layout: `layers.<i>.*`, `fc`, `input_norm`, `fc_norm.<i>`,
-`norm`, `embed_tokens`, `lm_head`, `d2t`. Elsewhere:
+The canonical names are those of the `speculators` EAGLE-3 layout: `layers.<i>.*`, `fc`, `input_norm`, `fc_norm.<i>`,
+`norm`, `embed_tokens`, `lm_head`, `d2t`. Other layouts:
 
 - EAGLE-3 of SafeAILab writes its one layer as `midlayer.*`; vLLM reads `layers.0.*` as well, and a prefix `model.`.
 - EAGLE-1/2 of SafeAILab writes `layers.<i>.*`.
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from draftwire.contract.errors import CheckpointError
 
-# Not the head's own: frequencies come from the config, t2d restates d2t, and speculators may keep its training targets.
+# Not read: frequencies come from the config, t2d repeats d2t, and speculators may store tensors of the training.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_norm\.weight|verifier_lm_head\.weight")
 _REPLACED = (
     (re.compile(r"^model\."), ""),
@@ -27,17 +27,17 @@ _REPLACED = (
 
 
 def canonical_name(name: str) -> str | None:
-    """Return the name used here for a checkpoint's tensor; None for one that is not read."""
+    """Return the canonical name of a checkpoint's tensor; None for a tensor that is not read."""
     for pattern, replacement in _REPLACED:
         name = pattern.sub(replacement, name)
     return None if _IGNORED.fullmatch(name) else name
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint's own name of each tensor, by the name used here.
+    """Return the checkpoint's name of each tensor by its canonical name.
 
     Raises:
-        CheckpointError: If two tensors have the same place.
+        CheckpointError: If two tensors have the same canonical name.
     """
     originals: dict[str, str] = {}
     for original in names:

@@ -1,4 +1,4 @@
-"""From a head's directory to a head."""
+"""Load a head from its directory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,16 @@ _EAGLE: dict[str, type[Eagle1Head | Eagle3Head]] = {"eagle": Eagle1Head, "eagle3
 
 
 def load_head(
-    head_dir: Path,
-    target_dir: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    dummy: bool = False,
-    seed: int = 0,
+    head_dir: Path, target_dir: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool = False, seed: int = 0
 ) -> Head:
     """Load an EAGLE-1/2/3, P-EAGLE, DFlash or DSpark head in a published layout or in that of `speculators`.
 
     Args:
         head_dir: Directory with config.json and the weights, safetensors or .bin.
         target_dir: Directory of the target, for its shapes and for the embedding or lm_head that the head shares.
-        dtype, device: Of the weights and the states.
-        dummy: Random weights of the shapes in both config.json, which are all that is read.
-        seed: Of the random weights.
+        dtype, device: Dtype and device of the weights and the states.
+        dummy: Use random weights; only the two config.json are read.
+        seed: Seed of the random weights.
 
     Raises:
         CheckpointError: If the head is damaged, incomplete or not of a kind that is supported.
@@ -76,11 +70,7 @@ def load_head(
 
 
 def _make(
-    config: EagleConfig | BlockConfig,
-    source: TensorSource,
-    identity: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EagleConfig | BlockConfig, source: TensorSource, identity: str, dtype: torch.dtype, device: torch.device
 ) -> Head:
     if isinstance(config, BlockConfig):
         return DFlashHead(config, source, identity, dtype, device)

@@ -1,4 +1,4 @@
-"""What DSpark adds to a block: a bias of each slot's logits by the token before it, and a confidence of each slot.
+"""DSpark's additions to a block: a bias of each slot's logits by the previous token, and a confidence of each slot.
 
 Source: deepseek-ai/DeepSpec (deepspec/modeling/dspark/markov_head.py, common.py), arXiv 2607.05147.
 """
@@ -16,9 +16,9 @@ _PREFIX = "markov_head"
 
 
 class MarkovHead:
-    """Logits of a slot += W2 f(W1[token before]), of rank r; drawn left to right.
+    """Adds W2 f(W1[previous token]), of rank r, to the logits of a slot. Slots are drawn from left to right.
 
-    f is the identity ("vanilla"), a gate made of the slot's state ("gated"), or a recurrent unit over the block
+    f is the identity ("vanilla"), a gate computed from the slot's state ("gated"), or a recurrent unit over the block
     ("rnn").
     """
 
@@ -44,12 +44,12 @@ class MarkovHead:
     def step(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return f of a slot and the state behind it, [N, r] each.
+        """Return f of a slot and the next recurrent state, [N, r] each.
 
         Args:
-            embedded: [N, r], of `embed` of the token before the slot.
+            embedded: [N, r], `embed` of the token before the slot.
             hidden: [N, hidden], the slot's state.
-            state: [N, r], of `start` or of the slot before; only the recurrent head changes it.
+            state: [N, r], of `start` or the previous slot; only the recurrent type changes it.
         """
         if self._joint is None:
             return embedded, state
@@ -60,12 +60,12 @@ class MarkovHead:
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
     def add_bias(self, logits: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V_draft] of a slot with the bias of f [N, r]."""
+        """Return the logits [N, V_draft] of a slot plus the bias of f [N, r]."""
         return torch.addmm(logits, latent, self._output.T)
 
 
 class ConfidenceHead:
-    """The probability that a slot's draft is accepted if those before it are, from its state and perhaps W1[before]."""
+    """Predicts the probability that a slot's draft is accepted if all earlier drafts are."""
 
     def __init__(self, config: BlockConfig, source: TensorSource) -> None:
         self._with_markov = config.confidence_with_markov
@@ -73,7 +73,8 @@ class ConfidenceHead:
         self._linear = Linear(source, ["confidence_head.proj"], [1], width, bias=True)
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
-        """[N, hidden] of a slot, and [N, r] of `MarkovHead.embed` where there is one -> [N] float32."""
+        """Return the probabilities [N] float32 of a slot's states [N, hidden] and `MarkovHead.embed` [N, r], if used.
+        """
         if self._with_markov:
             assert embedded is not None
             hidden = torch.cat((hidden, embedded), -1)

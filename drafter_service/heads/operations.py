@@ -1,4 +1,4 @@
-"""The small operations of a head's layer: torch on the CPU, one Triton kernel each on CUDA."""
+"""The small operations of a head's layer: torch on a CPU, one Triton kernel each on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftwire.model import fusion
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of [T, H] rows: float32 inside, scaled by `weight` [H] in the rows' type, as in Llama."""
+    """Return `draftwire.model.fusion.rms_norm` of rows [T, H]."""
     if uses_triton(x):
         from drafter_service.heads import kernels
 
@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of two [T, H], and its `rms_norm`."""
+    """Return the sum of two tensors [T, H], and its `rms_norm`."""
     if uses_triton(x):
         from drafter_service.heads import kernels
 
@@ -39,9 +39,9 @@ def first_input(
     g: torch.Tensor,
     g_norm: tuple[torch.Tensor, float],
 ) -> torch.Tensor:
-    """[T, 2 H]: the normed embeddings of `tokens` [T] int64 beside the normed states `g` [T, H].
+    """Return the normed embeddings of `tokens` [T] int64, joined with the normed states `g` [T, H]: [T, 2 H].
 
-    A norm is its weight [H] and its eps.
+    A norm is given as its weight [H] and epsilon.
     """
     if uses_triton(g):
         from drafter_service.heads import kernels
@@ -58,13 +58,13 @@ def rotate_(
     sines: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> None:
-    """Rotate queries and keys by halves, as Llama does, in place.
+    """Apply rotary embedding to queries and keys by halves, as in Llama, in place.
 
     Args:
         x: [T, H + KV, D] of unit stride within a row: the queries' heads, then the keys'.
         positions: [T] int64.
         cosines, sines: [positions, D / 2].
-        norms: Weights [D] of the root-mean-square norms that queries and keys go through first, and their eps.
+        norms: Weights [D] of root-mean-square norms of queries and keys before the rotation, and their epsilon.
     """
     if uses_triton(x):
         from drafter_service.heads import kernels
@@ -90,13 +90,13 @@ def store_keys_(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Write rows that no row of the batch attends to into one layer of a paged cache: keys normed and rotated.
+    """Norm and rotate keys, and write keys and values into one layer of a paged cache. No row of the batch reads them.
 
     Args:
-        kv: [T, 2, KV, D] of unit stride within a row: keys and values as they are projected.
-        positions, slots: [T] int64: rotary positions, and places in the cache.
+        kv: [T, 2, KV, D] of unit stride within a row: projected keys and values.
+        positions, slots: [T] int64: rotary positions, and slots of the cache.
         cosines, sines: [positions, D / 2].
-        norm: Weight [D] and eps of the keys' root-mean-square norm; None for none.
+        norm: Weight [D] and epsilon of the keys' root-mean-square norm; None for none.
         keys, values: [cache slots, KV, D]; changed in place.
     """
     if uses_triton(kv):
@@ -111,7 +111,7 @@ def store_keys_(
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 I] rows [gate, up]."""
+    """Return silu(gate) * up, [T, I], of rows [gate, up], [T, 2 I]."""
     if uses_triton(x):
         from drafter_service.heads import kernels
 
@@ -121,7 +121,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def uses_triton(x: torch.Tensor) -> bool:
-    """Return whether kernels stand in for torch where this tensor lies."""
+    """Return whether Triton kernels are used for this tensor."""
     return x.is_cuda and _has_triton()
 
 

@@ -1,4 +1,4 @@
-"""P-EAGLE: an EAGLE-3 head that drafts all further tokens in one pass over mask rows."""
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens after the first in one pass over mask rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from drafter_service.heads.tensors import TensorSource
 class PEagleHead(Eagle3Head):
     """A P-EAGLE head (arXiv 2602.01469).
 
-    The last accepted row predicts the first draft. Each further draft is predicted by a row behind it that has the mask
-    token and, in place of features, the trained `mask_hidden`; a row sees the rows before it.
+    The last accepted row predicts the first draft. Each later draft is predicted by a row with the mask token and, in
+    place of features, the trained `mask_hidden`. A row sees all rows before it.
     """
 
     def __init__(

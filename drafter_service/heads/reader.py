@@ -1,4 +1,4 @@
-"""Typed access to a raw configuration, and what the configurations of all families have in common."""
+"""Typed access to a raw configuration, and the parts that configurations of all families share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drafter_service.heads.layers import LayerConfig
 from draftwire.contract.errors import CheckpointError, MismatchError
 
 LAYER_MODEL_TYPES = ("llama", "qwen3")
-# Keys that change nothing in what a served head computes: names, training, generation, what transformers adds.
+# Keys without effect on a served head: names, training, generation, and additions of transformers.
 WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
@@ -24,14 +24,14 @@ WITHOUT_EFFECT = frozenset(
         *("original_max_position_embeddings", "quantization_config"),
     )
 )
-_QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, when its configuration names none
+_QWEN3_HEAD_DIM = 128  # default of transformers' Qwen3Config
 
 
 class Reader:
-    """Values of a configuration with their types checked; keeps which keys were asked for.
+    """Reads values of a configuration, checks their types and records the keys that were read.
 
     Attributes:
-        values: Raw values. Those of the nested object, where there is one, go before the top level, as in vLLM.
+        values: Raw values. Values of the nested object, if any, take precedence over the top level, as in vLLM.
         where: Name of the configuration in errors.
     """
 
@@ -45,7 +45,7 @@ class Reader:
         self._read: set[str | None] = {nested}
 
     def get(self, key: str) -> Any:
-        """Return the raw value; None where there is none."""
+        """Return the raw value, or None."""
         self._read.add(key)
         return self.values.get(key)
 
@@ -61,7 +61,7 @@ class Reader:
         return value
 
     def count(self, key: str) -> int:
-        """Return an integer of at least 0, by default 0."""
+        """Return an integer of at least 0; default 0."""
         return 0 if self.get(key) in (None, 0) else self.integer(key)
 
     def number(self, key: str, default: float) -> float:
@@ -104,7 +104,7 @@ class Reader:
         return value
 
     def layers(self, key: str, lowest: int, highest: int) -> list[int] | None:
-        """Return layer ids, each above the one before; None where there are none."""
+        """Return ascending layer ids, or None."""
         ids = self.get(key)
         if ids is None or ids == []:
             return None
@@ -122,7 +122,7 @@ class Reader:
             raise CheckpointError(f"{self.where}: {key} = {value!r} is not supported; must be {allowed!r} or absent")
 
     def unknown(self) -> list[str]:
-        """Return the keys that nobody has asked for and that may have an effect."""
+        """Return the keys that were not read and may have an effect."""
         return sorted(key for key in self.values if key not in self._read and key not in WITHOUT_EFFECT)
 
     def refuse_unknown(self) -> None:
@@ -136,19 +136,19 @@ class Reader:
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the architectures; whatever is not a list of them names none."""
+    """Return the names of the architectures; empty unless the value is a list."""
     names = config.get("architectures")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part of a multimodal configuration, else the whole."""
+    """Return the text model's part of a multimodal configuration, else the configuration."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def speculators_layer_values(raw: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
-    """Return the layers' configuration in the layout of `speculators`; `default` is its model type if it has none."""
+    """Return the layers' configuration in the layout of `speculators`; `default` is the default model type."""
     values = raw.get("transformer_layer_config")
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{where}: transformer_layer_config must be an object, not {values!r}")
@@ -166,7 +166,7 @@ def read_layer_config(layer: Reader, *, qwen3: bool, qwen3_defaults: bool) -> La
 
     Args:
         qwen3: Whether queries and keys are normed, as in Qwen3.
-        qwen3_defaults: Whether what the configuration does not say is as in transformers' Qwen3Config.
+        qwen3_defaults: Whether defaults are those of transformers' Qwen3Config.
     """
     hidden_size, num_heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
     num_kv_heads = layer.integer("num_key_value_heads", num_heads)
@@ -208,7 +208,7 @@ def layer_kinds(layer: Reader) -> list[str]:
 
 
 def check_target(head: Reader, target: Reader, vocab_size: int, hidden_size: int) -> None:
-    """Refuse a head that was made for a target of another vocabulary or width, with both values."""
+    """Refuse a head for a target with another vocabulary or width; the error has both values."""
     for key, own in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
         if own != target.integer(key):
             raise MismatchError(

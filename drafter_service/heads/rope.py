@@ -1,7 +1,7 @@
 """Rotary position embedding of a head, from its raw configuration.
 
-Configurations written by transformers 5 hold everything in `rope_parameters`; older ones hold `rope_theta` and
-`rope_scaling` beside each other, and the kind of scaling under `rope_type` or `type`.
+Configurations of transformers 5 have all values in `rope_parameters`. Older ones have `rope_theta` and `rope_scaling`,
+with the kind of scaling in `rope_type` or `type`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftwire.contract.errors import CheckpointError
 
-# Kinds whose frequencies do not depend on the length of the sequence, and the keys that each must have.
+# Kinds whose frequencies are independent of the sequence's length, and the required keys of each.
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -28,7 +28,7 @@ _DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary settings in the form that transformers' initialisers take."""
+    """Rotary settings for transformers' initialisers."""
 
     kind: str
     head_dim: int
@@ -36,7 +36,7 @@ class RopeConfig:
     parameters: dict[str, Any]
 
     def inverse_frequencies(self) -> tuple[torch.Tensor, float]:
-        """[head_dim / 2] float32, and the factor of the cosines and sines."""
+        """Return the frequencies, [head_dim / 2] float32, and the factor of cosines and sines."""
         if self.kind == "default":
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
             return 1.0 / self.parameters["rope_theta"] ** exponents, 1.0
@@ -52,7 +52,7 @@ class RopeConfig:
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str) -> RopeConfig:
-    """Rotary settings of a raw configuration; `where` names it in errors.
+    """Return the rotary settings of a raw configuration; `where` is its name in errors.
 
     Raises:
         CheckpointError: If the scaling is not one of default, linear, llama3 and yarn, or lacks a parameter.
@@ -85,14 +85,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings:
 
 
 def _first_given(*values: Any) -> Any:
-    """Return the first value that is not None: 0, "" and [] are given, and refused where they make no sense."""
+    """Return the first value that is not None. Values such as 0, "" and [] count, and are refused later if invalid."""
     return next(value for value in values if value is not None)
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position, [max_position_embeddings, head_dim / 2] each, in the head's type.
+    """Cosines and sines of all positions, [max_position_embeddings, head_dim / 2] each, in the head's dtype.
 
-    The frequencies and angles are float32 whatever that is.
+    Frequencies and angles are computed in float32.
     """
 
     def __init__(self, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Weights of a head by name, with their shapes checked; from a checkpoint, or made at random."""
+"""Weights of a head by name, with checked shapes; from a checkpoint, or random."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ MASK_FILE = "mask_embedding.pt"
 
 
 class TensorSource(Protocol):
-    """Gives a head its weights by the names of `layouts.canonical_names`, on its device and in its type."""
+    """Provides a head's weights by canonical name, on the head's device and in its dtype."""
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor of that name, which must have that shape."""
+        """Return the tensor `name` and check its shape."""
         ...
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """[size], the tensor of that name, which may have leading dimensions of 1."""
+        """Return the tensor `name` as [size]; it may have leading dimensions of 1."""
         ...
 
     def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:
-        """[hidden_size], the embedding of mask tokens where the head has one of its own."""
+        """Return the head's mask embedding, [hidden_size], if it has one."""
         ...
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
-        """[vocab_size, hidden_size], the head's own, else the target's."""
+        """Return the embedding, [vocab_size, hidden_size]: the head's, else the target's."""
         ...
 
     def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:
-        """lm_head, [vocab_size, hidden_size]: the head's own, else, where it may be `shared`, the target's."""
+        """Return lm_head, [vocab_size, hidden_size]: the head's, else the target's if it may be `shared`."""
         ...
 
     def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
-        """[draft_size] int64, the target's id of each draft id; None when the vocabularies are the same."""
+        """Return the target's id of each draft id, [draft_size] int64; None if both vocabularies are the same."""
         ...
 
 
 class CheckpointTensors:
-    """The tensors of a head's checkpoint, and those of its target that it shares.
+    """The tensors of a head's checkpoint, and shared tensors of its target.
 
     Args:
-        tensors: By canonical name.
-        originals: The checkpoint's own name of each, for errors.
+        tensors: Tensors by canonical name.
+        originals: The checkpoint's name of each, for errors.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CheckpointTensors:
         return self._of_target((_EMBEDDING,), vocab_size, hidden_size)
 
     def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:
-        """See `TensorSource`; a target without lm_head has it tied to its embedding."""
+        """See `TensorSource`; in a target without lm_head the embedding takes its place."""
         if _OUTPUT in self._tensors or not shared:
             return self.take(_OUTPUT, vocab_size, hidden_size)
         return self._of_target((_OUTPUT, _EMBEDDING), vocab_size, hidden_size)
@@ -136,7 +136,7 @@ class CheckpointTensors:
         """Check that every tensor has been taken.
 
         Raises:
-            CheckpointError: If there are tensors that the head, as its config.json describes it, has no place for.
+            CheckpointError: If there are tensors that the head of its config.json does not have.
         """
         if self._tensors:
             names = sorted(self._originals[name] for name in self._tensors)
@@ -169,7 +169,7 @@ class CheckpointTensors:
 def load_mask_embedding(
     head_dir: Path, mask_token_id: int | None, tensors: dict[str, torch.Tensor], originals: dict[str, str]
 ) -> None:
-    """Add the tensor of mask_embedding.pt, as vLLM reads it, where the head has that file.
+    """Add the tensor of mask_embedding.pt, as vLLM reads it, if the head has that file.
 
     Raises:
         CheckpointError: If the file is damaged or of another mask token.
@@ -190,14 +190,14 @@ def load_mask_embedding(
 
 
 class RandomTensors:
-    """Random weights of the right shapes, for measuring speed without a checkpoint."""
+    """Random weights, to measure speed without a checkpoint."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._dtype, self.device = dtype, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """See `TensorSource`; norms are ones, the rest is normal with deviation 0.02."""
+        """See `TensorSource`; norms are ones, other weights are normal with a standard deviation of 0.02."""
         if len(shape) == 1 and name.endswith("weight"):
             return torch.ones(shape, dtype=self._dtype, device=self.device)
         drawn = torch.empty(shape, dtype=self._dtype, device=self.device)
@@ -220,7 +220,7 @@ class RandomTensors:
         return self.take(_OUTPUT, vocab_size, hidden_size)
 
     def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
-        """See `TensorSource`; the draft ids spread evenly over the target's."""
+        """See `TensorSource`; the target's ids are evenly spaced."""
         if draft_size == target_size:
             return None
         return torch.arange(draft_size, device=self.device) * target_size // draft_size

@@ -1,1 +1,1 @@
-"""The Drafting service: streams, handshakes, and the engine's thread."""
+"""The `Drafting` service: streams, handshakes, and the engine's thread."""

@@ -1,4 +1,4 @@
-"""The engine's state for a scrape of the metrics."""
+"""The engine's state for the metrics."""
 
 from __future__ import annotations
 

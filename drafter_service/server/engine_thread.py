@@ -36,12 +36,12 @@ class EngineThread:
     """Takes commands from any thread and runs them between two batches of the engine, in order."""
 
     def __init__(self, engine: DraftEngine, on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called, on the engine's thread, when the engine has failed for good."""
+        """`on_failure` is called on the engine's thread after a fatal failure of the engine."""
         self.engine = engine
         self._on_failure = on_failure
         self._failure: EngineFailureError | None = None
         self.times = EngineTimes()
-        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._look_early)
+        self._commands: Mailbox[Callable[[], None] | None] = Mailbox(awake_s(engine.device), self._poll_early)
         self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -50,13 +50,13 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the batch that it computes."""
+        """End the thread after its current batch."""
         self._commands.put(None)
         self._thread.join()
 
     @property
     def load(self) -> Load:
-        """Return how busy the engine is."""
+        """Return the engine's load."""
         return self.engine.load
 
     @property
@@ -79,11 +79,11 @@ class EngineThread:
         return opened
 
     def close_session(self, session: Session) -> None:
-        """Drop a session and all that it holds."""
+        """Drop a session with its sequences."""
         self._commands.put(partial(self.engine.close_session, session))
 
     def drain(self) -> None:
-        """Open no sequence any more."""
+        """Open no further sequences."""
         self._commands.put(self.engine.drain)
 
     def post(self, command: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class EngineThread:
 
     def later(self, call: Callable[[], None]) -> None:
         """Run `call` later, in order, when no step waits: while the device drafts, or before the thread sleeps. Call on
-        the engine's thread. Meant for counters and logs: an error is logged and has no other effect."""
+        the engine's thread. An error of `call` is logged and has no other effect."""
         self._later.append(call)
 
     def submit(self, session: Session, step: Step) -> None:
@@ -111,9 +111,9 @@ class EngineThread:
         """Take an announced step; on the engine's thread."""
         self.engine.announce(session, step)
 
-    def _look_early(self) -> Callable[[], None] | None:
+    def _poll_early(self) -> Callable[[], None] | None:
         """Return the command that begins early drafts, if they can begin; on the engine's thread."""
-        return self._begin_early if self._guard(self.engine.look_early) else None
+        return self._begin_early if self._guard(self.engine.poll_early) else None
 
     def _begin_early(self) -> None:
         self.times.enter(Phase.COMPUTE)
@@ -165,10 +165,10 @@ class EngineThread:
     def _run_commands(self) -> bool:
         """Run the commands that have arrived, wait for one if there is no work, and return False if the thread must
         end."""
-        has_looked = False
+        has_polled = False
         while True:
             has_work = self.engine.has_work
-            if has_work and has_looked and not self._commands.has_more:
+            if has_work and has_polled and not self._commands.has_more:
                 return True
             if self._later and not has_work:
                 self.times.enter(Phase.ANSWER)
@@ -179,7 +179,7 @@ class EngineThread:
                 command = self._commands.get(timeout=0 if has_work else None)
             except queue.Empty:
                 return True
-            has_looked = True
+            has_polled = True
             if command is None:
                 self._catch_up()
                 return False
@@ -188,6 +188,7 @@ class EngineThread:
             del command  # it may keep shared memory alive while the thread waits for the next command
 
     def iterate(self) -> None:
+        """Compute one batch; on the engine's thread."""
         self.times.enter(Phase.COMPUTE)
         self._guard(lambda: self.engine.iterate(self._catch_up))
 
@@ -199,7 +200,7 @@ class EngineThread:
             known = (torch.OutOfMemoryError, MemoryError)
             if not (isinstance(error, known) or "memory" in str(error)):  # the wording of torch's CPU allocator
                 raise
-            check_context(self.engine.device)  # "illegal memory access" is no lack of memory
+            check_context(self.engine.device)  # raises after an illegal memory access
             logger.exception("out of memory; all sessions end")
             self.engine.fail(EngineFailureError(f"the drafter is out of memory: {error}"))
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The drafter's side of the handshake: checks that a verifier fits the head."""
+"""The drafter's side of the handshake: check that a verifier and the head match."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ def _carrier_name(carrier: int) -> str:
 
 
 def _word(enum: EnumDescriptor, number: int) -> str:
-    """`float32` for DTYPE_FLOAT32; the number where it has no name."""
+    """Return the name of an enum value without its prefix in lower case, such as `float32`; an unknown number as text.
+    """
     value = enum.values_by_number.get(number)
     return value.name.partition("_")[2].lower() if value else str(number)

@@ -72,17 +72,17 @@ class DrafterCollector(Collector):
             "draftwire_kv_cache_usage_perc", "Share of the cache blocks in use, 1 for all.", value=load.kv_cache_usage
         )
         yield GaugeMetricFamily(
-            "draftwire_draft_steps_unanswered", "Steps received and not answered.", value=self._unanswered()
+            "draftwire_draft_steps_unanswered", "Steps received but not answered.", value=self._unanswered()
         )
         yield GaugeMetricFamily(
-            "draftwire_draft_rows_waiting", "Rows of steps that are in no batch yet.", value=state.waiting_rows
+            "draftwire_draft_rows_waiting", "Rows of steps that are not in a batch yet.", value=state.waiting_rows
         )
         yield CounterMetricFamily(
             "draftwire_draft_evictions", "Sequences that made room for another verifier's.", value=state.evictions
         )
         ahead = CounterMetricFamily(
             "draftwire_draft_batches_ahead",
-            "Batches begun before their step, by whether a step then asked for them.",
+            "Batches begun before their step, by whether a commit took them.",
             labels=["outcome"],
         )
         ahead.add_metric(["taken"], state.taken_ahead)
@@ -100,5 +100,5 @@ class DrafterCollector(Collector):
             name = pb.SequenceStatus.Name(pb.SequenceStatus.ValueType(status))
             answers.add_metric([name.removeprefix("SEQUENCE_STATUS_").lower()], count)
         yield answers
-        yield CounterMetricFamily("draftwire_draft_session_failures", "Sessions given up.", value=self._failures)
+        yield CounterMetricFamily("draftwire_draft_session_failures", "Sessions that failed.", value=self._failures)
         yield CounterMetricFamily("draftwire_draft_calls_refused", "Calls refused.", value=self._refused)

@@ -1,4 +1,4 @@
-"""Log lines and spans of one stream's sequences, which name the verifier's requests."""
+"""Log lines and spans of one stream's sequences, with the verifier's request ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most requests that one line about a stream names.
+# Most request ids in one log line.
 MAX_NAMED = 32
 
 
@@ -38,10 +38,10 @@ class _Watched:
 
 
 class SequenceWatch:
-    """Follows a stream's sequences, on the engine's thread; drafts are counted for debug lines and spans alone."""
+    """Follows a stream's sequences, on the engine's thread. Drafts are counted only for debug lines and spans."""
 
     def __init__(self, verifier: str) -> None:
-        """`verifier` is its name in the log."""
+        """`verifier` is the verifier's name in the log."""
         self._verifier = verifier
         self._open: dict[int, _Watched] = {}
         self._counts = logger.isEnabledFor(logging.DEBUG) or is_exporting()

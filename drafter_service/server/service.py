@@ -1,4 +1,4 @@
-"""The Drafting service."""
+"""The `Drafting` service."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from draftwire_kernels import NOISE_VERSION
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Drafting"].full_name
-# Verifiers call seldom and one after the other. A window has room for the steps of most batches.
+# Verifiers seldom call, one at a time. A window has room for the steps of most batches.
 READING = ReadingLimits(MAX_MESSAGE_BYTES, 2, 1, 64, 16, window_bytes=4 * 1024 * 1024)
 # Seconds after which a refused verifier may try again.
 RETRY_S = 1.0
-# Least rows of features that shared memory has room for: those of a step with prompts by default.
+# Shared memory has room for at least this many rows of features: the default of a step with prompts.
 PROMPT_ROWS = 512
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,7 +67,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 def describe_drafter(engine: EngineThread, head_name: str, dtype: torch.dtype) -> pb.GetDrafterInfoResponse:
-    """Return a drafter's information on its head and limits, without load and memory."""
+    """Return a drafter's description of its head and limits, without load and memory."""
     head, limits = engine.engine.head, engine.engine.limits
     spec = head.spec
     return pb.GetDrafterInfoResponse(
@@ -143,7 +143,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         self._draft_token_ids = None if token_ids is None else encode_tensor(token_ids.int())
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new sessions and sequences, tell the verifiers, and give them `timeout_s` seconds to leave."""
+        """Refuse new sessions and sequences, and give the verifiers `timeout_s` seconds to leave."""
         self._drain_timeout_s = timeout_s
         self._engine.drain()
         for stream in self._streams:
@@ -154,7 +154,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         try:
             await asyncio.wait_for(self._all_left.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("%d sessions are left after %g s and end now", self._num_sessions, timeout_s)
+            logger.warning("ending %d sessions that are left after %g s", self._num_sessions, timeout_s)
 
     async def GetDrafterInfo(  # noqa: N802
         self, request: pb.GetDrafterInfoRequest, context: Any  # noqa: ARG002
@@ -212,10 +212,10 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             raise InvalidArgumentError("message", None, "the first message must be the hello")
         terms = settle_terms(request, self._info)
         if self._drain_timeout_s is not None:
-            raise UnavailableError("the drafter is draining: it is about to end and takes no further session")
+            raise UnavailableError("the drafter is draining and takes no further sessions")
         if self._num_sessions >= self._max_sessions:
             self.collector.count_refused()
-            text = f"max_sessions = {self._max_sessions}: that many verifiers are connected already"
+            text = f"max_sessions = {self._max_sessions}: as many verifiers are already connected"
             raise QueueFullError(text, RETRY_S)
         self._num_sessions += 1
         try:
@@ -233,9 +233,8 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
             return SharedSegments()
         size = feature_segment_bytes(hello.features, terms)
         rings = ring_bytes(terms.max_sequences, terms.num_speculative_tokens)
-        return await asyncio.to_thread(
-            meet, hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, rings
-        )
+        arguments = hello.rendezvous, carriers, size, self._device, self._rendezvous_dir, rings
+        return await asyncio.to_thread(meet, *arguments)
 
     async def _run(
         self, context: Context, peer: str, features: pb.FeatureSpec, terms: SessionTerms, shared: SharedSegments

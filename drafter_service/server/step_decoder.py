@@ -1,4 +1,4 @@
-"""Decodes a verifier's step messages; no malformed message reaches the engine."""
+"""Decode and check a verifier's step messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepDecoder:
         self._last_opened_id = -1
 
     def decode(self, request: pb.DraftRequest) -> Step:
-        """Return the step of a DraftStep or of a Commit; its tensors lie in the message's bytes or in shared memory.
+        """Return the step of a DraftStep or of a Commit; its tensors are in the message's bytes or in shared memory.
 
         Raises:
             InvalidArgumentError: Names the malformed field.

@@ -32,7 +32,7 @@ MAX_UNANSWERED_STEPS = 64
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 
 Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse | Encoded]
-# Bytes of the message that the running task has read last: gRPC decodes a message in this task, and drops its size.
+# Size of the message that the running task has read last. gRPC decodes a message in this task and drops its size.
 last_read_bytes: ContextVar[int] = ContextVar("last_read_bytes")
 
 
@@ -56,8 +56,7 @@ class DraftStream:
         channel: Channel | None = None,
     ) -> None:
         """`receiver` takes features, `sender` sends draft logits of `answer_row_bytes` a draft. `watch` logs the
-        sequences. `traffic` counts the bytes of tensors and of the channel's messages.
-        """
+        sequences. `traffic` counts the bytes of tensors and of the channel's messages."""
         self._context = context
         self._decoder = decoder
         self._engine = engine
@@ -164,7 +163,7 @@ class DraftStream:
         except TimeoutError:
             pass  # the error below must not refer to this exception
         due = f"a verifier sends one every {KEEP_ALIVE_S:g} s"
-        raise TimeoutError(f"no whole message has come within {SILENCE_S:g} s; {due}")
+        raise TimeoutError(f"no whole message has arrived within {SILENCE_S:g} s; {due}")
 
     def _end_steps(self) -> None:
         self._all_read = True
@@ -210,7 +209,7 @@ class DraftStream:
             self._engine.later(partial(self._traffic.count_message, "direct", "sent", response, len(message)))
 
     def _take(self, request: pb.DraftRequest, message_bytes: int = 0) -> None:
-        """Check a step and queue it, on the engine's thread; release the bytes counted for its message."""
+        """Check a step and queue it, on the engine's thread."""
         if self._has_failed:
             return
         try:
@@ -235,7 +234,7 @@ class DraftStream:
             self._fail(EngineFailureError(f"a step could not be read: {error}"))
 
     def _note_step(self, step: pb.DraftStep | pb.Commit, carrier: pb.Carrier, num_bytes: int) -> None:
-        """Count a step's features, and note its sequences for logs and traces."""
+        """Count a step's features, and record its sequences for logs and traces."""
         self._traffic.count_tensor(carrier, "received", "features", num_bytes)
         self._watch.take_step(step)
 
@@ -244,8 +243,7 @@ class DraftStream:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, error)
 
     def _make_room(self, step_id: int, size: int) -> None:
-        """Count a step and its bytes until it is answered, to limit unanswered steps.
-        """
+        """Count a step and its bytes until its answer; raise QueueFullError for too many unanswered steps or bytes."""
         with self._lock:
             own = self._unanswered.get(step_id)
             if own is None and len(self._unanswered) >= MAX_UNANSWERED_STEPS:
@@ -265,7 +263,7 @@ class DraftStream:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, None)
 
     def _send_directly(self, response: Encoded) -> bool:
-        """Send a response over the channel; return False if it, or an earlier response, must go over the stream."""
+        """Send a response over the channel; return False if this or an earlier response must go over the stream."""
         if self._is_direct and self._channel is not None:
             self._is_direct = self._channel.send(response.data)
             if self._is_direct:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 from google.protobuf.message import Message
 
 from draftwire.client.balancing import AsyncBalancer, Server
+from draftwire.client.base import ClientBase
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import (
@@ -24,7 +24,6 @@ from draftwire.client.request import (
     check_one_output,
     to_error,
 )
-from draftwire.contract.addresses import split_addresses
 from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
@@ -36,9 +35,9 @@ Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """The chunks of one request. Leaving it (`async with`), cancelling or dropping it ends it in the server too.
+    """The chunks of one request. Leaving `async with`, `cancel` and dropping the stream end the request in the server.
 
-    `address` is that of the server which the request went to; before its first chunk perhaps empty.
+    `address` is the server's; it may be empty before the first chunk.
     """
 
     def __init__(
@@ -92,16 +91,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:
         self.cancel()
 
 
-class AsyncClient:
+class AsyncClient(ClientBase):
     """Connections to one or several verifiers, for one event loop.
 
     Examples:
@@ -111,42 +108,28 @@ class AsyncClient:
     """
 
     def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
-        """
-        Args:
-            address: HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to
-                several hosts, take requests in turn; those that cannot be reached or do not serve are left out
-                meanwhile.
-            security: TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
-
-        Raises:
-            InvalidArgumentError: If an address is not of that form, or would be plain text outside of loopback.
-            ServerError: If a file of `security` cannot be read.
-        """
-        addresses = split_addresses(address, "address")
-        self.address = ",".join(addresses)
-        self._security = security
-        self._metadata = security.metadata()
-        for one in addresses:
+        """See `ClientBase`."""
+        super().__init__(address, security)
+        for one in self._addresses:
             security.credentials(one)
-        self._addresses = addresses
         self._balancer: AsyncBalancer | None = None
 
     async def _pick(self, timeout: float | None) -> tuple[Server[GenerationAsyncStub], float | None]:
-        # A channel belongs to the loop that runs when it is made, which need not run yet when the client is made.
+        # A channel belongs to the event loop that runs at its creation. The client may be created before that loop.
         if self._balancer is None:
             self._balancer = AsyncBalancer(self._addresses, self._security)
         return await self._balancer.pick(timeout)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """Send a request and return its stream of chunks. Called with a running event loop.
+        """Send a request and return its stream of chunks. Call in a running event loop.
 
         Args:
             prompt: Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
             options: Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
 
         Raises:
-            InvalidArgumentError: At once for what a client can see; from the stream for what only the server can.
-            QueueFullError: From the stream, if the server takes no further request now.
+            InvalidArgumentError: For a wrong option; from the stream if only the server can check the option.
+            QueueFullError: From the stream, if the server's queue is full.
             RequestError: From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
@@ -162,22 +145,19 @@ class AsyncClient:
         return server.stub.Generate(request, timeout=time_left, metadata=metadata), server.address
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole output of `generate` at its end; raises InvalidArgumentError for several outputs."""
+        """Wait for the whole output of `generate` and return it; raise InvalidArgumentError if `n` is not 1."""
         check_one_output(options)
         return (await self.complete_all(prompt, **options))[0]
 
     async def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
-        """Return all `n` outputs of `generate` at their end."""
+        """Wait for all `n` outputs of `generate` and return them."""
         async with self.generate(prompt, **options) as stream:
             return Completion.all_from_chunks([chunk async for chunk in stream], options.get("n") or 1)
 
     async def tokenize(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        timeout: float | None = 10.0,
-        **options: Unpack[ChatOptions],
+        self, prompt: str | Sequence[ChatMessage], timeout: float | None = 10.0, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
+        """Return the token ids of a prompt, as `generate` would tokenize it; `timeout` in seconds."""
         request = build_tokenize_request(prompt, options)
         answer = await self._ask("Tokenize", request, timeout)
         return list(answer.token_ids)
@@ -191,12 +171,12 @@ class AsyncClient:
         return str(answer.text)
 
     async def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
-        """Return what a server serves and with which drafters; of several, the next in turn. `timeout` in seconds."""
+        """Return the model, limits and drafters of a server, of several the next in turn; `timeout` in seconds."""
         answer: pb.GetVerifierInfoResponse = await self._ask("GetVerifierInfo", pb.GetVerifierInfoRequest(), timeout)
         return answer
 
     async def _ask(self, method: str, request: Message, timeout: float | None) -> Any:
-        """Return the one answer of a method of the next server in turn."""
+        """Call a unary method of the next server in turn, and return its answer."""
         server, time_left = await self._pick(timeout)
         try:
             return await getattr(server.stub, method)(request, timeout=time_left, metadata=self._metadata)
@@ -212,7 +192,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -1,8 +1,8 @@
-"""Which server a call goes to: the next in turn of those that are connected and healthy.
+"""Load balancing: a call goes to the next server in turn that is connected and healthy.
 
 Each address has a channel of its own, so that certificates are checked against its own name and errors name it. Within
 a channel gRPC's round_robin spreads calls over all hosts that a name resolves to, with gRPC's client-side health checks
-(gRFC A17). Between channels this module does the same, by what gRPC says of each channel's state.
+(gRFC A17). Between channels this module does the same, from the states that gRPC reports.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SERVICE_CONFIG = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckCon
 _BALANCED_OPTIONS: list[tuple[str, int | str]] = [
     *CLIENT_CHANNEL_OPTIONS,
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    # A channel that rests would look as if its server were away.
+    # An idle channel would look like one to an unreachable server.
     ("grpc.client_idle_timeout_ms", 2**31 - 1),
-    # Hosts that a name gains are found within seconds after another one is lost; gRPC's default is 30 s.
+    # After the loss of a host, a name's new hosts are found within seconds; gRPC's default is 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 ]
 _READY = grpc.ChannelConnectivity.READY
@@ -54,9 +54,9 @@ class Rotation:
         self._turn = 0
 
     def choose(self, states: Sequence[grpc.ChannelConnectivity]) -> int | None:
-        """Return the index of the next READY channel; None while none is READY and one may become so.
+        """Return the index of the next READY channel; None while no channel is READY but one may become READY.
 
-        Where no server can be reached, the next of all, so that the call fails with the reason.
+        If all channels have failed, return the next of all, so that the call fails with the reason.
         """
         ready = [index for index, state in enumerate(states) if state is _READY]
         if not ready and any(state in _UNKNOWN for state in states):
@@ -67,10 +67,7 @@ class Rotation:
 
 
 class Balancer:
-    """The channels of a synchronous client; may be shared by threads.
-
-    A single address needs no choice; several are connected to at once.
-    """
+    """The channels of a synchronous client; thread-safe. With several addresses, all channels connect at once."""
 
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         options = _options(addresses)
@@ -86,9 +83,9 @@ class Balancer:
                 channel.subscribe(partial(self._note, index), try_to_connect=True)
 
     def pick(self, timeout: float | None) -> tuple[Server[GenerationStub], float | None]:
-        """Return the server of the next call and what is left of its timeout, seconds.
+        """Return the server of the next call and the seconds left of its timeout.
 
-        Waits for that time at most while no server is connected and one may become so.
+        Wait for at most `timeout` while no server is connected but one may become so.
         """
         if len(self._servers) == 1:
             return self._servers[0], timeout
@@ -114,7 +111,7 @@ class Balancer:
 
 
 class AsyncBalancer:
-    """The channels of an asyncio client, of the loop that runs when it is made."""
+    """The channels of an asyncio client; create it in the client's event loop."""
 
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         options = _options(addresses)
@@ -134,7 +131,7 @@ class AsyncBalancer:
             async with asyncio.timeout(timeout):
                 server = await self._next()
         except TimeoutError:
-            pass  # the call finds no time left, and says so
+            pass  # the call reports the timeout
         return server, None if deadline is None else max(0.0, deadline - time.monotonic())
 
     async def _next(self) -> Server[GenerationAsyncStub]:
@@ -160,5 +157,5 @@ class AsyncBalancer:
 
 
 def _options(addresses: Sequence[str]) -> list[tuple[str, int | str]]:
-    """Return the options of every channel: a single address that is no name is one host, without a choice."""
+    """Return the options of every channel; a single IP address is one host and needs no load balancing."""
     return CLIENT_CHANNEL_OPTIONS if len(addresses) == 1 and is_literal(addresses[0]) else _BALANCED_OPTIONS

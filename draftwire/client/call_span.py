@@ -6,9 +6,9 @@ from draftwire.contract.spans import HAS_API, TRACEPARENT, end_span, start_span,
 
 
 class CallSpan:
-    """The span of one request, below the caller's current one; nothing where OpenTelemetry's API is not installed.
+    """The span of one request, a child of the caller's current span; does nothing without OpenTelemetry's API.
 
-    It is exported where the application has set up OpenTelemetry.
+    The span is exported if the application has set up OpenTelemetry.
     """
 
     def __init__(self, address: str) -> None:

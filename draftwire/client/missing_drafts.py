@@ -1,4 +1,4 @@
-"""Why steps had no drafts, in sentences."""
+"""Explanations of steps without drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftwire.v1 import generate_pb2 as pb
 
 _TEXTS = {
     pb.FALLBACK_CAUSE_NOT_ASKED: "the request asked for none",
-    pb.FALLBACK_CAUSE_LAST_TOKEN: "the output had room for one more token only",
+    pb.FALLBACK_CAUSE_LAST_TOKEN: "the output had room for only one more token",
     pb.FALLBACK_CAUSE_NO_DRAFTER: "the verifier has no connected drafter",
     pb.FALLBACK_CAUSE_EXPELLED: "its drafter was expelled for a wrong answer",
     pb.FALLBACK_CAUSE_AT_CAPACITY: "no drafter takes another sequence",
@@ -17,13 +17,13 @@ _TEXTS = {
     pb.FALLBACK_CAUSE_NOT_TAKEN: "its drafter had no room for it or had lost its state",
     pb.FALLBACK_CAUSE_LATE: "its drafter missed the draft deadline",
     pb.FALLBACK_CAUSE_CATCHING_UP: "its drafter did not have all of its rows yet",
-    pb.FALLBACK_CAUSE_NO_FEATURES: "none of its features are kept",
+    pb.FALLBACK_CAUSE_NO_FEATURES: "the verifier no longer has its features",
     pb.FALLBACK_CAUSE_PACE: "pacing has switched drafting off: decoding without drafts is faster, or is being measured",
     pb.FALLBACK_CAUSE_EMPTY_ANSWER: "its drafter answered without drafts",
     pb.FALLBACK_CAUSE_KV_CACHE: "the verifier's cache had no free blocks for drafts",
-    pb.FALLBACK_CAUSE_STRUCTURED_OUTPUT: "they left the grammar of the structured output",
+    pb.FALLBACK_CAUSE_STRUCTURED_OUTPUT: "the drafts violated the grammar of the structured output",
 }
-# Steps without drafts that need no explanation: the first ones, while rows are on their way, and the last one.
+# Steps without drafts that need no explanation: the first ones, before the drafter has the prompt, and the last one.
 _USUAL_STEPS = 3
 
 
@@ -40,10 +40,10 @@ def counted(fallbacks: Iterable[pb.FallbackCount]) -> dict[pb.FallbackCause, int
 def explain_missing_drafts(
     statistics: Statistics, before: pb.GetVerifierInfoResponse, after: pb.GetVerifierInfoResponse
 ) -> str | None:
-    """Return why a quarter or more of a request's steps had no drafts, by what the verifier counted meanwhile.
+    """Explain why a quarter or more of a request's steps had no drafts, from the verifier's counters.
 
-    None when fewer had none, or when no cause is known. The verifier counts all requests together, so beside other load
-    the cause may be that of another request.
+    Return None for fewer such steps, and if no cause is known. The verifier counts all requests together, so under
+    load the cause may be another request's.
     """
     steps = statistics.verify_steps
     without = steps - (statistics.drafted[0] if statistics.drafted else 0)
@@ -60,7 +60,7 @@ def explain_missing_drafts(
 
 
 def _measured(info: pb.GetVerifierInfoResponse) -> str:
-    """Return the throughput that pacing measured without drafts and with the best number of drafts, if it has both."""
+    """Return the throughput that pacing measured without drafts and with the best number of drafts, if known."""
     for drafter in info.drafters:
         none, *some = drafter.plan.tokens_per_s or (0.0,)
         if none and any(some):

@@ -1,9 +1,9 @@
-"""What a client receives, as plain immutable data."""
+"""The outputs of a client, as immutable data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Literal
 
@@ -20,20 +20,20 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    """Rank of the token, 1 is the most likely."""
+    """Rank of the token; 1 is the most likely."""
     top: tuple[tuple[int, float], ...]
     """(token id, log probability) of the most likely tokens, most likely first."""
     text: str = ""
-    """Text of the token by itself; empty where the server has no tokenizer."""
+    """Text of the token alone; empty if the server has no tokenizer."""
     top_texts: tuple[str, ...] = ()
     """Texts of the most likely tokens."""
     token_id: int | None = None
-    """The token, where it is one of the prompt."""
+    """The token; set only for tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Counts of one request. Field for field RequestStatistics of the contract."""
+    """Counts of one request, with the fields of the contract's RequestStatistics."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -74,7 +74,7 @@ class Chunk:
     drafted: tuple[bool, ...] = ()
     """For each token, whether it is an accepted draft."""
     token_text_ends: tuple[int, ...] = ()
-    """For each token, characters of `text` that are out once it is taken; empty when the server does not tell."""
+    """For each token, the number of characters of `text` up to its end; empty if the server does not send it."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
@@ -82,12 +82,12 @@ class Chunk:
     statistics: Statistics | None = None
     request_id: str = ""
     index: int = 0
-    """The output that the piece belongs to."""
+    """Index of the output, in [0, n)."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of tokens of the prompt, the second token first; in pieces before the output."""
+    """Log probabilities of the prompt's tokens, from the second token on; sent before the output."""
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
+        """Yield (text, drafted) of each token with text; text of no token counts as not drafted."""
         return _pieces(self.text, self.token_text_ends, self.drafted)
 
 
@@ -99,7 +99,7 @@ class Completion:
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]
     token_text_ends: tuple[int, ...]
-    """For each token, characters of `text` that are out once it is taken; empty when the server does not tell."""
+    """For each token, the number of characters of `text` up to its end; empty if the server does not send it."""
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stop_text: str | None
@@ -107,12 +107,12 @@ class Completion:
     statistics: Statistics
     request_id: str
     index: int = 0
-    """Its place among the outputs of its request."""
+    """Index of the output, in [0, n)."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens but the first, if asked for; those of the first output."""
+    """Log probabilities of the prompt's tokens, from the second token on, if requested; of output 0 only."""
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        """(text, drafted) of each token that brought text; what no token claims counts as not drafted."""
+        """Yield (text, drafted) of each token with text; text of no token counts as not drafted."""
         return _pieces(self.text, self.token_text_ends, self.drafted)
 
     @classmethod
@@ -145,7 +145,7 @@ class Completion:
 
     @classmethod
     def all_from_chunks(cls, chunks: Sequence[Chunk], count: int) -> list[Completion]:
-        """Join the chunks of a request of `count` outputs, which come in any order of the outputs; raises as above."""
+        """Join the chunks of a request with `count` outputs, interleaved in any order; errors as of `from_chunks`."""
         outputs: list[list[Chunk]] = [[] for _ in range(count)]
         for chunk in chunks:
             outputs[chunk.index].append(chunk)
@@ -163,7 +163,7 @@ def _pieces(text: str, ends: Sequence[int], flags: Sequence[bool]) -> Iterator[t
 
 
 def chunk_from_message(message: pb.GenerateResponse, request_id: str) -> Chunk:
-    """Return the chunk of one message; `request_id` is that of the messages before it, empty at the first."""
+    """Return the chunk of one message; `request_id` is that of earlier messages, empty for the first."""
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),
@@ -192,17 +192,5 @@ def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
 
 
 def _statistics(message: pb.RequestStatistics) -> Statistics:
-    return Statistics(
-        prompt_tokens=message.prompt_tokens,
-        output_tokens=message.output_tokens,
-        verify_steps=message.verify_steps,
-        verify_tokens=message.verify_tokens,
-        drafted=tuple(message.drafted),
-        accepted=tuple(message.accepted),
-        time_to_first_token_s=message.time_to_first_token_s,
-        total_time_s=message.total_time_s,
-        queue_time_s=message.queue_time_s,
-        synthetic_acceptance=message.synthetic_acceptance,
-        prefix_hit_tokens=message.prefix_hit_tokens,
-        preemptions=message.preemptions,
-    )
+    values = {field.name: getattr(message, field.name) for field in fields(Statistics)}
+    return Statistics(**{**values, "drafted": tuple(message.drafted), "accepted": tuple(message.accepted)})

@@ -1,4 +1,4 @@
-"""From a call's arguments to a checked GenerateRequest, and from gRPC's errors to ours."""
+"""Build checked requests from a call's arguments, and Draftwire's errors from gRPC's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params
 from draftwire.v1 import generate_pb2 as pb
 
-# A request that was once taken must not run twice.
+# Without retries no request runs twice.
 CLIENT_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)]
 
 
 class ChatMessage(TypedDict, total=False):
-    """One message of a conversation; `role` is needed. Field for field ChatMessage of the contract."""
+    """One message of a conversation, with the fields of the contract's ChatMessage; `role` is required."""
 
     role: str
     content: str
@@ -37,7 +37,7 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class StructuredOutput(TypedDict, total=False):
-    """What the output must be: exactly one key."""
+    """The constraint on the output; exactly one key."""
 
     json_schema: str | Mapping[str, Any]
     json_object: bool
@@ -48,7 +48,7 @@ class StructuredOutput(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Every field of SamplingParams; None counts as not given. Ranges and defaults stand in the contract."""
+    """The fields of SamplingParams; None means unset. The contract has their ranges and defaults."""
 
     temperature: float | None
     top_k: int | None
@@ -75,12 +75,12 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """How messages become a prompt."""
+    """Options of the chat template."""
 
     continue_final_message: bool | None
-    """Continue the last message, an assistant's, instead of opening a new turn behind it; default false."""
+    """Continue the last message, an assistant's, instead of opening a new turn; default false."""
     template_arguments: Mapping[str, Any] | None
-    """Further arguments of the chat template, as {"enable_thinking": False}."""
+    """Further arguments of the chat template, such as {"enable_thinking": False}."""
     tools: Sequence[Mapping[str, Any] | str] | None
     """Tools that the template may offer, in OpenAI's form, as objects or their JSON."""
 
@@ -91,7 +91,7 @@ class Options(SamplingOptions, ChatOptions, total=False):
     num_speculative_tokens: int | None
     """Draft tokens per verify step, 0 turns drafting off; default and maximum are the server's."""
     request_id: str | None
-    """Name of the request in logs; default: made by the server."""
+    """Id of the request in logs; default: chosen by the server."""
     truncate_prompt_tokens: int | None
     """Keep the last n tokens of the prompt; default: all."""
     n: int | None
@@ -105,7 +105,7 @@ class Options(SamplingOptions, ChatOptions, total=False):
 
 
 def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.GenerateRequest, float | None]:
-    """Build the request and its timeout, checked as far as a client can.
+    """Build the request and its timeout; check all that a client can check.
 
     Raises:
         InvalidArgumentError: Names the field, its value and what is allowed.
@@ -132,30 +132,28 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
 
 
 def check_one_output(options: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError where the options of a request ask for several outputs."""
+    """Raise InvalidArgumentError if the options ask for several outputs."""
     if options.get("n") not in (None, 1):
         raise InvalidArgumentError("n", options["n"], "allowed: 1; complete_all returns several outputs")
 
 
-def build_tokenize_request(
-    prompt: str | Sequence[ChatMessage], options: Mapping[str, Any]
-) -> pb.TokenizeRequest:
-    """Return the request of a prompt's token ids; `options` are those of `ChatOptions`.
+def build_tokenize_request(prompt: str | Sequence[ChatMessage], options: Mapping[str, Any]) -> pb.TokenizeRequest:
+    """Return the request for a prompt's token ids; `options` are those of `ChatOptions`.
 
     Raises:
         InvalidArgumentError: Names the field, its value and what is allowed.
     """
     request, _ = build_request(prompt, options)
-    if request.WhichOneof("prompt") == "token_ids":
+    kind = str(request.WhichOneof("prompt"))
+    if kind == "token_ids":
         raise InvalidArgumentError("prompt", prompt, "must be text or messages")
-    return pb.TokenizeRequest(**{str(kind): getattr(request, str(kind)) for kind in [request.WhichOneof("prompt")]})
+    return pb.TokenizeRequest(**{kind: getattr(request, kind)})
 
 
 def build_detokenize_request(token_ids: Sequence[int], *, skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Return the request of a text; raises as `build_tokenize_request`."""
-    return build_message(
-        pb.DetokenizeRequest(), {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}, ""
-    )
+    """Return the request for the text of token ids; errors as of `build_tokenize_request`."""
+    options = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+    return build_message(pb.DetokenizeRequest(), options, "")
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat: Mapping[str, Any]) -> None:
@@ -178,7 +176,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat: Mapping[str, 
         raise InvalidArgumentError("prompt", prompt, f"{allowed} ({error})") from error
     if chat and request.WhichOneof("prompt") != "chat":
         name, value = next(iter(chat.items()))
-        raise InvalidArgumentError(f"chat.{name}", value, "allowed with a prompt of messages alone")
+        raise InvalidArgumentError(f"chat.{name}", value, "allowed only with a prompt of messages")
 
 
 def _json(value: Any, name: str) -> Any:
@@ -204,10 +202,10 @@ def _chat_message(entry: Mapping[str, Any]) -> pb.ChatMessage:
 def to_error(
     error: grpc.RpcError, address: str, timeout: float | None, security: ClientSecurity | None = None
 ) -> DraftwireError:
-    """Return the error that a user meets for a call that gRPC ended.
+    """Return Draftwire's error for an error of gRPC.
 
-    With `security`, an unreachable server is probed for a TLS mismatch. The probe blocks for up to a few seconds. Give
-    `security` only where the connection has delivered nothing yet.
+    With `security`, an unreachable server is probed for a TLS mismatch, which blocks for up to a few seconds. Pass
+    `security` only if the connection has delivered nothing yet.
     """
     code: grpc.StatusCode = error.code()
     details: str = error.details() or "no details"

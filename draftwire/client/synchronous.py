@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
 import grpc
 from google.protobuf.message import Message
 
 from draftwire.client.balancing import Balancer
+from draftwire.client.base import ClientBase
 from draftwire.client.call_span import CallSpan
 from draftwire.client.output import Chunk, Completion, chunk_from_message
 from draftwire.client.request import (
@@ -23,7 +23,6 @@ from draftwire.client.request import (
     check_one_output,
     to_error,
 )
-from draftwire.contract.addresses import split_addresses
 from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 from draftwire.v1 import generate_pb2 as pb
 
@@ -35,9 +34,9 @@ class _Call(Protocol):
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of one request. Leaving it (`with`), cancelling or dropping it ends it in the server too.
+    """The chunks of one request. Leaving `with`, `cancel` and dropping the stream end the request in the server.
 
-    `address` is that of the server which the request went to.
+    `address` is the server's.
     """
 
     def __init__(
@@ -75,17 +74,15 @@ class Stream(Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:
         self.cancel()
 
 
-class Client:
-    """Connections to one or several verifiers; may be shared by threads.
+class Client(ClientBase):
+    """Connections to one or several verifiers; thread-safe.
 
     Examples:
         >>> with Client("localhost:50051") as client:  # doctest: +SKIP
@@ -94,33 +91,20 @@ class Client:
     """
 
     def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
-        """
-        Args:
-            address: HOST:PORT of the verifier. Several (a list, or one text with commas), or a name that resolves to
-                several hosts, take requests in turn; those that cannot be reached or do not serve are left out
-                meanwhile.
-            security: TLS, certificates and token; the default is plain text, on loopback alone. Its files are read now.
-
-        Raises:
-            InvalidArgumentError: If an address is not of that form, or would be plain text outside of loopback.
-            ServerError: If a file of `security` cannot be read.
-        """
-        addresses = split_addresses(address, "address")
-        self.address = ",".join(addresses)
-        self._security = security
-        self._metadata = security.metadata()
-        self._balancer = Balancer(addresses, security)
+        """See `ClientBase`."""
+        super().__init__(address, security)
+        self._balancer = Balancer(self._addresses, security)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """Send a request and return its stream of chunks. Of several servers it waits until one is connected.
+        """Send a request and return its stream of chunks. With several servers, wait until one is connected.
 
         Args:
             prompt: Text, a list of token ids, or a list of {"role", "content"} messages for the target's chat template.
             options: Fields of SamplingParams and of GenerateRequest, and `timeout` in seconds; see `Options`.
 
         Raises:
-            InvalidArgumentError: At once for what a client can see; from the stream for what only the server can.
-            QueueFullError: From the stream, if the server takes no further request now.
+            InvalidArgumentError: For a wrong option; from the stream if only the server can check the option.
+            QueueFullError: From the stream, if the server's queue is full.
             RequestError: From the stream, with the gRPC status.
         """
         request, timeout = build_request(prompt, options)
@@ -131,22 +115,19 @@ class Client:
         return Stream(call, server.address, self._security, timeout, span)
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole output of `generate` at its end; raises InvalidArgumentError for several outputs."""
+        """Wait for the whole output of `generate` and return it; raise InvalidArgumentError if `n` is not 1."""
         check_one_output(options)
-        return (self.complete_all(prompt, **options))[0]
+        return self.complete_all(prompt, **options)[0]
 
     def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
-        """Return all `n` outputs of `generate` at their end."""
+        """Wait for all `n` outputs of `generate` and return them."""
         with self.generate(prompt, **options) as stream:
             return Completion.all_from_chunks(list(stream), options.get("n") or 1)
 
     def tokenize(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        timeout: float | None = 10.0,
-        **options: Unpack[ChatOptions],
+        self, prompt: str | Sequence[ChatMessage], timeout: float | None = 10.0, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Return the token ids that `generate` makes of a prompt; `timeout` in seconds."""
+        """Return the token ids of a prompt, as `generate` would tokenize it; `timeout` in seconds."""
         request = build_tokenize_request(prompt, options)
         answer = self._ask("Tokenize", request, timeout)
         return list(answer.token_ids)
@@ -160,12 +141,12 @@ class Client:
         return str(answer.text)
 
     def info(self, timeout: float | None = 10.0) -> pb.GetVerifierInfoResponse:
-        """Return what a server serves and with which drafters; of several, the next in turn. `timeout` in seconds."""
+        """Return the model, limits and drafters of a server, of several the next in turn; `timeout` in seconds."""
         answer: pb.GetVerifierInfoResponse = self._ask("GetVerifierInfo", pb.GetVerifierInfoRequest(), timeout)
         return answer
 
     def _ask(self, method: str, request: Message, timeout: float | None) -> Any:
-        """Return the one answer of a method of the next server in turn."""
+        """Call a unary method of the next server in turn, and return its answer."""
         server, time_left = self._balancer.pick(timeout)
         try:
             return getattr(server.stub, method)(request, timeout=time_left, metadata=self._metadata)
@@ -179,7 +160,5 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""What gRPC's error does not say: client and server disagree about TLS. A second connection finds it out."""
+"""Detect by a second connection that client and server disagree about TLS, which gRPC's error does not say."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ASKS_FOR_CERTIFICATE = (
 
 
 def find_tls_mismatch(address: str, security: ClientSecurity) -> str | None:
-    """Return how client and server disagree about TLS, as the rest of a sentence; None when they do not seem to.
+    """Return the mismatch, as the rest of a sentence about the server; None if there is none.
 
-    Blocks for at most `PROBE_TIMEOUT_S` for each of its steps. It sends a handshake, and no token.
+    Each step blocks for at most `PROBE_TIMEOUT_S`. The probe sends a TLS handshake but no token.
     """
     host, port = parse_address(address, "address")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,1 +1,1 @@
-"""The contract in Python: validation, errors, versions, names and addresses that every side agrees on."""
+"""The contract in Python: validation, errors, versions and addresses, shared by clients and services."""

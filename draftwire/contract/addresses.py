@@ -1,4 +1,4 @@
-"""What both ends of a connection agree on: the form of addresses and the size of messages."""
+"""Addresses, and the channel options that both ends of a connection share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftwire.contract.errors import InvalidArgumentError
 
 # One step of a large batch carries its features in one message.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-# A prompt of a very long context; what is larger is refused before it is read.
+# Room for the prompt of a very long context; larger messages are refused unread.
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 # Seconds after which a verifier sends KeepAlive on an idle stream, and after which a drafter ends a stream that brought
 # no whole message: gRPC does not show whether half a message has arrived.
@@ -27,12 +27,12 @@ CHANNEL_OPTIONS = [
 
 
 def receiving_at_most(num_bytes: int) -> list[tuple[str, int]]:
-    """Return the options of a channel or server that takes no larger message."""
+    """Return the options of a channel or server that receives messages of at most `num_bytes`."""
     return [*{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": num_bytes}.items()]
 
 
 def parse_address(address: str, field: str) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT`.
+    """Return (host, port) of `HOST:PORT`.
 
     Raises:
         InvalidArgumentError: Names `field` if the address is not of that form.
@@ -55,8 +55,7 @@ def split_addresses(given: str | Sequence[str], field: str) -> tuple[str, ...]:
     """Return the addresses of `HOST:PORT,HOST:PORT` or of a list of `HOST:PORT`.
 
     Raises:
-        InvalidArgumentError: Names `field` if there is none, if one is not of that form, or if one is given
-            twice.
+        InvalidArgumentError: Names `field` if there is no address, or one is malformed or occurs twice.
     """
     entries = given.split(",") if isinstance(given, str) else list(given)
     if not entries or not all(isinstance(entry, str) for entry in entries):
@@ -70,12 +69,12 @@ def split_addresses(given: str | Sequence[str], field: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str, field: str = "address") -> bool:
-    """Return whether HOST:PORT is of this machine's loopback interface; an error about its form names `field`."""
+    """Return whether HOST:PORT is on the loopback interface; an error about the form names `field`."""
     return is_loopback_host(parse_address(address, field)[0])
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether a host is of this machine's loopback interface, by its address or as localhost."""
+    """Return whether a host is on the loopback interface: a loopback address, or localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -83,7 +82,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_literal(address: str) -> bool:
-    """Return whether the host of HOST:PORT is an IP address and not a name."""
+    """Return whether the host of HOST:PORT is an IP address."""
     try:
         ipaddress.ip_address(parse_address(address, "address")[0].strip("[]"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""How a client connects: TLS, its own certificate, a bearer token, and plain text only where it is asked for."""
+"""A client's security: TLS, a certificate, a bearer token, and plain text only if allowed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from draftwire.contract.errors import Described, InvalidArgumentError, ServerErr
 
 AUTHORIZATION = "authorization"
 SCHEME = "Bearer "
-# Where a token comes from that is given neither as text nor in a file.
+# Environment variable of the token, read if the token is given neither as text nor in a file.
 TOKEN_VARIABLE = "DRAFTWIRE_TOKEN"
 
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """A client's certificate and token, and the servers that it trusts.
+    """A client's certificate and token, and the authorities that it trusts.
 
     Attributes:
         tls: Whether the connection uses TLS; any of the files implies it.
@@ -33,7 +33,7 @@ class ClientSecurity:
             of the environment variable DRAFTWIRE_TOKEN, if it is set and not empty.
 
     Raises:
-        InvalidArgumentError: For a certificate without its key, the reverse, and for `token` beside `token_file`.
+        InvalidArgumentError: For a certificate without its key, the reverse, and `token` together with `token_file`.
     """
 
     tls: bool = False
@@ -138,7 +138,7 @@ def _bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def read_file(path: str | Path) -> bytes:
-    """Return what a file of certificates, keys or tokens holds.
+    """Return the contents of a file of certificates, keys or tokens.
 
     Raises:
         ServerError: Names the file if it cannot be read.
@@ -153,10 +153,8 @@ def refuse_plain_text(name: str, address: str, insecure: bool, instead: str) -> 
     """Check that plain text is allowed at an address.
 
     Raises:
-        InvalidArgumentError: Names the field `name` if the address is outside of loopback and not `insecure`;
+        InvalidArgumentError: Names the field `name` if the address is outside of loopback and `insecure` is false;
             recommends `instead`.
     """
     if not insecure and not is_loopback(address, name):
-        raise InvalidArgumentError(
-            name, address, f"plain text outside of loopback must be asked for with insecure; or give {instead}"
-        )
+        raise InvalidArgumentError(name, address, f"plain text outside of loopback needs insecure; or give {instead}")

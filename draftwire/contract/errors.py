@@ -9,7 +9,7 @@ from typing import Any
 class DraftwireError(Exception):
     """Base of the errors that users can act on; the message says what was given, what is allowed and what to do.
 
-    They are pickled with all that they know, whatever their constructors take: they travel between processes.
+    Pickling keeps all attributes, whatever the constructor takes, because errors travel between processes.
     """
 
     def __reduce__(self) -> tuple[Callable[..., DraftwireError], tuple[Any, ...]]:
@@ -17,7 +17,7 @@ class DraftwireError(Exception):
 
 
 class Described(str):
-    """A description that stands for a value in an error: shown without quotes."""
+    """A description in place of a value in an error message; shown without quotes."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class InvalidArgumentError(DraftwireError, ValueError):
 
     @classmethod
     def from_text(cls, text: str) -> InvalidArgumentError:
-        """Return the error whose text a server sent; `value` is then the text of the value."""
+        """Return the error of a text that a server sent; `value` is then text."""
         field, _, rest = text.partition(" = ")
         value, _, allowed = rest.partition(": ")
         error = cls(field if rest else "", value, allowed or text)
@@ -62,7 +62,7 @@ class BenchmarkError(DraftwireError):
 class QueueFullError(DraftwireError):
     """No room for another request now. gRPC status RESOURCE_EXHAUSTED.
 
-    `retry_after_s` is how long to wait before the next try, seconds; None when the server did not say.
+    `retry_after_s` is the time to wait before the next try, seconds; None if the server did not say.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:

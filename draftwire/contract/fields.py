@@ -1,4 +1,4 @@
-"""Messages field by field: the limits that the contract states, defaults, and messages from keyword options."""
+"""Generic handling of message fields: limits and defaults of the contract, and messages from keyword options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=Message)
 
 
 def check_limits(message: Message, prefix: str = "") -> None:
-    """Check every set field, in depth, against the `limits` written in the contract.
+    """Check every set field, recursively, against its `limits` option in the contract.
 
     Raises:
         InvalidArgumentError: Names the field (with `prefix`), its value and its allowed range.
@@ -33,7 +33,7 @@ def check_limits(message: Message, prefix: str = "") -> None:
             )
         limits_values = any(map(limits.HasField, ("min", "max", "max_bytes")))
         if field.message_type is None and field.enum_type is None and not limits_values:
-            continue  # as the ids of a long prompt
+            continue  # for example the ids of a long prompt
         for entry in entries:
             if field.enum_type is not None:
                 _check_enum(field.enum_type, entry, path)
@@ -44,12 +44,12 @@ def check_limits(message: Message, prefix: str = "") -> None:
 
 
 def _fields(message: Message) -> list[FieldDescriptor]:
-    # The type stubs name the descriptors of one protobuf implementation beside the public ones.
+    # The type stubs also allow the descriptor class of one protobuf implementation.
     return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))
 
 
 def limits_of(message: Message, name: str) -> pb.Limits:
-    """Return the limits of a message's field, as the contract states them; empty where it states none."""
+    """Return the limits of a message's field in the contract; empty if it has none."""
     return next(_limits(field) for field in _fields(message) if field.name == name)
 
 
@@ -92,7 +92,7 @@ def rounded(value: float) -> float:
 def with_defaults(message: M, defaults: M | None = None) -> M:
     """Return a copy in which unset fields are set to their defaults: those of `defaults`, then those of the contract.
 
-    `defaults` has fields of numbers alone.
+    `defaults` has only numeric fields.
     """
     filled = type(message)()
     filled.CopyFrom(message)
@@ -158,7 +158,7 @@ def _build_entry(message: Message, entry: Any, prefix: str) -> None:
 
 
 def _not_boolean(value: Any) -> Any:
-    """Return a value that protobuf is to take: it would take true for the number 1."""
+    """Return a value, but raise TypeError for a boolean: protobuf would take true for the number 1."""
     if isinstance(value, bool):
         raise TypeError("expected no true or false")
     return value
@@ -169,7 +169,7 @@ def _number(value: Any) -> float:
 
 
 def _map_key(value: Any) -> int:
-    """Return the integer that a key is, or that it spells: the keys of JSON objects are strings."""
+    """Return an integer key; in JSON objects keys are strings of digits."""
     return int(value) if isinstance(value, str) else operator.index(_not_boolean(value))
 
 
@@ -185,6 +185,7 @@ def _enum_prefix(enum: EnumDescriptor) -> str:
 
 
 def enum_word(enum: EnumDescriptor, number: int) -> str:
+    """Return the name of an enum value in lower case, without the enum's prefix."""
     return enum.values_by_number[number].name.removeprefix(_enum_prefix(enum)).lower()
 
 

@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 
 from draftwire.contract.errors import InvalidArgumentError
 
-# Objects and lists in each other; Python's parser has a limit of its own in some versions alone.
+# Most nested objects and lists; only some versions of Python's parser have a limit.
 MAX_JSON_DEPTH = 128
 
 
 def parse_object(name: str, text: str) -> dict[str, Any]:
-    """Return the object that a JSON text is; keys keep their order.
+    """Parse a JSON object; keys keep their order.
 
     Raises:
-        InvalidArgumentError: Names the field or option `name`: for no JSON, no object, a key that occurs twice, a
-            number that JSON does not have, or more than MAX_JSON_DEPTH objects and lists in each other.
+        InvalidArgumentError: Names the field or option `name`, if the text is invalid JSON (as NaN is), is no object,
+            repeats a key, or nests more than MAX_JSON_DEPTH objects and lists.
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise InvalidArgumentError(name, text, f"is not valid JSON: {constant} is no number")
 
-    too_deep = InvalidArgumentError(name, text, f"has more than {MAX_JSON_DEPTH} objects and lists in each other")
+    too_deep = InvalidArgumentError(name, text, f"nests more than {MAX_JSON_DEPTH} objects and lists")
     try:
         options = json.loads(text, object_pairs_hook=unique_keys, parse_constant=refuse)
     except RecursionError as error:

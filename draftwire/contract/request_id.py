@@ -1,4 +1,4 @@
-"""Names of requests: how they travel and what they may be."""
+"""Request ids: their metadata key and their form."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from draftwire.contract.errors import InvalidArgumentError
 
-# Metadata of a Generate call: a client that has a name for its request gives it there or in the request itself; the
-# server's initial metadata tells the name that the request has.
+# Key in the metadata of a Generate call: in the client's metadata the id that it chose, unless the message has one; in
+# the server's initial metadata the id in use.
 REQUEST_ID_KEY = "x-request-id"
 
 MAX_LENGTH = 128
@@ -17,11 +17,11 @@ _VISIBLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LENGTH}}}")
 
 
 def check_request_id(value: str, field: str) -> str:
-    """Return the name, if it is one.
+    """Return `value`, a request id.
 
     Raises:
-        InvalidArgumentError: Names `field` unless it is 1 to 128 visible ASCII characters: names go into logs and
-            metadata.
+        InvalidArgumentError: Names `field` unless the id is 1 to 128 visible ASCII characters, because ids go into logs
+            and metadata.
     """
     if not _VISIBLE.fullmatch(value):
         raise InvalidArgumentError(field, value, f"allowed: 1 to {MAX_LENGTH} visible ASCII characters")
@@ -29,10 +29,10 @@ def check_request_id(value: str, field: str) -> str:
 
 
 def choose_request_id(given: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the name of a request: the one in its message if `given`, else that of its metadata, else a new one.
+    """Return the id of a request: `given` in its message unless empty, else the metadata's, else a new one.
 
     Raises:
-        InvalidArgumentError: If the name is not 1 to 128 visible ASCII characters.
+        InvalidArgumentError: If the id is not 1 to 128 visible ASCII characters.
     """
     if given:
         return check_request_id(given, "request_id")

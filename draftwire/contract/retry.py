@@ -1,7 +1,6 @@
-"""When a refused client should come again: google.rpc.RetryInfo in the trailing metadata of RESOURCE_EXHAUSTED.
+"""When a refused client should try again: google.rpc.RetryInfo in the trailing metadata of RESOURCE_EXHAUSTED.
 
-That is gRPC's standard place for it (`grpc-status-details-bin`, a google.rpc.Status), which clients in other languages
-read without knowing this contract.
+The key `grpc-status-details-bin` with a google.rpc.Status is gRPC's standard; clients in any language can read it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 def retry_metadata(message: str, seconds: float) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata of a RESOURCE_EXHAUSTED whose client should wait so long."""
+    """Return trailing metadata of RESOURCE_EXHAUSTED that asks the client to wait for `seconds`."""
     info = error_details_pb2.RetryInfo()
     info.retry_delay.FromNanoseconds(int(1e9 * seconds))
     status = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=message)
@@ -34,6 +33,6 @@ def retry_after_s(metadata: Iterable[Any]) -> float | None:
             info = error_details_pb2.RetryInfo()
             if any(detail.Unpack(info) for detail in status.details):
                 return info.retry_delay.ToNanoseconds() / 1e9
-        except DecodeError:  # whoever answered, it is no verifier
+        except DecodeError:  # the peer is no verifier
             continue
     return None

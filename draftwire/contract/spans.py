@@ -1,4 +1,4 @@
-"""Spans of a trace and how the trace travels; without OpenTelemetry's API (`HAS_API`) there are none."""
+"""Trace spans and their propagation. All but `check_traceparent` need OpenTelemetry's API (`HAS_API`)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ def check_traceparent(value: str, field: str) -> None:
 
 
 def start_span(
-    name: str,
-    kind: str,
-    attributes: Mapping[str, Any],
-    *,
-    traceparent: str | None = None,
-    start_ns: int | None = None,
+    name: str, kind: str, attributes: Mapping[str, Any], *, traceparent: str | None = None, start_ns: int | None = None
 ) -> Span:
-    """Start a span and return it. Needs the OpenTelemetry API.
+    """Start a span and return it.
 
     Args:
         kind: SERVER, CLIENT or INTERNAL.

@@ -1,4 +1,4 @@
-"""The syntactic part of structured output: what clients and servers check before a grammar engine reads it."""
+"""Syntactic checks of structured output, in clients and servers, before a grammar engine reads it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KINDS = tuple(field.name for field in pb.StructuredOutput.DESCRIPTOR.fields)
 
 
 def to_structured_output(options: Any) -> pb.StructuredOutput:
-    """Return the message of a mapping with one key, as {"json_schema": {...}} or {"choice": ["yes", "no"]}.
+    """Return the message of a mapping with one key, such as {"json_schema": {...}} or {"choice": ["yes", "no"]}.
 
-    A JSON Schema and a structural tag are JSON text, or what `json.dumps` turns into such text.
+    A JSON Schema or a structural tag is JSON text, or a value that `json.dumps` accepts.
 
     Raises:
         InvalidArgumentError: Names the kind, its value and what is allowed.
@@ -51,7 +51,7 @@ def _to_json(field: str, value: Any) -> str:
 
 
 def check_structured_output(output: pb.StructuredOutput) -> None:
-    """Check what no single field's limits say: that there is a kind, that JSON is JSON, that choices differ.
+    """Check what the limits of single fields cannot: a kind is set, JSON is valid, and choices differ.
 
     Raises:
         InvalidArgumentError: Names the kind, its value and what is allowed.

@@ -36,10 +36,9 @@ def resolve_sampling_params(
     """Validate sampling parameters and fill in their defaults.
 
     Args:
-        params: As given by the user; left as it is.
-        vocab_size: Size of the target's vocabulary, to check token ids against; None where it is not known (on the
-            client).
-        defaults: The server's own defaults, valid ones, in place of those of the contract.
+        params: The user's parameters; not changed.
+        vocab_size: Size of the target's vocabulary, to check token ids; None on clients, which do not know it.
+        defaults: The server's valid defaults, which replace those of the contract.
 
     Raises:
         InvalidArgumentError: Names the field, its value and what is allowed.
@@ -76,7 +75,7 @@ def _check_masks(params: pb.SamplingParams) -> None:
 def check_token_ids(
     field: str, token_ids: Iterable[int], vocab_size: int, describe: Callable[[int], object] = int
 ) -> None:
-    """Refuse token ids for which a target of `vocab_size` tokens has no row.
+    """Check that token ids are below `vocab_size`.
 
     Args:
         describe: Shows a token id as the value of the field; by default the id itself.
@@ -118,10 +117,10 @@ def _check_draft_logits(config: pb.SpeculativeConfig, prefix: str) -> None:
     if logits.form == TOP_N and not logits.HasField("n"):
         raise InvalidArgumentError(f"{prefix}draft_logits", shown, 'top_n needs n, as in {"top_n": 64}')
     if logits.form != TOP_N and logits.HasField("n"):
-        raise InvalidArgumentError(f"{prefix}draft_logits.n", logits.n, "allowed with top_n alone")
+        raise InvalidArgumentError(f"{prefix}draft_logits.n", logits.n, "allowed only with top_n")
     if logits.form != NONE and config.draft_sample_method != GUMBEL:
         raise InvalidArgumentError(
-            f"{prefix}draft_logits", shown, "logits travel with gumbel drafts alone; set draft_sample_method to gumbel"
+            f"{prefix}draft_logits", shown, "only gumbel drafts have logits; set draft_sample_method to gumbel"
         )
 
 
@@ -159,7 +158,7 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
 
 
 def build_sampling_params(**options: Any) -> pb.SamplingParams:
-    """Return SamplingParams from keyword options; an option of None counts as not given.
+    """Return SamplingParams from keyword options; None means unset.
 
     Raises:
         InvalidArgumentError: For an unknown name, a wrong type or a value out of range.
@@ -183,7 +182,7 @@ RETIRED_KEYS = {
 
 
 def speculative_config_from_mapping(options: Mapping[str, Any]) -> pb.SpeculativeConfig:
-    """Validated SpeculativeConfig, defaults filled in, from vLLM-style keys and values.
+    """Return a validated SpeculativeConfig with defaults, from vLLM-style keys and values.
 
     `draft_logits` is "none", "dense" or {"top_n": n}; enum values are lower-case names; `probabilistic` is read as
     gumbel in `draft_sample_method`, its newer spelling in vLLM.
@@ -217,7 +216,7 @@ def _draft_logits_mapping(value: Any, path: str) -> dict[str, Any]:
 
 
 def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
-    """Validated SpeculativeConfig from a JSON object or from the path of a file that holds one.
+    """Return a validated SpeculativeConfig from a JSON object or from the path of a file with one.
 
     Raises:
         InvalidArgumentError: As `parse_json_object` and `speculative_config_from_mapping` do.
@@ -226,13 +225,11 @@ def parse_speculative_config(argument: str) -> pb.SpeculativeConfig:
 
 
 def parse_json_object(name: str, argument: str) -> dict[str, Any]:
-    """Return the options in a JSON object, or in a file of such a path that holds one.
+    """Parse a JSON object, or a file with one at the path `argument`.
 
     Raises:
-        InvalidArgumentError: If there is no such file, if it is no JSON object, or if an option is given twice;
-            it names `name`.
+        InvalidArgumentError: Names `name` if there is no such file, or it is no JSON object or repeats a key.
     """
-
     text = argument.strip()
     if not text.startswith("{"):
         try:
@@ -245,7 +242,7 @@ def parse_json_object(name: str, argument: str) -> dict[str, Any]:
 
 
 def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any]:
-    """Return the vLLM-style form of a resolved config: what `speculative_config_from_mapping` reads."""
+    """Return the vLLM-style form of a resolved config, which `speculative_config_from_mapping` reads."""
     mapping: dict[str, Any] = {}
     for field, value in config.ListFields():
         if field.name == "draft_logits":
@@ -260,7 +257,7 @@ def speculative_config_to_mapping(config: pb.SpeculativeConfig) -> dict[str, Any
 
 
 def draft_logits_text(logits: pb.DraftLogits) -> str:
-    """`none`, `dense` or `top_n=64`."""
+    """Return `none`, `dense` or, for example, `top_n=64`."""
     if logits.form == TOP_N:
         return f"top_n={logits.n}"
     return enum_word(pb.DraftLogitsForm.DESCRIPTOR, logits.form or NONE)

@@ -23,5 +23,5 @@ def _installed_version() -> str:
 
 VERSION = _installed_version()
 
-# Raised when the meaning of a message in draft.proto changes.
+# Incremented when the meaning of a message in draft.proto changes.
 PROTOCOL_VERSION = 7

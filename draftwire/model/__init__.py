@@ -1,1 +1,1 @@
-"""What the target and the heads share: checkpoints, devices, paged caches, fused features."""
+"""Code that the target and the heads share: checkpoints, devices, paged caches, fused features."""

@@ -1,4 +1,4 @@
-"""Sizes that batches are padded to on a GPU, so that what is compiled or captured for a few serves all."""
+"""Padded batch sizes on a GPU, so that few sizes are compiled and captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of a paged cache and who may use them."""
+"""The free blocks of a paged cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BlockPool:
     """Hands out block ids; the only owner of the free list.
 
     Raises:
-        InvalidArgumentError: If there is not even one block to hand out.
+        InvalidArgumentError: If `num_blocks` is below 2.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,16 +23,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks not in use."""
+        """Return the number of blocks not in use."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use, [0, 1]."""
+        """Return the share of the blocks in use, [0, 1]."""
         return 1 - self.num_free / (self.num_blocks - 1)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when fewer are free. Those that never were in use lie side by side, in order."""
+        """Return `count` block ids, or None if fewer are free. Ids that were never used before are consecutive."""
         if count > len(self._free):
             return None
         taken = self._free[len(self._free) - count :][::-1]
@@ -45,5 +45,5 @@ class BlockPool:
 
 
 def blocks_for(num_rows: int) -> int:
-    """Return the blocks that hold `num_rows` rows."""
+    """Return the number of blocks for `num_rows` rows."""
     return -(-num_rows // BLOCK_SIZE)

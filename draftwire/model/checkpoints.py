@@ -1,4 +1,4 @@
-"""Model directories: finding, reading and fingerprinting them, with errors that say what is wrong."""
+"""Find, read and fingerprint model directories."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from draftwire.contract.errors import CheckpointError
 
-# What of a model on the hub is downloaded.
+# Files of a model that are downloaded from the hub.
 MODEL_FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja"]
 _SERVED_FORMATS = "served are directories with config.json and weights in *.safetensors or *.bin"
 _INSTALL = re.compile(r"\b(pip3?|conda|uv)\s+(\w+\s+)?install\b")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what a library says of a failure, without its advice to install packages, which need not help here."""
+    """Return a library's error message without its advice to install packages, which may not help here."""
     sentences = re.split(r"(?<=[.!?:;])\s+|\n+", str(error))
     kept = " ".join(sentence for sentence in sentences if not _INSTALL.search(sentence)).strip(" :")
     return kept or type(error).__name__
@@ -32,7 +32,7 @@ def resolve_directory(name: str) -> Path:
     """Return the local directory of a model given as a directory or a hub id (`organisation/model`).
 
     Raises:
-        CheckpointError: If there is neither such a directory nor such a model to be had.
+        CheckpointError: If there is no such directory, and no such model can be downloaded.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -45,11 +45,11 @@ def resolve_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub client raises errors of many kinds: network, HTTP, validation, cache
         reason = reason_of(error)
-        raise CheckpointError(f"{name!r} is not a directory, and not to be had from the hub: {reason}") from error
+        raise CheckpointError(f"{name!r} is not a directory, and the hub cannot provide it: {reason}") from error
 
 
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
-    """Return the contents of config.json, or of another such file of a model directory.
+    """Return the JSON object in config.json, or in another file of a model directory.
 
     Raises:
         CheckpointError: If the file is missing or not a JSON object.
@@ -67,13 +67,13 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-# Names of the weights without an index, in the order in which they are looked for. Directories hold other files of both
-# kinds beside them: optimizer state, training arguments, consolidated copies.
+# Names of weight files without an index, in the order of the search. Directories may have other files of both types:
+# optimizer state, training arguments, consolidated copies.
 _WEIGHT_PATTERNS = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "pytorch_model*.bin", "model*.bin")
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights: those that an index names, else safetensors if there are any, else .bin.
+    """Return the weight files: those of an index, else safetensors files, else .bin files.
 
     Raises:
         CheckpointError: If there are none, or the index is damaged or names a file that is missing.
@@ -93,8 +93,7 @@ def weight_files(directory: Path) -> list[Path]:
         if files:
             return files
     _refuse_gguf(directory)
-    others = "other formats, as GGUF, are not served"
-    raise CheckpointError(f"{directory}: there are no weights (*.safetensors or *.bin); {others}")
+    raise CheckpointError(f"{directory}: there are no weights in *.safetensors or *.bin, the formats that are served")
 
 
 def _refuse_gguf(directory: Path) -> None:
@@ -104,7 +103,7 @@ def _refuse_gguf(directory: Path) -> None:
 
 
 def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint by name, on the CPU, all of them or those among `names` that it has.
+    """Return tensors of a checkpoint by name, on the CPU: all, or those of `names` that it has.
 
     Raises:
         CheckpointError: If a file is missing, may not be read, is truncated or not a checkpoint.
@@ -112,7 +111,7 @@ def load_tensors(directory: Path, names: list[str] | None = None) -> dict[str, t
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(directory):
         try:
-            path.open("rb").close()  # safetensors says of all reasons that there is no such file
+            path.open("rb").close()  # safetensors reports every failure as a missing file
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         try:
@@ -130,12 +129,12 @@ def _read_safetensors(path: Path, names: list[str] | None) -> dict[str, torch.Te
 def _read_bin(path: Path, names: list[str] | None) -> dict[str, torch.Tensor]:
     loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
-        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
+        raise ValueError(f"the file has a {type(loaded).__name__}, not tensors by name")
     return {name: tensor for name, tensor in loaded.items() if names is None or name in names}
 
 
 def fingerprint(*parts: bytes) -> str:
-    """16 hexadecimal digits that stand for `parts`."""
+    """Return a hash of `parts`, 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

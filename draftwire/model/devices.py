@@ -1,4 +1,4 @@
-"""Devices and compute types given on the command line."""
+"""Devices: choice, compute type, memory, and copies to a device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of a name such as "cpu" or "cuda:1"; CUDA by default where there is some.
+    """Return the device of a name such as "cpu" or "cuda:1"; None takes CUDA if available, else the CPU.
 
     Raises:
-        InvalidArgumentError: If it is not a name of a device.
+        InvalidArgumentError: If `name` is no name of a device.
         ServerError: If this machine has no such device.
     """
     if name is None:
@@ -44,8 +44,7 @@ def make_current(device: torch.device) -> None:
 
 
 def check_context(device: torch.device) -> None:
-    """Raise RuntimeError if the process' CUDA context is lost, as after an illegal access; wait for
-    nothing. A CPU has no such state."""
+    """Raise RuntimeError if the process' CUDA context is lost, for example after an illegal access. Does not wait."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
@@ -54,7 +53,7 @@ def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dty
     """Return the compute type: for "auto" float32 on the CPU, else the target's own 16-bit type.
 
     Raises:
-        InvalidArgumentError: If it is not a type that models compute in.
+        InvalidArgumentError: If `name` is neither "auto" nor a compute type.
     """
     if name in DTYPES:
         return DTYPES[name]
@@ -69,9 +68,9 @@ def choose_dtype(name: str, device: torch.device, target_dir: Path) -> torch.dty
 
 
 class GpuMemory:
-    """What this process takes of a GPU, so that the rest of its share can hold a cache.
+    """Measures the memory that this process uses of a GPU, to size a cache with the rest of its share.
 
-    To be made before anything is loaded: what is taken then belongs to other processes and to the driver.
+    Create it before anything is loaded: memory in use by then belongs to other processes and to the driver.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,12 +79,12 @@ class GpuMemory:
         self._foreign = self.total - free - torch.cuda.memory_reserved(device)
 
     def left_for_cache(self, utilization: float, largest_step: Callable[[], object]) -> int:
-        """Return the bytes left for the cache after everything else was loaded, at most the free memory.
+        """Return the bytes left for the cache after all else was loaded, at most the free memory.
 
         Args:
             utilization: Share of the GPU's memory that the process may take, (0, 1].
-            largest_step: Runs the largest step that the limits allow; its activations are kept free. They are counted
-                twice, because captured graphs have activations of their own.
+            largest_step: Runs the largest step that the limits allow. Memory for its activations stays free twice,
+                because captured graphs have their own activations.
 
         Raises:
             ServerError: If there is no memory for the step itself.
@@ -105,7 +104,7 @@ class GpuMemory:
         share = int(utilization * self.total)
         left = max(0, min(share - loaded - libraries, free) - 2 * activations)
         logger.info(
-            "%s: a share of %.2f GiB, of it loaded %.2f, libraries %.2f, activations 2 x %.2f, left for the cache %.2f",
+            "%s: share %.2f GiB; loaded %.2f, libraries %.2f, activations 2 x %.2f, left for the cache %.2f",
             self._device,
             *(size / 2**30 for size in (share, loaded, libraries, activations, left)),
         )
@@ -113,12 +112,12 @@ class GpuMemory:
 
 
 def awake_s(device: torch.device) -> float:
-    """Return the seconds that an engine's thread polls before it sleeps; 0 on a CPU, whose cores compute meanwhile."""
+    """Return the seconds that an idle engine's thread polls before it sleeps; 0 on a CPU, which needs its cores."""
     return 0.02 if device.type == "cuda" else 0.0
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record a timed event on the device's current stream and return it; None on the CPU, which has no queue."""
+    """Record a timed event on the device's current stream and return it; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""The layer that makes a head's state of the target's features, in the drafter or already in the verifier."""
+"""Feature fusion: the layer from the target's features to the head's states, run by the drafter or the verifier."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of [T, H] rows: float32 inside, scaled by `weight` [H] in the rows' type, as in Llama."""
+    """Return the root-mean-square norm of rows [T, H], as in Llama: float32 inside, `weight` [H] in the rows' dtype."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class FeatureFusion:
-    """A linear layer without bias, and perhaps root-mean-square norms before it: [T, in] -> [T, out].
+    """A linear layer without bias, with optional root-mean-square norms before it: [T, in] -> [T, out].
 
     Attributes:
-        weight: [out, in], of the head's type.
-        norms: Weights of the norms, one over all features or one [in / n] for each of n layers' features; none.
-        eps: Of the norms.
+        weight: [out, in], in the head's dtype.
+        norms: Weights of the norms: none, one [in], or one [in / n] for each of n layers' features.
+        eps: Epsilon of the norms.
     """
 
     def __init__(
         self, weight: torch.Tensor, norms: list[torch.Tensor] | None = None, eps: float = 0.0, norm: Norm = rms_norm
     ) -> None:
-        """`norm` computes a norm of rows, a weight and eps; a faster one may stand in."""
+        """`norm` computes a norm from rows, a weight and an epsilon."""
         self.weight = weight
         self.norms = norms or []
         self.eps = eps
@@ -52,7 +52,7 @@ class FeatureFusion:
         return F.linear(features, self.weight)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield all weights as bytes: the norms', then the layer's, row after row."""
+        """Yield all weights as bytes: norms first, then rows of the layer."""
         for norm in self.norms:
             yield tensor_bytes(norm)
         rows = max(CHUNK_BYTES // self.weight[:1].nbytes, 1)
@@ -60,19 +60,19 @@ class FeatureFusion:
             yield tensor_bytes(part)
 
     def describe(self) -> pb.FeatureFusion:
-        """Wire form, without the weights."""
+        """Return the wire form, without the weights."""
         digest = _digest(self.chunks())
         return pb.FeatureFusion(width=len(self.weight), num_norms=len(self.norms), norm_eps=self.eps, digest=digest)
 
 
 def fusion_bytes(fusion: pb.FeatureFusion, features: pb.FeatureSpec) -> int:
-    """Return the size of the weights.
+    """Return the size of the weights in bytes.
 
     Args:
-        fusion, features: As a drafter describes them, not trusted but for the features' width and type.
+        fusion, features: The drafter's description; only the features' width and dtype are trusted.
 
     Raises:
-        MismatchError: If no head's fusion looks like that, with its values.
+        MismatchError: If the description is invalid; names its values.
     """
     num_layers = len(features.layers)
     wrong = (
@@ -92,11 +92,11 @@ def fusion_bytes(fusion: pb.FeatureFusion, features: pb.FeatureSpec) -> int:
 def load_fusion(
     fusion: pb.FeatureFusion, features: pb.FeatureSpec, data: bytearray, device: torch.device
 ) -> FeatureFusion:
-    """Return the fusion of weights that came from a drafter.
+    """Return the fusion with weights from a drafter.
 
     Raises:
-        MismatchError: If the description is no fusion's.
-        InvalidArgumentError: If size or digest of the weights are not those of the description.
+        MismatchError: If the description is invalid.
+        InvalidArgumentError: If the weights do not have the size or digest of the description.
     """
     size = fusion_bytes(fusion, features)
     if len(data) != size:

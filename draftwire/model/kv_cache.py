@@ -1,8 +1,8 @@
 """Paged key-value memory, shared by the target and the heads.
 
-A cache is a pool of blocks of `BLOCK_SIZE` slots; a sequence owns a list of blocks, and roll-back is a shorter length:
-rows past it are overwritten. Block 0 belongs to nobody: padding is written there, and nothing reads it. What a batch
-writes and reads is a `RaggedBatch`, what reads it `draftwire_kernels.paged_attention`.
+A cache is a pool of blocks of `BLOCK_SIZE` slots. A sequence owns a list of blocks. Roll-back shortens the sequence;
+rows past its length are overwritten. Block 0 belongs to no sequence: padding is written there and never read. A
+`RaggedBatch` has the slots that a batch writes and reads; `draftwire_kernels.paged_attention` reads them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ LayerShapes = Sequence[tuple[int, int, int]]  # (kv_heads, key head size, value 
 
 
 def token_bytes(layer_shapes: LayerShapes, dtype: torch.dtype) -> int:
-    """Return the keys and values of one position in all layers, bytes."""
+    """Return the bytes of the keys and values of one position in all layers."""
     return sum(heads * (key + value) for heads, key, value in layer_shapes) * dtype.itemsize
 
 
 def zeros_for_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros of a large cache. In host memory each page is taken when it is first written.
+    """Return zeros for a large cache. In host memory each page is allocated when it is first written.
 
     Raises:
-        RuntimeError, MemoryError: If there is no memory for it.
+        RuntimeError, MemoryError: If there is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would write all pages; numpy takes zeroed ones from the system.
+    # torch.zeros would write all pages; numpy gets zeroed pages from the system.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
@@ -51,7 +51,7 @@ def allocate_cache(layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtyp
     """Allocate the cache of a service.
 
     Raises:
-        ServerError: If there is no memory for it.
+        ServerError: If there is not enough memory.
     """
     try:
         return KVCache(layer_shapes, num_blocks, dtype, device)
@@ -66,19 +66,15 @@ class KVCache:
     """Keys and values of every layer: per layer one tensor [num_blocks * BLOCK_SIZE, kv_heads, head_size] each.
 
     Attributes:
-        token_bytes: Of one position in all layers.
-        num_tokens: Positions that sequences can have.
+        token_bytes: Bytes of one position in all layers.
+        num_tokens: Positions available to sequences.
     """
 
     def __init__(
-        self,
-        layer_shapes: LayerShapes,
-        num_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         slots = num_blocks * BLOCK_SIZE
         self.token_bytes = token_bytes(layer_shapes, dtype)
-        self.num_tokens = slots - BLOCK_SIZE  # without the padding's
+        self.num_tokens = slots - BLOCK_SIZE  # without the padding block
         self.keys = [zeros_for_cache((slots, heads, k), dtype, device) for heads, k, _ in layer_shapes]
         self.values = [zeros_for_cache((slots, heads, v), dtype, device) for heads, _, v in layer_shapes]

@@ -1,4 +1,4 @@
-"""Refusal of quantised weights, which neither service computes with, by their configuration and their tensors."""
+"""Refuse quantised weights, which neither service supports, by their configuration and their tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKED = re.compile(
 
 
 def refuse_quantised_config(config: Mapping[str, Any], where: object) -> None:
-    """Refuse a configuration that says how weights are quantised; `where` names it.
+    """Refuse a configuration of quantised weights; `where` is its name in errors.
 
     Raises:
         CheckpointError: Names the method, and what is served.
@@ -38,7 +38,7 @@ def refuse_quantised_config(config: Mapping[str, Any], where: object) -> None:
 
 
 def refuse_quantised_names(names: Iterable[str], where: object) -> None:
-    """Refuse tensors by names that only packed weights have.
+    """Refuse tensor names that only quantised weights have.
 
     Raises:
         CheckpointError: Names a tensor, and what is served.
@@ -50,9 +50,9 @@ def refuse_quantised_names(names: Iterable[str], where: object) -> None:
 
 
 def refuse_quantised_files(paths: Iterable[Path]) -> None:
-    """Refuse safetensors files with packed tensors or weights that are no floats, by their headers alone.
+    """Refuse safetensors files with packed tensors or weights that are no floats; read only the headers.
 
-    A damaged file is left to whoever loads it.
+    Damaged files are skipped here; loading them fails.
 
     Raises:
         CheckpointError: Names a tensor, and what is served.

@@ -1,4 +1,4 @@
-"""Tensors whose elements are in the message: raw little-endian bytes with dtype and shape, read without a copy."""
+"""Tensors with their elements in the message: raw little-endian bytes with dtype and shape."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ WIRE_DTYPES = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.Tensor:
-    """Return the wire form of a tensor of any device, its elements in the message; written into `message` if one is
-    given."""
+    """Return the wire form of a tensor of any device, written into `message` if given."""
     message = pb.Tensor() if message is None else message
     message.dtype = WIRE_DTYPES[tensor.dtype]
     message.shape.extend(tensor.shape)
@@ -36,7 +35,7 @@ def encode_tensor(tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.
 
 
 def encode_ids(ids: Sequence[int] | np.ndarray, message: pb.Tensor) -> None:
-    """Write token ids into `message` as an int32 tensor [len(ids)]; faster than by way of a tensor."""
+    """Write token ids into `message` as an int32 tensor [len(ids)]; faster than `encode_tensor`."""
     message.dtype = pb.DTYPE_INT32
     message.shape[:] = [len(ids)]
     message.data = np.asarray(ids, np.int32).tobytes()
@@ -48,13 +47,13 @@ def decode_ids(message: pb.Tensor, name: str, count: int) -> list[int]:
 
 
 def decode_id_array(message: pb.Tensor, name: str, count: int) -> np.ndarray:
-    """Return the values of an int32 tensor [count] without a check of their range; otherwise as `decode_tensor`."""
+    """Return the values of an int32 tensor [count], whose range is not checked; errors as of `decode_tensor`."""
     check_tensor(message, name, torch.int32, (count,))
     return np.frombuffer(_checked_data(message, name, 4 * count), np.int32)
 
 
 def encode_floats(values: np.ndarray, message: pb.Tensor) -> None:
-    """Write float32 [n] values into `message`; faster than by way of a tensor."""
+    """Write float32 [n] values into `message`; faster than `encode_tensor`."""
     message.dtype = pb.DTYPE_FLOAT32
     message.shape[:] = [len(values)]
     message.data = values.astype(np.float32, copy=False).tobytes()
@@ -64,7 +63,7 @@ def decode_probabilities(message: pb.Tensor, name: str, count: int) -> np.ndarra
     """Return the values of a float32 tensor [count], all in [0, 1].
 
     Raises:
-        InvalidArgumentError: As for `decode_tensor`, and when a value is no number or out of range.
+        InvalidArgumentError: As of `decode_tensor`, and if a value is NaN or out of range.
     """
     check_tensor(message, name, torch.float32, (count,))
     values = np.frombuffer(_checked_data(message, name, 4 * count), np.float32)
@@ -80,24 +79,22 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, which are not copied."""
+    """Return the bytes of a contiguous tensor in host memory, without a copy."""
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def decode_tensor(
-    message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
-) -> torch.Tensor:
-    """Return a CPU tensor over one copy of the message's bytes; it must not be written to.
+def decode_tensor(message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> torch.Tensor:
+    """Return a read-only CPU tensor over one copy of the message's bytes.
 
     Args:
-        message: From the wire, not trusted.
+        message: Untrusted, from the wire.
         name: Field name for errors.
         dtype: Required type.
         shape: Required size of each dimension; None takes any.
 
     Raises:
-        InvalidArgumentError: If type, shape or number of bytes are not what is required.
+        InvalidArgumentError: If dtype, shape or number of bytes are wrong.
     """
     given = check_tensor(message, name, dtype, shape)
     size = math.prod(given) * dtype.itemsize
@@ -117,10 +114,10 @@ def _checked_data(message: pb.Tensor, name: str, size: int) -> bytes:
 def check_tensor(
     message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor, wherever its elements are; parameters and errors as for `decode_tensor`."""
+    """Return the shape of a tensor of any carrier; parameters and errors as of `decode_tensor`."""
     if DTYPES.get(message.dtype) != dtype:
         raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")
-    given = tuple(message.shape[:])  # a copy of all sizes costs less than a look at each
+    given = tuple(message.shape[:])  # one copy is faster than an access to each size
     if given != shape and not _fits(given, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidArgumentError(f"{name}.shape", given, f"must be [{wanted}]")

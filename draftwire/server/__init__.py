@@ -1,1 +1,1 @@
-"""What both services are built on: bootstrap, security, interceptors, logs, metrics, traces."""
+"""Server code of both services: bootstrap, security, interceptors, logs, metrics, traces."""

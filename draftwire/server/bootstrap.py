@@ -1,4 +1,4 @@
-"""Bootstrap that both services share: address, health, reflection, orderly stop."""
+"""Start and stop of both services: addresses, health, reflection, signals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from draftwire.server.stop_signals import STOP_SIGNALS, end_at_signals
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a call has, when the server stops, to send its end or its error.
+# Seconds in which a call may send its end or its error when the server stops.
 STOP_GRACE_S = 1.0
-# Connections that never become HTTP/2 are closed after this time; the default of gRPC is two minutes.
+# Connections without an HTTP/2 handshake are closed after this time; gRPC's default is two minutes.
 CONNECTION_LIMITS = [("grpc.server_handshake_timeout_ms", 10_000)]
 # Limits of the port for probes.
 _PROBE_LIMITS = ReadingLimits(4096, max_readers=8, max_readers_of_peer=4, max_unread=64, max_unread_of_peer=32)
@@ -54,12 +54,11 @@ async def serve(
         security: TLS and tokens. Health and reflection need no token.
         reader: Reads the messages of these services' unary calls.
         stop: Set by the first signal; the caller may set it too.
-        drain: Called after the stop, when health says NOT_SERVING and clients may still call. Refuses new requests, and
-            returns when all requests have ended or the time to drain is over.
+        drain: Called after the stop, when health is NOT_SERVING and clients may still call. Refuses new requests, and
+            returns after all requests have ended or the drain timeout.
         on_stop: Called after the last call has ended.
-        interceptors: Interceptors of the service.
-        health_listen: HOST:PORT of the health service alone, in plain text, for probes without a certificate; None
-            opens no such port.
+        interceptors: Further interceptors.
+        health_listen: HOST:PORT of a second health service in plain text, for probes without a certificate, or None.
 
     Raises:
         InvalidArgumentError: If the address is outside of loopback, without TLS and without `insecure`.
@@ -67,17 +66,11 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = security.credentials(listen)
-    others = MessageReader(limits_of_others(reader.limits), by_host=True)
-    interceptors = [AdmissionInterceptor(service_names, reader, others), *interceptors]
-    if security.token_file:
-        interceptors.insert(0, TokenInterceptor(security.token_file, service_names))
-    options = [*reader.limits.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
-    server: Any = GuardedServer(options, interceptors)
+    server: Any = GuardedServer(_options(reader.limits), _interceptors(security, service_names, reader, interceptors))
     register(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names: Sequence[str] = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host, _ = parse_address(listen, "listen")
     port = _bind(server, listen, "listen", credentials)
     servers = [server]
@@ -95,13 +88,28 @@ async def serve(
     await stop.wait()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)
-    end_at_signals()  # from here on the next signal ends the process, whatever hangs
+    end_at_signals()  # from now on a signal ends the process at once
     logger.info("draining")
     await health_servicer.enter_graceful_shutdown()
     await drain()
     logger.info("stopping")
     await asyncio.gather(*(each.stop(STOP_GRACE_S) for each in servers))
     await on_stop()
+
+
+def _options(limits: ReadingLimits) -> list[tuple[str, Any]]:
+    return [*limits.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
+
+
+def _interceptors(
+    security: ServerSecurity,
+    service_names: Sequence[str],
+    reader: MessageReader,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+) -> list[grpc.aio.ServerInterceptor]:
+    others = MessageReader(limits_of_others(reader.limits), by_host=True)
+    tokens = [TokenInterceptor(security.token_file, service_names)] if security.token_file else []
+    return [*tokens, AdmissionInterceptor(service_names, reader, others), *interceptors]
 
 
 def _bind(server: Any, listen: str, field: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -115,10 +123,9 @@ def _bind(server: Any, listen: str, field: str, credentials: grpc.ServerCredenti
 
 
 def _health_server(listen: str, servicer: health.aio.HealthServicer) -> GuardedServer:
-    """Return a server of the health service alone, in plain text, which answers on the service's own event loop."""
+    """Return a server with only the health service, in plain text, on the service's event loop."""
     reader = MessageReader(_PROBE_LIMITS, by_host=True)
-    options = [*_PROBE_LIMITS.options(), ("grpc.so_reuseport", 0), *CONNECTION_LIMITS]
-    server = GuardedServer(options, [AdmissionInterceptor([health.SERVICE_NAME], reader, reader)])
+    server = GuardedServer(_options(_PROBE_LIMITS), [AdmissionInterceptor([health.SERVICE_NAME], reader, reader)])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = _bind(server, listen, "health_listen", None)
     logger.info("health service in plain text on port %d", port)
@@ -126,6 +133,6 @@ def _health_server(listen: str, servicer: health.aio.HealthServicer) -> GuardedS
 
 
 def limits_of_others(own: ReadingLimits) -> ReadingLimits:
-    """Return the limits of health and reflection, which need no token; the options of the server are the service's."""
+    """Return the reading limits of health and reflection, whose calls need no token."""
     max_readers = max(1, own.max_readers // 2)
     return ReadingLimits(own.max_message_bytes, max_readers, max(1, max_readers // 4), 256, 64, own.window_bytes)

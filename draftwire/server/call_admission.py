@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,16 +17,17 @@ from google.protobuf.message import DecodeError
 from draftwire.contract.errors import Described, InvalidArgumentError, QueueFullError
 from draftwire.contract.retry import retry_metadata
 from draftwire.server.message_reading import MessageReader
-from draftwire.server.method_handlers import Behaviour, Refusal, rebuild_handler
+from draftwire.server.method_handlers import Behaviour, HandlerInterceptor, Refusal, with_codec
 
 # Seconds within which gRPC reports a cancelled call, which otherwise looks like a call without a message.
 CANCELLATION_S = 0.1
 
 
-class AdmissionInterceptor(grpc.aio.ServerInterceptor):
-    """Reads the messages of the named services' methods with `reader`, those of other services with `others`.
+class AdmissionInterceptor(HandlerInterceptor):
+    """Reads the messages of the named services' methods with `reader`, and those of other services with `others`.
 
-    Methods of the named services which take a stream read it themselves. What cannot be decoded is INVALID_ARGUMENT.
+    Streaming methods of the named services read their messages themselves. A message that cannot be decoded gets
+    INVALID_ARGUMENT.
     """
 
     def __init__(self, service_names: Sequence[str], reader: MessageReader, others: MessageReader) -> None:
@@ -34,19 +35,12 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
         self._reader = reader
         self._others = others
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        is_own = handler_call_details.method.startswith(self._prefixes)
+    def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
+        """See `HandlerInterceptor`."""
+        is_own = call.method.startswith(self._prefixes)
         decode = _decoding(handler.request_deserializer)
         if is_own and handler.request_streaming:
-            return rebuild_handler(handler, decode, handler.response_serializer)
+            return with_codec(handler, decode, handler.response_serializer)
         return _reading_handler(handler, decode, self._reader if is_own else self._others)
 
 
@@ -128,8 +122,7 @@ async def _read_one(reader: MessageReader, context: Any) -> tuple[Any, Refusal |
 
 
 async def _read(reader: MessageReader, context: Any) -> tuple[Any, Refusal | None]:
-    """Return a message, or the reason of a refusal. Raise nothing: gRPC keeps an exception and all that it refers
-    to."""
+    """Return a message or a refusal. Raise nothing, because gRPC keeps an exception and all objects in its frames."""
     try:
         return await reader.read(context), None
     except InvalidArgumentError as error:

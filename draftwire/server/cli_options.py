@@ -1,8 +1,8 @@
-"""Options that both service commands have."""
+"""Command-line options that commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +16,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 OTLP_ENDPOINT = click.option(
     "--otlp-endpoint",
     metavar="URL",
-    help="Export OpenTelemetry traces there, OTLP over gRPC: https://HOST:4317. Default: what OTEL_* variables say.",
+    help="Export OpenTelemetry traces to this URL, OTLP over gRPC: https://HOST:4317. Default: the OTEL_* variables.",
 )
 
 _OPTIONS = (
-    click.option("--device", metavar="cpu|cuda[:INDEX]", help="Default: cuda where there is some, else cpu."),
+    click.option("--device", metavar="cpu|cuda[:INDEX]", help="Default: cuda if available, else cpu."),
     click.option(
         "--dtype",
         default="auto",
@@ -38,26 +38,27 @@ _OPTIONS = (
     click.option(
         "--metrics-listen",
         metavar="HOST:PORT",
-        help="Serve Prometheus metrics there, by HTTPS with --tls-cert. Default: nowhere.",
+        help="Serve Prometheus metrics at this address, over HTTPS with --tls-cert. Default: off.",
     ),
     click.option(
         "--health-listen",
         metavar="HOST:PORT",
-        help="Serve the gRPC health service alone there, in plain text, for probes without a certificate. "
-        "Default: nowhere; --listen serves it too.",
+        help="Serve only the gRPC health service at this address, in plain text, for probes without a certificate. "
+        "Default: off; --listen always serves it.",
     ),
     click.option(
         "--carriers",
         default="auto",
         show_default=True,
         metavar="auto|LIST",
-        help="How tensors may travel between the services: some of cuda_ipc, shm, bytes. Bytes always may.",
+        help="Allowed carriers of tensors between the services: cuda_ipc, shm, bytes. bytes is always allowed.",
     ),
     click.option(
         "--rendezvous-dir",
         envvar="DRAFTWIRE_RENDEZVOUS_DIR",
         type=click.Path(path_type=Path),
-        help="Where both find each other's memory, in containers of one host. Default: in one network namespace.",
+        help="Directory that both containers of one host mount, to share memory. "
+        "Default: services of one network namespace need none.",
     ),
     click.option(
         "--log-level",
@@ -77,13 +78,6 @@ _OPTIONS = (
 )
 
 
-def service_options(command: F) -> F:
-    """Add device, dtype, load format, metrics, health, carriers and the log's options to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 _SERVER_SECURITY = (
@@ -92,32 +86,34 @@ _SERVER_SECURITY = (
         type=FILE,
         help="Certificate chain of this server, PEM; turns TLS on, on every port but that of --health-listen.",
     ),
-    click.option("--tls-key", type=FILE, help="Its private key, PEM."),
-    click.option("--tls-client-ca", type=FILE, help="Authorities whose clients are let in, PEM; asks for mutual TLS."),
+    click.option("--tls-key", type=FILE, help="Private key of the certificate, PEM."),
+    click.option("--tls-client-ca", type=FILE, help="Authorities of clients, PEM; turns mutual TLS on."),
     click.option("--insecure", is_flag=True, help="Allow plain text outside of the loopback interface."),
 )
 _CLIENT_SECURITY = (
     click.option("--tls", is_flag=True, help="Encrypt, trusting the system's authorities."),
-    click.option("--tls-ca", type=FILE, help="Authorities that are trusted, PEM; turns TLS on."),
-    click.option("--tls-cert", type=FILE, help="Own certificate for mutual TLS, PEM."),
-    click.option("--tls-key", type=FILE, help="Its private key, PEM."),
+    click.option("--tls-ca", type=FILE, help="Trusted authorities, PEM; turns TLS on."),
+    click.option("--tls-cert", type=FILE, help="Client certificate for mutual TLS, PEM."),
+    click.option("--tls-key", type=FILE, help="Private key of the certificate, PEM."),
     click.option("--token-file", type=FILE, help="File with the bearer token.  [default: DRAFTWIRE_TOKEN]"),
     click.option("--insecure", is_flag=True, help="Allow plain text outside of the loopback interface."),
 )
 
 
-def server_security_options(command: F) -> F:
-    """Add the options of `ServerSecurity` but for the tokens."""
-    for option in reversed(_SERVER_SECURITY):
-        command = option(command)
-    return command
+def _adding(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """Return a decorator that adds options to a command."""
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def client_security_options(command: F) -> F:
-    """Add the options of `ClientSecurity`."""
-    for option in reversed(_CLIENT_SECURITY):
-        command = option(command)
-    return command
+service_options = _adding(_OPTIONS)  # of both services
+server_security_options = _adding(_SERVER_SECURITY)  # of `ServerSecurity`, except its tokens
+client_security_options = _adding(_CLIENT_SECURITY)  # of `ClientSecurity`
 
 
 def client_security(given: dict[str, Any]) -> ClientSecurity:

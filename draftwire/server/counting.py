@@ -1,18 +1,18 @@
-"""Count messages where gRPC encodes and decodes them; elsewhere their size would take a second encoding."""
+"""Count messages where gRPC encodes and decodes them; anywhere else their size would need a second encoding."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from draftwire.server.method_handlers import rebuild_handler
+from draftwire.server.method_handlers import HandlerInterceptor, with_codec
 from draftwire.transport.encoding import Encoded
 from draftwire.transport.traffic import Direction
 
-# Called with the bytes of a message before the message is sent, or before its reader gets it; not with wrong bytes.
+# Called with the size of a message before it is sent, or before its reader gets it; not for malformed bytes.
 Count = Callable[[Direction, Message, int], None]
 
 
@@ -38,25 +38,20 @@ class CountingChannel:
         self.stream_stream = counting(channel.stream_stream)
 
 
-class CountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts the messages of one service's methods, in the task that reads or writes. The methods may send encoded
+class CountingInterceptor(HandlerInterceptor):
+    """Counts the messages of one service's methods in the task that reads or writes them. The methods may send encoded
     messages."""
 
     def __init__(self, service_name: str, count: Count) -> None:
         self._prefix = f"/{service_name}/"
         self._count = count
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
+    def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
+        """See `HandlerInterceptor`."""
+        if not call.method.startswith(self._prefix):
             return handler
         decode = _decoding(handler.request_deserializer, self._count)
-        return rebuild_handler(handler, decode, _encoding(handler.response_serializer, self._count))
+        return with_codec(handler, decode, _encoding(handler.response_serializer, self._count))
 
 
 def _encoding(serialize: Callable[[Any], bytes], count: Count) -> Callable[[Any], bytes]:

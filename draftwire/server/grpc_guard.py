@@ -1,4 +1,4 @@
-"""A server of grpc.aio that no method name can stop.
+"""A server of grpc.aio that survives every method name.
 
 grpc.aio decodes the name of an unregistered method in the loop that accepts calls. A name that is not UTF-8 raises an
 exception there and closes the port for good, so one HTTP/2 frame of any peer stops the server. This server registers

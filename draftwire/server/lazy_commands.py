@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they are used."""
+"""Groups of commands whose modules are imported when the commands are used."""
 
 from __future__ import annotations
 

@@ -17,10 +17,9 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def peak_host_bytes() -> int:
-    """Return the peak resident set of this process in bytes; 0 if /proc cannot be read, for example without free
-    descriptors.
+    """Return the peak resident set of this process in bytes; 0 if /proc cannot be read, as without free descriptors.
 
-    ru_maxrss of getrusage does not do: a new process inherits the peak of its parent.
+    getrusage's ru_maxrss is unsuitable, because a new process inherits its parent's peak.
     """
     try:
         found = _PEAK.search(Path("/proc/self/status").read_text(encoding="ascii"))
@@ -46,7 +45,7 @@ def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dt
 
 
 def keep_what_is_loaded() -> None:
-    """Exclude all present objects from garbage collection, which stops all threads: a model stays for the life of the
+    """Exclude all present objects from garbage collection, which stops all threads. A model lives as long as the
     process."""
     gc.collect()
     gc.freeze()
@@ -62,7 +61,7 @@ def measure_memory(cache: KVCache, device: torch.device, *, draft_logits: int = 
         peak_host_bytes=peak_host_bytes(),
     )
     if device.type == "cuda":
-        # As max_memory_allocated and max_memory_reserved, which sort all statistics at each call.
+        # max_memory_allocated and max_memory_reserved return the same, but sort all statistics at each call.
         figures = torch.cuda.memory_stats_as_nested_dict(device)
         use.peak_gpu_allocated_bytes = figures["allocated_bytes"]["all"]["peak"]
         use.peak_gpu_reserved_bytes = figures["reserved_bytes"]["all"]["peak"]

@@ -1,4 +1,4 @@
-"""How the memory of both services is shown and written."""
+"""The memory of both services as a table and as JSON."""
 
 from __future__ import annotations
 

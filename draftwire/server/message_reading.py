@@ -1,6 +1,6 @@
-"""Bounds on the calls whose message a server has not read yet: how many, for how long, and how many bytes of them.
+"""Limits of the calls whose message a server has not read yet: their number, time and bytes.
 
-By gRPC's flow control a call sends one window until the server reads its message, and the rest afterwards. So a server
+By gRPC's flow control a call sends one window before the server reads its message, and the rest afterwards. So a server
 that reads few messages at once holds few large messages, however many calls are open.
 """
 
@@ -35,7 +35,7 @@ class ReadingLimits:
     """Limits of the unread messages that a server holds.
 
     Attributes:
-        max_message_bytes: Longest message, bytes; longer messages are refused unread with RESOURCE_EXHAUSTED.
+        max_message_bytes: Size of the longest message; longer messages are refused unread with RESOURCE_EXHAUSTED.
         max_readers, max_readers_of_peer: Most messages that are read at once, in all and of one peer; each takes up to
             `max_message_bytes`.
         max_unread, max_unread_of_peer: Most calls whose message has not arrived, in all and of one peer; each takes up
@@ -103,7 +103,7 @@ class MessageReader:
         self._reads: dict[_Read, None] = {}  # the longest first
         self._reads_of_peer: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[None], str] = {}  # peers; first come, first served
-        self._untold: Counter[str] = Counter()  # refusals that are not logged yet, by reason
+        self._unlogged: Counter[str] = Counter()  # refusals by reason
 
     async def read(self, context: Readable) -> Any:
         """Return the next message of a call, or grpc.aio.EOF.
@@ -133,8 +133,8 @@ class MessageReader:
                 self._end_turn(peer)
         if read is None:
             raise self._refusal("too many messages are being read; try again later")
-        self._tell("a message that did not come was given up")
-        raise TimeoutError(f"the message has not come within {read.limit_s:g} s")
+        self._log_soon("a message did not arrive in time")
+        raise TimeoutError(f"the message did not arrive within {read.limit_s:g} s")
 
     def _admit(self, peer: str) -> None:
         if self._unread.total() >= self.limits.max_unread:
@@ -147,19 +147,19 @@ class MessageReader:
 
     def _refusal(self, text: str) -> QueueFullError:
         self._on_refused()
-        self._tell("calls refused: " + text)
+        self._log_soon("calls refused: " + text)
         return QueueFullError(text, RETRY_S * random.uniform(0.75, 1.25))
 
-    def _tell(self, text: str) -> None:
-        """Log a refusal, with all equal refusals of the next second."""
-        if not self._untold:
+    def _log_soon(self, text: str) -> None:
+        """Log a refusal together with all equal refusals of the next second."""
+        if not self._unlogged:
             asyncio.get_running_loop().call_later(LOG_S, self._log)
-        self._untold[text] += 1
+        self._unlogged[text] += 1
 
     def _log(self) -> None:
-        for text, count in self._untold.items():
+        for text, count in self._unlogged.items():
             logger.warning("%d times within %g s: %s", count, LOG_S, text)
-        self._untold.clear()
+        self._unlogged.clear()
 
     def _has_turn(self, peer: str) -> bool:
         limits = self.limits

@@ -1,8 +1,9 @@
-"""Wrappers around the methods of a server, of any kind."""
+"""Replacement of the methods of a server, of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,22 +13,31 @@ Behaviour = Callable[[Any, Any], Any]
 Refusal = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
-def rebuild_handler(
-    handler: Any,
-    decode: Callable[[bytes], Any],
-    encode: Callable[[Any], bytes],
-    wrap: Callable[[Behaviour], Behaviour] = lambda behaviour: behaviour,
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler of the same kind with this decoder and encoder, whose method is `wrap` of the given method."""
+class HandlerInterceptor(grpc.aio.ServerInterceptor, ABC):
+    """An interceptor that replaces the handlers of methods."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.replace(handler, handler_call_details)
+
+    @abstractmethod
+    def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
+        """Return the handler for a call: `handler`, or another in its place."""
+
+
+def with_codec(handler: Any, decode: Callable[[bytes], Any], encode: Callable[[Any], bytes]) -> Any:
+    """Return a handler for the same method with this decoder and encoder."""
     streams = handler.request_streaming, handler.response_streaming
     name = "_".join("stream" if is_stream else "unary" for is_stream in streams)
-    rebuilt: grpc.RpcMethodHandler[Any, Any] = getattr(grpc, f"{name}_rpc_method_handler")(
-        wrap(getattr(handler, name)), decode, encode
-    )
-    return rebuilt
+    return getattr(grpc, f"{name}_rpc_method_handler")(getattr(handler, name), decode, encode)
 
 
-def refusing_handler(handler: Any, refusal: Refusal) -> grpc.RpcMethodHandler[Any, Any]:
+def refusing_handler(handler: Any, refusal: Refusal) -> Any:
     """Return a handler for the same method that reads no message and answers `refusal`."""
 
     async def refuse(_requests: Any, context: Any) -> None:
@@ -35,5 +45,4 @@ def refusing_handler(handler: Any, refusal: Refusal) -> grpc.RpcMethodHandler[An
 
     kinds = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     kind: Any = kinds[bool(handler.response_streaming)]
-    refusing: grpc.RpcMethodHandler[Any, Any] = kind(refuse, None, handler.response_serializer)
-    return refusing
+    return kind(refuse, None, handler.response_serializer)

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP or HTTPS, on a port of their own."""
+"""Prometheus metrics over HTTP or HTTPS, on a separate port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUT_TIMEOUT_S = 1.0
 
 
 def with_model_name(metrics: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """Yield the metrics with the label that vLLM's metrics have, after their own labels."""
+    """Yield the metrics with `model_name`, the label of vLLM's metrics, after their own labels."""
     for metric in metrics:
         metric.samples = [
             sample._replace(labels={**sample.labels, "model_name": model_name}) for sample in metric.samples
@@ -88,7 +88,7 @@ def serving_metrics(
 
 
 def _forgiving(app: Any) -> Any:
-    """Return the WSGI application, which ignores an Accept header that prometheus_client cannot parse."""
+    """Wrap a WSGI application to ignore an Accept header that prometheus_client cannot parse."""
 
     def forgiving(environ: dict[str, Any], start_response: Any) -> Any:
         try:
@@ -106,11 +106,11 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves each connection in its own thread, handshake included, so that a slow client delays no other client. When
-    there are too many connections the oldest is closed, so that slow connections cannot block a scrape.
+    """Serves each connection in its own thread, handshake included, so that a slow client delays no other client. With
+    too many connections the oldest is closed, so that slow connections cannot block a scrape.
 
-    prometheus_client's `start_wsgi_server` does not do: it shakes hands in the accepting thread, limits neither the
-    number nor the time of connections, and reads certificates once.
+    prometheus_client's `start_wsgi_server` is unsuitable: it shakes hands in the accepting thread, limits neither the
+    number nor the time of connections, and reads certificates only once.
     """
 
     daemon_threads = True

@@ -7,19 +7,19 @@ import signal
 import threading
 import time
 
-# With this set, `python -m draftwire_cli` ends when its standard input does: the kernel closes that pipe however the
-# parent ends, on every system.
+# If this variable is set, `python -m draftwire_cli` ends when its standard input closes. The kernel closes that pipe
+# however the parent ends.
 PARENT_PIPE = "DRAFTWIRE_PARENT_PIPE"
 STOP_TIMEOUT_S = 10.0  # seconds of an orderly stop
 
 
 def watch_parent() -> None:
-    """End this process when its parent has ended, if the parent asked for that."""
+    """End this process after its parent, if the parent has set PARENT_PIPE."""
     if os.environ.pop(PARENT_PIPE, None) is None:
         return
 
     def wait() -> None:
-        # Not sys.stdin: its lock, held in a thread, breaks the interpreter's end.
+        # Not sys.stdin: a thread that holds its lock breaks the interpreter's shutdown.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Ports that a service is to listen on, tried before it loads anything."""
+"""Check a service's ports before it loads anything."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from draftwire.contract.errors import ServerError
 
 
 def check_ports(**addresses: str | None) -> None:
-    """Check that each address, by the name of its option, can be bound now; None is no address.
+    """Check that each address can be bound now; the keywords are the options' names, None is unset.
 
     Raises:
         InvalidArgumentError: If an address is not HOST:PORT.
-        ServerError: If a port is in use, or a host is not of this machine.
+        ServerError: If a port is in use, or a host is not this machine.
     """
     for field, address in addresses.items():
         if address is None:

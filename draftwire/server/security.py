@@ -1,4 +1,4 @@
-"""Security of connections: TLS in both directions, bearer tokens, and plain text only if allowed.
+"""A server's security: TLS, clients' certificates, bearer tokens, and plain text only if allowed.
 
 Files are read again when they change, so that certificates and tokens are renewed without a restart.
 """
@@ -10,7 +10,7 @@ import hmac
 import logging
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import grpc
 from draftwire.contract.addresses import is_loopback_host
 from draftwire.contract.client_security import AUTHORIZATION, SCHEME, parse_tokens, read_file, refuse_plain_text
 from draftwire.contract.errors import InvalidArgumentError, ServerError
-from draftwire.server.method_handlers import refusing_handler
+from draftwire.server.method_handlers import HandlerInterceptor, refusing_handler
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class ServerSecurity:
         # authorities it later refuses every client.
         tried = _RenewedContext(self.certificate, self.key, self.client_ca)
         files = [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
-        watched = _Watched(files)
+        watched = _WatchedFiles(files)
         return grpc.dynamic_ssl_server_credentials(
             _certificate_configuration(watched.read()),
             lambda: _renewed(watched, tried),  # type: ignore[arg-type,return-value]  # None keeps the old one
@@ -96,8 +96,8 @@ class ServerSecurity:
         return _RenewedContext(self.certificate, self.key, self.client_ca).current
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of the named services without a token of the file, as UNAUTHENTICATED and unread."""
+class TokenInterceptor(HandlerInterceptor):
+    """Refuses calls of the named services without a token of the file, unread and with UNAUTHENTICATED."""
 
     def __init__(self, token_file: Path, service_names: Sequence[str]) -> None:
         """
@@ -106,23 +106,16 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             ServerError: If the file cannot be read or has no token.
         """
         self._token_file = token_file
-        self._watched = _Watched([token_file])
+        self._watched = _WatchedFiles([token_file])
         self._prefixes = tuple(f"/{name}/" for name in service_names)
         self._digests = self._digest(self._watched.read()[0])
         if not self._digests:
             raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See grpc.aio.ServerInterceptor."""
-        handler = await continuation(handler_call_details)
-        if not handler_call_details.method.startswith(self._prefixes) or handler is None:
-            return handler
-        given = dict(handler_call_details.invocation_metadata or ()).get(AUTHORIZATION, "")
-        if self._is_known(given):
+    def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
+        """See `HandlerInterceptor`."""
+        given = dict(call.invocation_metadata or ()).get(AUTHORIZATION, "")
+        if not call.method.startswith(self._prefixes) or self._is_known(given):
             return handler
         text = "a bearer token that this server knows is needed"
         return refusing_handler(handler, (grpc.StatusCode.UNAUTHENTICATED, text, ()))
@@ -133,25 +126,25 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             try:
                 digests = self._digest(changed[0])
             except InvalidArgumentError as error:
-                logger.warning("the tokens of before stay in force: %s", error)
+                logger.warning("keeping the previous tokens: %s", error)
             else:
                 if digests:
                     self._digests = digests
-                    logger.info("the tokens were read again: %d", len(digests))
+                    logger.info("tokens reloaded: %d", len(digests))
                 else:  # the file may be half written
-                    logger.warning("the tokens of before stay in force: there is none in the file")
+                    logger.warning("keeping the previous tokens: the file has none")
         if not isinstance(given, str) or not given.startswith(SCHEME):
             return False
         digest = hashlib.sha256(given.removeprefix(SCHEME).encode()).digest()
-        # Compare all digests, so that the time tells nothing about them.
+        # Compare all digests, so that the time is independent of them.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
     def _digest(self, text: bytes) -> list[bytes]:
         return [hashlib.sha256(token.encode()).digest() for token in parse_tokens(self._token_file, text)]
 
 
-class _Watched:
-    """Files that are read again when one of them has changed."""
+class _WatchedFiles:
+    """Files that are read again after one of them has changed."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -169,7 +162,7 @@ class _Watched:
                 return None
             return self.read()
         except ServerError as error:
-            logger.warning("what was read before stays in force: %s", error)
+            logger.warning("keeping the previous contents: %s", error)
             return None
 
 
@@ -179,7 +172,7 @@ class _RenewedContext:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         self._lock = threading.Lock()
-        self._watched = _Watched([certificate, key, *([client_ca] if client_ca else [])])
+        self._watched = _WatchedFiles([certificate, key, *([client_ca] if client_ca else [])])
         self._watched.read()
         try:
             self._context = self._load()
@@ -190,21 +183,21 @@ class _RenewedContext:
         """Return the context of the files' present contents, or of their last valid contents."""
         with self._lock:
             if self._watched.changed() is not None:
-                self._try()
+                self._reload()
             return self._context
 
-    def is_right(self) -> bool:
+    def reload(self) -> bool:
         """Create a context from the files' present contents, log the result, and return whether it worked."""
         with self._lock:
-            return self._try()
+            return self._reload()
 
-    def _try(self) -> bool:
+    def _reload(self) -> bool:
         try:
             self._context = self._load()
         except OSError as error:
-            logger.warning("the certificates of before stay in force: %s", error)
+            logger.warning("keeping the previous certificates: %s", error)
             return False
-        logger.info("the certificates were read again")
+        logger.info("certificates reloaded")
         return True
 
     def _load(self) -> ssl.SSLContext:
@@ -217,10 +210,10 @@ class _RenewedContext:
         return context
 
 
-def _renewed(watched: _Watched, tried: _RenewedContext) -> grpc.ServerCertificateConfiguration | None:
+def _renewed(watched: _WatchedFiles, tried: _RenewedContext) -> grpc.ServerCertificateConfiguration | None:
     """Return a new configuration if the files have changed and are valid; None keeps the old one."""
     contents = watched.changed()
-    if contents is None or not tried.is_right():
+    if contents is None or not tried.reload():
         return None
     return _certificate_configuration(contents)
 
@@ -239,6 +232,6 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def is_plain_url_outside(url: str) -> bool:
-    """Return whether the URL is of http and its host outside of loopback."""
+    """Return whether a URL has the scheme http and a host outside of loopback."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not is_loopback_host(parts.hostname or "")

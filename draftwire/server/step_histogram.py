@@ -8,14 +8,14 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 
-# Bounds in seconds: from a look at an empty queue to the forward pass of a long prompt.
+# Bounds in seconds: from one poll of an empty queue to the forward pass of a long prompt.
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class StepHistogram:
     """Counts steps by the time of each phase. The engine's thread observes; any thread collects.
 
-    Has no lock, and costs some microseconds a step.
+    It has no lock, and costs some microseconds a step.
     """
 
     def __init__(self, phases: Iterable[str]) -> None:

@@ -38,8 +38,8 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
 
     Args:
         service: Name of the service, unless OTEL_SERVICE_NAME gives one.
-        endpoint: http://HOST:PORT, or https for TLS. None takes what OpenTelemetry's variables name, and exports
-            nothing if they name none.
+        endpoint: http://HOST:PORT, or https for TLS. None takes the endpoint of OpenTelemetry's variables, and exports
+            nothing without one.
         insecure: Whether http is allowed outside of the loopback interface.
 
     Raises:
@@ -77,7 +77,7 @@ def exporting_traces(service: str, endpoint: str | None, *, insecure: bool = Fal
         ending.start()
         ending.join(LAST_SPANS_S)
         if ending.is_alive():
-            logger.warning("traces: the last spans are given up: not taken in %g s", LAST_SPANS_S)
+            logger.warning("the last spans are lost: the collector did not take them within %g s", LAST_SPANS_S)
 
 
 def _check_endpoint(endpoint: str | None, insecure: bool) -> None:
@@ -86,9 +86,8 @@ def _check_endpoint(endpoint: str | None, insecure: bool) -> None:
     if "@" in url:  # gRPC would take the user for a part of the host name, which the exporter logs
         raise InvalidArgumentError(field, _shown(url), "must name no user; OTEL_EXPORTER_OTLP_HEADERS is for secrets")
     if not insecure and is_plain_url_outside(url):
-        raise InvalidArgumentError(
-            field, _shown(url), "plain text outside of loopback must be asked for with insecure; or give https://HOST:PORT"
-        )
+        allowed = "plain text outside of loopback needs insecure; or give https://HOST:PORT"
+        raise InvalidArgumentError(field, _shown(url), allowed)
 
 
 def _shown(url: str) -> str:

@@ -3,7 +3,7 @@ write a word.
 
 Memory is shared by virtual memory management. The driver counts the holders of an allocation. The allocation lives
 until the last process that has it mapped ends, however the process ends. `cudaIpcGetMemHandle`, which torch wraps in
-private functions, does not do: freeing memory that another process has mapped is undefined.
+private functions, is unsuitable: freeing memory that another process has mapped is undefined.
 
 Source: CUDA Driver API, "Virtual Memory Management" and "Stream Memory Operations"; cuda.h.
 """

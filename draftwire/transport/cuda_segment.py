@@ -18,11 +18,7 @@ from draftwire.v1 import draft_pb2 as pb
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """Return the driver of this process.
-
-    Raises:
-        SegmentError: If there is no driver.
-    """
+    """Return the driver of this process; raise SegmentError if there is none."""
     return CudaDriver()
 
 
@@ -36,7 +32,7 @@ class CudaSegment(Segment):
     carrier = pb.CARRIER_CUDA_IPC
 
     def __init__(self, driver: CudaDriver, handle: int, size: int, device: torch.device) -> None:
-        """Maps the allocation, at least `size` bytes, for `device`; the handle may be released then."""
+        """Map the allocation, at least `size` bytes, for `device`; the caller may release the handle afterwards."""
         mapped = _mapped_bytes(driver, size, device)
         address = driver.map(handle, mapped, device)
         finalizer = weakref.finalize(self, _unmap, driver, address, mapped, device)
@@ -47,7 +43,7 @@ class CudaSegment(Segment):
     def create(
         cls, size: int, device: torch.device, driver: CudaDriver | None = None
     ) -> tuple[CudaSegment, list[int]]:
-        """See `Segment.create`; a file of the driver."""
+        """See `Segment.create`; the descriptor is the driver's."""
         driver = driver or cuda_driver()
         with contextlib.ExitStack() as on_failure:
             with contextlib.ExitStack() as stack:
@@ -63,7 +59,7 @@ class CudaSegment(Segment):
     def attach(
         cls, fds: Sequence[int], size: int, device: torch.device, driver: CudaDriver | None = None
     ) -> CudaSegment:
-        """See `Segment.attach`. The driver refuses to map more than there is."""
+        """See `Segment.attach`. The driver refuses to map more than was allocated."""
         if len(fds) != 1:
             raise SegmentError(f"memory of a GPU is described by 1 file, not {len(fds)}")
         driver = driver or cuda_driver()

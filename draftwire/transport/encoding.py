@@ -15,7 +15,7 @@ from draftwire.v1 import draft_pb2 as pb
 
 _LENGTH_DELIMITED = 2
 
-# Numbers of the fields that lead from a message to one inside of it.
+# Numbers of the fields that lead from a message to a nested field.
 Path = tuple[int, ...]
 
 

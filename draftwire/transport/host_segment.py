@@ -24,7 +24,7 @@ _HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context of the process
 class HostSegment(Segment):
     """Anonymous shared memory that can neither shrink nor grow; pinned where the process computes on a GPU.
 
-    Sealed, because a process that reads past the end of a file that another has cut is killed.
+    It is sealed, because a process that reads past the end of a truncated file is killed.
 
     Attributes:
         mapping: The memory as bytes.
@@ -33,7 +33,7 @@ class HostSegment(Segment):
     carrier = pb.CARRIER_SHM
 
     def __init__(self, fd: int, size: int, device: torch.device) -> None:
-        """Maps `size` bytes of the file; `device` is where tensors are copied from and to."""
+        """Map `size` bytes of the file; `device` is where tensors are copied from and to."""
         self.mapping = mmap.mmap(fd, size)
         self.memory = torch.frombuffer(self.mapping, dtype=torch.uint8)
         if device.type == "cuda":
@@ -55,7 +55,7 @@ class HostSegment(Segment):
 
     @classmethod
     def unshared(cls, size: int, device: torch.device) -> HostSegment:
-        """Return a new segment for one process that plays both ends; errors as for `create`."""
+        """Return a new segment for one process with both ends; errors as of `create`."""
         segment, fds = cls.create(size, device)
         for fd in fds:
             os.close(fd)
@@ -72,7 +72,7 @@ class HostSegment(Segment):
                 raise SegmentError("the shared memory is not sealed")
             if os.fstat(fd).st_size != size:
                 raise SegmentError(f"the shared memory has {os.fstat(fd).st_size} bytes, not {size}")
-            # Huge pages may fail to be allocated when they are touched.
+            # The allocation of huge pages may fail when they are touched.
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise SegmentError("the shared memory has pages of another size than this machine's")
             return cls(fd, size, device)

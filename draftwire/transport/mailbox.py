@@ -21,11 +21,11 @@ class Mailbox(Generic[T]):
     returned before this item. All methods but `put` and `leftovers` are called by the owner.
     """
 
-    def __init__(self, awake_s: float = 0.0, look: Callable[[], T | None] = lambda: None) -> None:
-        """For `awake_s` seconds after its last item or message the owner polls instead of sleeping. `look` is polled
-        too; true counts as a message, but does not wake a sleeping owner."""
+    def __init__(self, awake_s: float = 0.0, poll: Callable[[], T | None] = lambda: None) -> None:
+        """For `awake_s` seconds after its last item or message the owner polls instead of sleeping. A result of `poll`
+        other than None counts as a message, but does not wake a sleeping owner."""
         self._awake_s = awake_s
-        self._look = look
+        self._poll_more = poll
         self._awake_until = 0.0
         self._put: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._items: deque[T] = deque()
@@ -33,8 +33,8 @@ class Mailbox(Generic[T]):
         self._readers: dict[int, Callable[[], Sequence[T] | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_rung = False
-        self._poll = select.epoll()
-        self._poll.register(self._bell, select.EPOLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
 
     def put(self, item: T) -> None:
         """Add an item; from any thread."""
@@ -44,15 +44,15 @@ class Mailbox(Generic[T]):
     def watch(self, fd: int, read: Callable[[], Sequence[T] | None]) -> None:
         """Call `read` when `fd` is readable: it returns messages, in order, or None when no more will come."""
         self._readers[fd] = read
-        self._poll.register(fd, select.EPOLLIN)
+        self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Stop reading from `fd`; call before `fd` is closed."""
         if self._readers.pop(fd, None) is not None:
-            self._poll.unregister(fd)
+            self._epoll.unregister(fd)
 
     def get(self, timeout: float | None = None) -> T:
-        """Return the next item or message within `timeout_s` seconds; None waits without limit.
+        """Return the next item or message within `timeout` seconds; None waits without limit.
 
         Raises:
             queue.Empty: If nothing arrived in time.
@@ -68,7 +68,7 @@ class Mailbox(Generic[T]):
             if left is not None and left <= 0:
                 raise queue.Empty
             if now >= self._awake_until:
-                self._note_bell(self._poll.poll(left))
+                self._note_bell(self._epoll.poll(left))
 
     def get_nowait(self) -> T:
         """Return the next item or message; raises queue.Empty when there is none."""
@@ -80,11 +80,11 @@ class Mailbox(Generic[T]):
         return bool(self._messages or self._items)
 
     def wait(self, timeout: float) -> bool:
-        """Return whether there is an item or a message now or within this many seconds, to about 50 us."""
+        """Return whether there is an item or a message within `timeout` seconds, to about 50 us."""
         self._collect()
         if not self.has_more:
             # epoll waits for whole milliseconds.
-            select.select([self._poll.fileno()], [], [], timeout)
+            select.select([self._epoll.fileno()], [], [], timeout)
             self._collect()
         return self.has_more
 
@@ -104,7 +104,7 @@ class Mailbox(Generic[T]):
             self._is_rung = False
         while not self._put.empty():
             self._items.append(self._put.get())
-        ready = self._poll.poll(0)
+        ready = self._epoll.poll(0)
         self._note_bell(ready)
         for fd, _ in ready:
             if fd != self._bell:
@@ -113,7 +113,7 @@ class Mailbox(Generic[T]):
                     self.unwatch(fd)
                 else:
                     self._messages.extend(messages)
-        if not self._messages and (seen := self._look()) is not None:
+        if not self._messages and (seen := self._poll_more()) is not None:
             self._messages.append(seen)
 
     def _note_bell(self, ready: Sequence[tuple[int, int]]) -> None:

@@ -18,9 +18,8 @@ class Incoming:
     """A tensor of a checked message. Call `load` for a copy, or read `tensor` and then call `finish`.
 
     Attributes:
-        tensor: The elements where they have arrived, on the device of the segment or, in the message's bytes, on the
-            CPU. They must not be written to, and the sender may change those in shared memory at any time: what is
-            checked must be a copy.
+        tensor: The elements, read-only: in the segment on its device, or in the message's bytes on the CPU. The sender
+            may change shared memory at any time, so a value must be copied before it is checked.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, segment: Segment | None = None) -> None:
@@ -45,7 +44,7 @@ class Incoming:
         """Return the tensor on `device`, by default the receiver's, as a copy if it is in shared memory. Call once.
 
         On a GPU the copy runs on the calling thread's current stream, and the host does not wait for it. A tensor that
-        came in the message of a receiver on the CPU lies in the message's bytes: it must not be written to.
+        came in the message of a receiver on the CPU is read-only: it shares the message's bytes.
         """
         device = device or self._device
         if self._segment is None:
@@ -106,15 +105,14 @@ class TensorReceiver:
         return Incoming(torch.empty(shape, dtype=dtype), self._device)
 
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:
-        """Return the tensor of a message; parameters and errors are those of
-        `draftwire.model.tensors.decode_tensor`."""
+        """Return the tensor of a message; parameters and errors as of `draftwire.model.tensors.decode_tensor`."""
         if message.WhichOneof("storage") != "span":
             return Incoming(decode_tensor(message, name, dtype, shape), self._device)
         given = check_tensor(message, name, dtype, shape)
         return self.claim_span(message.span, f"{name}.span", dtype, given)
 
     def claim_span(self, span: pb.SharedSpan, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
-        """Return the tensor of a span, which the sender's device may still write; errors as for `claim`."""
+        """Return the tensor of a span, which the sender's device may still write; errors as of `claim`."""
         if self._segment is None:
             raise InvalidArgumentError(name, span.offset, "no shared memory was agreed on")
         segment, size = self._segment, math.prod(shape) * dtype.itemsize

@@ -45,7 +45,7 @@ _MAX_DIRECTORY_BYTES = 64
 
 @dataclass(frozen=True)
 class SharedSegments:
-    """The segments of one side after the conversation; None where tensors or messages use the stream."""
+    """The segments of one side after the conversation; None if tensors or messages use the stream."""
 
     outgoing: Segment | None = None
     incoming: Segment | None = None
@@ -83,7 +83,7 @@ class Rendezvous:
         self._socket.listen()
 
     def encode(self) -> pb.Rendezvous:
-        """Wire form."""
+        """Return the wire form."""
         return pb.Rendezvous(socket=self._name, token=self._token)
 
     def serve(

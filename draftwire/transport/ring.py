@@ -32,7 +32,7 @@ WriteValue = Callable[[int, int, int], None]  # stream, address, value
 
 
 def ring_bytes(max_sequences: int, max_drafts: int) -> int:
-    """Return the size of a segment with both rings, for steps of so many sequences with max_drafts + 1 rows each, and
+    """Return the size of a segment with both rings, for steps of `max_sequences` with `max_drafts` + 1 rows each, and
     for their early drafts with confidences."""
     body = 2 * ALIGNMENT + _padded(_WORD_BYTES * max_sequences * max(max_drafts + 2, 2 * max_drafts))
     return _FIRST + 2 * (2 * (ALIGNMENT + MAX_MESSAGE_BYTES) + _BODIES * (body + 16 * ALIGNMENT))
@@ -46,10 +46,7 @@ class _Ring:
     """One end of one direction."""
 
     def __init__(self, segment: Segment, number: int) -> None:
-        """`number` is 0 for the ring from verifier to drafter, 1 for the other.
-
-        Raises:
-            SegmentError: If the segment is too small.
+        """`number` is 0 for the ring from verifier to drafter, 1 for the other. SegmentError if `segment` is too small.
         """
         whole = (segment.size - _FIRST) // 2 // ALIGNMENT * ALIGNMENT
         self.segment = segment
@@ -71,7 +68,7 @@ class _Ring:
         self._lock.acquire()
 
     def _offset(self, position: int) -> int:
-        """Return where a position is in the segment."""
+        """Return the offset of a position in the segment."""
         return self._begin + position % self._size
 
     def _next_stamp(self) -> None:
@@ -163,7 +160,7 @@ class Body:
     """Numbers that the writer's device writes behind a message.
 
     Attributes:
-        num_numbers: How many there are; int32 each.
+        num_numbers: Count of the numbers, int32 each.
     """
 
     def __init__(self, ring: RingReader, record: int, mark: int, stamp: int, num_numbers: int) -> None:
@@ -191,7 +188,7 @@ class Record(NamedTuple):
     """A message that has been read."""
 
     message: bytes
-    written: float  # monotonic time, between the last look that found nothing and now
+    written: float  # monotonic time, between the last read without a record and now
     body: Body | None
 
 

@@ -36,7 +36,7 @@ def segment_bytes(step_bytes: int) -> int:
 
 
 class SegmentError(Exception):
-    """Memory cannot be shared; the message says why."""
+    """Memory that cannot be shared; the message has the reason."""
 
 
 def check_span(name: str, offset: int, num_bytes: int, segment_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Segment(ABC):
 
     @cached_property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return self.memory.numel()
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -96,11 +96,7 @@ class Segment(ABC):
         return {dtype: whole.view(dtype) for dtype in DTYPES.values()}
 
     def read_nonce(self) -> bytes:
-        """Return the bytes at the start of the segment.
-
-        Raises:
-            SegmentError: If the GPU cannot read the memory.
-        """
+        """Return the bytes at the start of the segment; raise SegmentError if the GPU cannot read them."""
         try:
             return self.memory[:NONCE_BYTES].clone().cpu().numpy().tobytes()
         except RuntimeError as error:
@@ -109,8 +105,7 @@ class Segment(ABC):
     def write_nonce(self, nonce: bytes) -> None:
         """Write `nonce` to the start of the segment, visible to the other process on return.
 
-        Raises:
-            SegmentError: If the GPU cannot write the memory.
+        Raise SegmentError if the GPU cannot write the memory.
         """
         try:
             self.memory[:NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self.memory.device)

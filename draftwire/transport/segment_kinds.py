@@ -1,4 +1,4 @@
-"""Segments by carrier."""
+"""Creation of segments by carrier."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Outgoing:
     Call `give_up` in place of `finish` if the tensor is not sent.
 
     Attributes:
-        tensor: Where the elements go: in the segment, or in private memory, pinned where the sender computes on a GPU.
+        tensor: Memory for the elements: in the segment, or private, pinned if the sender computes on a GPU.
         carrier: The carrier of the elements.
     """
 
@@ -40,8 +40,7 @@ class Outgoing:
         return None if self._shared is None else self._shared[2].offset
 
     def seal(self) -> None:
-        """Declare that all writes have been issued on the calling thread's current stream. Does not wait for the
-        writes."""
+        """Declare that all writes have been issued on the calling thread's current stream; does not wait for them."""
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""Bytes that cross between a verifier and its drafters."""
+"""Counters of the bytes between a verifier and its drafters."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Traffic:
         self._lock = threading.Lock()
         self._num_bytes: dict[tuple[str, Direction, Content], int] = {}
 
-    def count_message(
-        self, carrier: MessageCarrier, direction: Direction, message: Message, num_bytes: int
-    ) -> None:
+    def count_message(self, carrier: MessageCarrier, direction: Direction, message: Message, num_bytes: int) -> None:
         """Count a message that is encoded in `num_bytes`."""
         left = num_bytes
         for content, size in _tensors_inside(message):
@@ -52,11 +50,8 @@ class Traffic:
 
     def collect(self) -> CounterMetricFamily:
         """Yield the metrics for Prometheus."""
-        family = CounterMetricFamily(
-            "draftwire_wire_bytes",
-            "Bytes between verifiers and drafters.",
-            labels=["carrier", "direction", "content"],
-        )
+        labels = ["carrier", "direction", "content"]
+        family = CounterMetricFamily("draftwire_wire_bytes", "Bytes between verifiers and drafters.", labels=labels)
         with self._lock:
             counts = self._num_bytes.copy()
         for key, num_bytes in counts.items():

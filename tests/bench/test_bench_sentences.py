@@ -23,7 +23,7 @@ def test_skipped_work_has_a_consequence_and_its_causes() -> None:
         "4 on: 265 rows were verified instead of 1198. So this is not the speed of a fixed number of drafts in every "
         "step: compare it as what this load gets, not with runs that do all of the work. Tokens without drafts: 900 "
         "because pacing has switched drafting off: decoding without drafts is faster, or is being measured; 8 because "
-        "the output had room for one more token only. A verifier with --no-adaptive-k always asks for all drafts."
+        "the output had room for only one more token. A verifier with --no-adaptive-k always asks for all drafts."
     )
 
 

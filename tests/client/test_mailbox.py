@@ -10,7 +10,7 @@ from draftwire.transport.mailbox import Mailbox
 
 def test_what_is_seen_comes_behind_messages_that_are_there():
     seen: list[int] = []
-    mailbox: Mailbox[int] = Mailbox(awake_s=30.0, look=lambda: seen.pop() if seen else None)
+    mailbox: Mailbox[int] = Mailbox(awake_s=30.0, poll=lambda: seen.pop() if seen else None)
     read_end, write_end = os.pipe()
     mailbox.watch(read_end, lambda: list(os.read(read_end, 1)))
     seen.append(7)

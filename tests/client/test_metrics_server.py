@@ -97,7 +97,7 @@ def test_an_ipv6_address_is_bound():
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0"])
 def test_plain_text_outside_of_loopback_must_be_asked_for(listen):
-    with pytest.raises(InvalidArgumentError, match=r"metrics_listen = .* asked for with insecure; or give tls_cert"):
+    with pytest.raises(InvalidArgumentError, match=r"metrics_listen = .* needs insecure; or give tls_cert"):
         serving_metrics(listen, [], PLAIN).__enter__()
     with serving_metrics("0.0.0.0:0", [Answer()], ServerSecurity(insecure=True)) as port:
         assert "\nanswer 42.0\n" in scrape(port)

@@ -191,7 +191,7 @@ def test_an_empty_token_file_leaves_the_old_tokens_in_force(serve, tmp_path, cap
     assert version(address, token_file=own) == "here"
     known.write_text(emptied)
     assert version(address, token_file=own) == "here"
-    assert "the tokens of before stay in force" in caplog.text
+    assert "keeping the previous tokens" in caplog.text
     known.write_text("that nobody has\n")  # how all are revoked
     assert "UNAUTHENTICATED" in refused(address, token_file=own)
 
@@ -293,7 +293,7 @@ def test_an_unsendable_token_is_refused_at_start_ignored_later(serve, tmp_path, 
     assert version(address, token_file=own) == "here"
     known.write_bytes(b"second\n\xff\xfe\n")
     assert version(address, token_file=own) == "here"
-    assert "the tokens of before stay in force: token_file" in caplog.text
+    assert "keeping the previous tokens: token_file" in caplog.text
 
 
 def test_a_stream_needs_the_token_too(serve, tmp_path):
@@ -333,7 +333,7 @@ def test_loopback(address):
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "drafter:1", "localhost.example:1"])
 def test_plain_text_outside_of_loopback_must_be_asked_for(address):
     assert not is_loopback(address)
-    with pytest.raises(InvalidArgumentError, match="plain text outside of loopback must be asked for with insecure"):
+    with pytest.raises(InvalidArgumentError, match="plain text outside of loopback needs insecure"):
         ServerSecurity().credentials(address)
     with pytest.raises(InvalidArgumentError, match=r"address = .* plain text outside of loopback"):
         Client(address)

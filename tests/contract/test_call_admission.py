@@ -141,7 +141,7 @@ def test_the_text_says_that_the_message_did_not_come(play, monkeypatch):
         async with grpc.aio.insecure_channel(server.address) as channel:
             error = await refusal(channel.stream_stream(GENERATE)(timeout=TIMEOUT_S).read())
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "the message has not come within 0.2 s" in error.details()
+            assert "the message did not arrive within 0.2 s" in error.details()
 
     play(scene)
 

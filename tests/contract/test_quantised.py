@@ -73,7 +73,7 @@ def test_packed_tensors_are_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 def test_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
     directory = model(tmp_path / "model")
-    assert all("no weights (*.safetensors or *.bin); other formats, as GGUF" in text for text in refused(directory))
+    assert all("no weights in *.safetensors or *.bin, the formats" in text for text in refused(directory))
     (directory / "model-q4.gguf").write_bytes(b"GGUF")
     for text in refused(directory):
         assert "model-q4.gguf is a GGUF file, which is not served; served are directories with config.json" in text

@@ -257,8 +257,8 @@ BAD_CONFIGS = [
     ({"draft_sample_method": "beam"}, "draft_sample_method = 'beam': allowed: greedy, gumbel"),
     ({"draft_sample_method": 2}, "draft_sample_method = 2: allowed: greedy, gumbel"),
     ({"draft_sample_method": "unspecified"}, "draft_sample_method = 'unspecified': allowed: greedy, gumbel"),
-    ({"draft_logits": "dense"}, "draft_logits = 'dense': logits travel with gumbel drafts alone"),
-    ({"draft_logits": {"top_n": 2}}, "draft_logits = 'top_n=2': logits travel with gumbel drafts alone"),
+    ({"draft_logits": "dense"}, "draft_logits = 'dense': only gumbel drafts have logits"),
+    ({"draft_logits": {"top_n": 2}}, "draft_logits = 'top_n=2': only gumbel drafts have logits"),
     ({**GUMBEL, "draft_logits": "top_n"}, """draft_logits = 'top_n': allowed: "none", "dense", {"top_n": n}"""),
     ({**GUMBEL, "draft_logits": {"n": 2}}, "draft_logits = {'n': 2}: allowed: "),
     ({**GUMBEL, "draft_logits": {"top_n": 0}}, "draft_logits.n = 0: allowed range [1, 2147483647]"),
@@ -335,7 +335,7 @@ def test_decimal_rates_come_back_as_they_were_written():
 
 def test_n_without_top_n_is_refused():
     config = pb.SpeculativeConfig(draft_logits=pb.DraftLogits(n=3))
-    with pytest.raises(InvalidArgumentError, match=r"draft_logits\.n = 3: allowed with top_n alone"):
+    with pytest.raises(InvalidArgumentError, match=r"draft_logits\.n = 3: allowed only with top_n"):
         resolve_speculative_config(config)
 
 

@@ -29,7 +29,7 @@ TEXTS = {i: Text(i) for i in range(1, 9)}
 def begin(engine: DraftEngine) -> bool:
     """Begins early drafts if the engine's thread would; whether it would."""
     deadline = time.monotonic() + (5.0 if engine.device.type == "cuda" else 0.0)
-    while not (can_begin := engine.look_early()) and time.monotonic() < deadline:
+    while not (can_begin := engine.poll_early()) and time.monotonic() < deadline:
         time.sleep(0.001)  # until the device has written
     if can_begin:
         engine.early.begin()

@@ -140,7 +140,7 @@ def test_a_commit_gets_the_drafts_that_were_begun_early(head: Head, mode: Sampli
     stream, rows = prompted()
     verifier = Announcer(stream)
     verifier.announce(rows)
-    assert stream.engine.look_early()
+    assert stream.engine.poll_early()
     with torch.inference_mode():
         stream.engine.early.begin()
     found = verifier.committed()

@@ -224,7 +224,7 @@ class TestEnds:
 
     def test_a_hello_that_never_comes(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(message_reading, "MESSAGE_S", 0.2)
-        told = "no hello: the message has not come within 0.2 s"
+        told = "no hello: the message did not arrive within 0.2 s"
         assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, told)
 
 

@@ -115,7 +115,7 @@ class TestHandshake:
         streams = [drafter.connect() for _ in range(LIMITS.max_sessions)]
         code, text = drafter.refusal(hello())
         assert code == RESOURCE_EXHAUSTED
-        assert text == "max_sessions = 3: that many verifiers are connected already"
+        assert text == "max_sessions = 3: as many verifiers are already connected"
         streams[0].end()
         assert streams[0].error()[0] == grpc.StatusCode.OK
         drafter.connect()

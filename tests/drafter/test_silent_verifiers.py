@@ -25,7 +25,7 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_silent_stream_ends(drafter: ServedDrafter) -> None:
     code, text = drafter.connect().error()
     assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert text == "no whole message has come within 1 s; a verifier sends one every 5 s"
+    assert text == "no whole message has arrived within 1 s; a verifier sends one every 5 s"
 
 
 def test_keep_alives_hold_a_stream_open(drafter: ServedDrafter) -> None:

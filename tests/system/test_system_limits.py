@@ -104,7 +104,7 @@ def test_a_verifier_is_told_the_limits_of_the_drafter(limited):
         assert f"max_sequences: the verifier has {MAX_NUM_SEQS + 1}, the drafter allows 1 to {MAX_NUM_SEQS}" in text
         code, text = refusal(draft(iter([hello(MAX_NUM_SEQS)])))
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert text == "max_sessions = 1: that many verifiers are connected already"
+        assert text == "max_sessions = 1: as many verifiers are already connected"
     limited.generate(limited.client)
 
 
@@ -141,7 +141,7 @@ def test_a_second_verifier_serves_without_drafts_until_room(limited, tmp_path):
         start_verifier(limited.target, [address], *options, log_path=tmp_path / "second.log") as second,
         Client(second.address) as client,
     ):
-        told = "max_sessions = 1: that many verifiers are connected already"
+        told = "max_sessions = 1: as many verifiers are already connected"
         wait_for(lambda: told in drafter_status(client, address).detail, "the drafter has no room")
         assert drafted_share(limited.generate(client)) == 0
         assert drafter_status(limited.client, address).state == pb.DRAFTER_STATE_READY

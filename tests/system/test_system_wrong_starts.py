@@ -110,7 +110,7 @@ def test_port_in_use_ends_the_service_with_one_line(llama, shelf, command):
         ('{"num_spec_tokens": 4}', "speculative_config.num_spec_tokens = 4: unknown name; known: draft_logits, "),
         ('{"num_speculative_tokens": 17}', "num_speculative_tokens = 17: allowed range [1, 16]"),
         ('{"rejection_sample_method": "strict"}', "this name is retired"),
-        ('{"draft_logits": "dense"}', "logits travel with gumbel drafts alone"),
+        ('{"draft_logits": "dense"}', "only gumbel drafts have logits"),
         ("{", "is not valid JSON"),
         ("no-such-file.json", "must be a JSON object or the path of a file with one"),
     ],

@@ -80,7 +80,7 @@ def test_arguments_replace_nothing_of_the_rendering(codec: TextCodec, name: str)
         ("{", "is not valid JSON"),
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": 1, "a": 2}', "is given more than once"),
-        ('{"a":' * 9000 + "1" + "}" * 9000, "in each other"),
+        ('{"a":' * 9000 + "1" + "}" * 9000, "nests more than 128"),
         ('{"a": ' + "1" * 5000 + "}", "is not valid JSON"),
     ],
     ids=["list", "open", "NaN", "twice", "deep", "long number"],
@@ -126,7 +126,7 @@ def test_messages_have_calls_answers_names_and_thoughts(codec: TextCodec) -> Non
 
 
 def test_options_of_messages_need_messages() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^chat\.tools = .* allowed with a prompt of messages alone"):
+    with pytest.raises(InvalidArgumentError, match=r"^chat\.tools = .* allowed only with a prompt of messages"):
         build_request("text", {"tools": [{}]})
 
 

@@ -73,7 +73,7 @@ def test_a_special_token_of_a_tag_is_that_token():
 WRONG = [
     ({"json_schema": '{"type"'}, "json_schema", "is not valid JSON"),
     ({"json_schema": "[]"}, "json_schema", "must be a JSON object"),
-    ({"json_schema": '{"items":' * 129 + "{}" + "}" * 129}, "json_schema", "in each other"),
+    ({"json_schema": '{"items":' * 129 + "{}" + "}" * 129}, "json_schema", "nests more than 128"),
     ({"structural_tag": "1"}, "structural_tag", "must be a JSON object"),
     ({"structural_tag": {}}, "structural_tag", "format must be an object"),
     ({"structural_tag": {"structures": []}}, "structural_tag", "triggers must be a list"),
