@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import time
 
@@ -11,6 +12,7 @@ from grammar_scene import matcher_of, source_of, vocabulary
 from draftwire.contract.errors import InvalidArgumentError, UnavailableError
 from verifier_service.grammar import compiler
 from verifier_service.grammar.compiler import CompiledGrammar, GrammarCompiler, Result
+from verifier_service.grammar.trial import Trial
 
 WAIT_S = 120.0
 SLOW = {"json_schema": {"type": "integer", "multipleOf": 999983}}  # takes minutes
@@ -97,3 +99,12 @@ def test_copies_of_a_compiled_grammar_are_independent():
     one, other = matcher_of({"choice": ["ab", "ba"]}), matcher_of({"choice": ["ab", "ba"]})
     one.follow([0])
     assert other.num_tokens == 0
+
+
+def test_a_trial_that_was_killed_leaves_no_process() -> None:
+    """Its owner may end it at any time, as while its process starts."""
+    others = multiprocessing.active_children()
+    trial = Trial()
+    trial.kill()
+    assert "to compile" in trial.error_of(source_of({"regex": "a"}).text, 30.0)
+    assert set(multiprocessing.active_children()) <= set(others)

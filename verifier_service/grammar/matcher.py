@@ -33,7 +33,7 @@ class Matcher:
 
     Attributes:
         error: Why the request cannot continue; None while it can.
-        num_words: 32-bit words of a row's mask.
+        vocabulary: The target's.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Matcher:
                 synthetic acceptance, which would accept it.
         """
         self.error: DraftwireError | None = None
-        self.num_words = vocabulary.num_words
+        self.vocabulary = vocabulary
         self._source = source
         self._matcher = matcher
         self._min_tokens = min_tokens
@@ -66,8 +66,6 @@ class Matcher:
         for token in self._end_ids:
             self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._end_words = np.flatnonzero(self._ends)
-        self._complete_word, bit = divmod(vocabulary.end_bit, 32)
-        self._complete_bit = np.array([1 << bit], np.uint32).view(np.int32)[0]
         self._num_text = 0  # tokens of the output in the grammar's text
         self._num_ends = 0  # end tokens behind it
 
@@ -78,15 +76,18 @@ class Matcher:
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the output."""
-        for token in tokens:
-            if self.error is not None:
-                return
-            if self._num_ends > 0 or (token in self._end_ids and self._matcher.is_accepting()):
+        begin = 0
+        while begin < len(tokens) and self.error is None:
+            if self._num_ends > 0 or (tokens[begin] in self._end_ids and self._matcher.is_accepting()):
                 self._num_ends += 1
-            elif self._matcher.try_consume_tokens([token]) == 1:
-                self._num_text += 1
-            else:
-                self.error = ServerError(f"the output's token {token} is not in the request's grammar")
+                begin += 1
+                continue
+            end = next((i for i in range(begin + 1, len(tokens)) if tokens[i] in self._end_ids), len(tokens))
+            count = self._matcher.try_consume_tokens(list(tokens[begin:end]))
+            self._num_text += count
+            begin += count
+            if begin < end:
+                self.error = ServerError(f"the output's token {tokens[begin]} is not in the request's grammar")
 
     def rewind(self, num_tokens: int) -> None:
         """Give tokens of the output back, so that `num_tokens` are left; nothing where there are no more."""
@@ -119,18 +120,22 @@ class Matcher:
         """Return what fills the masks of the next tokens; None where end tokens alone can follow."""
         return None if self._num_ends > 0 or self.error is not None else self._matcher
 
-    def finish(self, rows: np.ndarray, drafts: Sequence[int]) -> None:
-        """Turn what llguidance has filled into the masks of the request's rows, int32 [1 + len(drafts), words]."""
+    def finish(self, rows: np.ndarray, drafts: Sequence[int], is_complete: np.ndarray) -> None:
+        """Turn what llguidance has filled into the masks of the request's rows.
+
+        Args:
+            rows: [1 + len(drafts), words] int32.
+            is_complete: [1 + len(drafts)] bool, whether the output's text may end before each row's token.
+        """
         if self._matcher.is_error() and self.error is None:
             reason = self._matcher.get_error().split("\n", 1)[0]
             self.error = self._source.error(f"is too complex after {self.num_tokens} tokens of output: {reason}")
         if self._num_ends > 0 or self.error is not None:
             rows[:] = self._ends
             return
-        is_complete = (rows[:, self._complete_word] & self._complete_bit) != 0
-        rows[:, self._complete_word] &= ~self._complete_bit
-        for place in np.flatnonzero(is_complete):
-            rows[place, self._end_words] |= self._ends[self._end_words]
+        if is_complete.any():
+            for place in np.flatnonzero(is_complete):
+                rows[place, self._end_words] |= self._ends[self._end_words]
         if drafts and drafts[-1] in self._end_ids:
             rows[-1] = self._ends
         for row in range(min(len(rows), self._min_tokens - self.num_tokens)):
@@ -166,7 +171,8 @@ class MaskFiller:
     def fill(self, requests: Sequence[MaskedRows]) -> RowMasks:
         """Return the masks of a step's rows; a request whose grammar fails has its `error` then."""
         counts = [1 + len(one.drafts) for one in requests]
-        num_words = requests[0].matcher.num_words
+        vocabulary = requests[0].matcher.vocabulary
+        num_words = vocabulary.num_words
         bits = torch.empty(sum(counts), num_words, dtype=torch.int32, pin_memory=self._is_pinned)
         words = bits.numpy()
         words.fill(ALL)  # rows behind a rejected draft are not filled, and not used
@@ -184,7 +190,8 @@ class MaskFiller:
             self._executor.unsafe_compute_mask_ptr(single, *place)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        is_complete = vocabulary.take_end_bits(words)
         for one, (begin, end) in zip(requests, pairwise(begins), strict=True):
-            one.matcher.finish(words[begin:end], one.drafts)
+            one.matcher.finish(words[begin:end], one.drafts, is_complete[begin:end])
         rows = np.concatenate([np.arange(one.first, one.first + n) for one, n in zip(requests, counts, strict=True)])
         return RowMasks(rows, bits)

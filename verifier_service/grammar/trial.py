@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -48,6 +49,8 @@ class Trial:
     def __init__(self) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
+        self._is_killed = False
+        self._lock = threading.Lock()  # `kill` finds a process before or after its start, not during it
 
     def error_of(self, grammar: str, limit_s: float) -> str:
         """Compile a grammar; return what is wrong with it, empty if nothing is.
@@ -55,8 +58,8 @@ class Trial:
         Raises:
             TimeoutError: If that takes longer than `limit_s` seconds.
         """
-        connection = self._start() if self._connection is None else self._connection
         try:
+            connection = self._start() if self._connection is None else self._connection
             connection.send(grammar)
             if not connection.poll(limit_s):
                 self.close()
@@ -72,8 +75,12 @@ class Trial:
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,), name="grammar-trial", daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=(other,), name="grammar-trial", daemon=True)
+        with self._lock:
+            process.start()
+            self._process = process
+            if self._is_killed:
+                process.kill()
         other.close()
         if not self._connection.poll(START_LIMIT_S):
             self.close()
@@ -82,10 +89,11 @@ class Trial:
         return self._connection
 
     def kill(self) -> None:
-        """End the process, whatever it does; from any thread."""
-        process = self._process
-        if process is not None:
-            process.kill()
+        """End the process, whatever it does, and each later one; from any thread."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
 
     def close(self) -> None:
         """End the process and wait for its end."""
@@ -93,7 +101,8 @@ class Trial:
             self._connection.close()
             self._process.kill()
             self._process.join()
-        self._connection = self._process = None
+        with self._lock:
+            self._connection = self._process = None
 
 
 def _serve(connection: Connection) -> None:

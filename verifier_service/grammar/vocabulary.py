@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import llguidance
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
@@ -41,6 +42,14 @@ class Vocabulary:
         size = max(vocab_size, own.get_vocab_size(with_added_tokens=True), end + 1)
         self.tokenizer = llguidance.LLTokenizer(own.to_str(), n_vocab=size, eos_token=[end])
         self.num_words = -(-size // 32)
+
+    def take_end_bits(self, masks: np.ndarray) -> np.ndarray:
+        """Clear the end bit in masks [M, num_words] int32, and return [M] bool: where the bit was set."""
+        word, place = divmod(self.end_bit, 32)
+        bit = np.array([1 << place], np.uint32).view(np.int32)[0]
+        is_set: np.ndarray = (masks[:, word] & bit) != 0
+        masks[:, word] &= ~bit
+        return is_set
 
 
 def load_vocabulary(directory: Path, vocab_size: int) -> Vocabulary | str:
