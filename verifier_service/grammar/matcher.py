@@ -15,6 +15,9 @@ from verifier_service.grammar.translation import GrammarSource
 from verifier_service.grammar.vocabulary import Vocabulary
 
 ALL = np.int32(-1)
+# A mask takes some 10 us, a complex grammar's 100 us. More threads than needed make a step's masks take longer, and one
+# of them may have no core when it is needed.
+MASK_THREADS = 4
 
 
 class Matcher:
@@ -165,7 +168,7 @@ class MaskFiller:
     """Fills the masks of a step, several requests at once, with the interpreter's lock released."""
 
     def __init__(self, device: torch.device) -> None:
-        self._executor = llguidance.LLExecutor()
+        self._executor = llguidance.LLExecutor(MASK_THREADS)
         self._is_pinned = device.type == "cuda"
 
     def fill(self, requests: Sequence[MaskedRows]) -> RowMasks:
